@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +28,32 @@ from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.registry import spec_of
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops import expert_products as products
-from octavo.nn.ops.expert_products import RowPlan, StackedWeights, Tiling
+from octavo.nn.ops import few_rows
+from octavo.nn.ops.expert_products import Tiling
+from octavo.nn.ops.expert_rows import RowPlan, add_rows, gate_rows, mix_rows
+from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.routing import Routing
 
 HERE = Path(__file__).parent
 ROUTINGS = 4
 BEFORE = [RowPlan(2, 2048, 8), RowPlan(2, 2048, 4), RowPlan(4, 1024, 4), RowPlan(1, 2048, 4), RowPlan(4, 2048, 8)]
-BEFORE += [RowPlan(8, 512, 4), RowPlan(4, 512, 2), RowPlan(1, 2048, 2)]
-BEHIND = [RowPlan(8, 256, 4), RowPlan(4, 256, 4), RowPlan(16, 256, 8), RowPlan(4, 1024, 4), RowPlan(8, 256, 8)]
-BEHIND += [RowPlan(4, 256, 2), RowPlan(4, 256, 1), RowPlan(8, 256, 2)]
+BEFORE += [RowPlan(8, 512, 4), RowPlan(8, 2048, 8), RowPlan(4, 2048, 4)]
+BEHIND = [RowPlan(2, 1024, 4), RowPlan(4, 1024, 4), RowPlan(1, 1024, 2), RowPlan(4, 1024, 8), RowPlan(2, 1024, 2)]
+BEHIND += [RowPlan(8, 1024, 8), RowPlan(1, 1024, 4), RowPlan(4, 256, 4)]
 
 
 def candidates(height: int, *, gated: bool) -> list[Tiling]:
     """Return divisions of this height: (width, depth, warps, stages) and more."""
-    turned, straight = {"turned": True}, {"side_by_side": 8}
-    rows = {} if gated else {"copies_rows": True}
     if height <= 64:
-        shapes = [(64, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6), (32, 128, 4, 4), (128, 64, 8, 4), (128, 64, 4, 4)]
+        shapes = [(64, 128, 4, 3), (64, 64, 4, 6), (64, 128, 4, 2), (32, 128, 4, 4), (128, 64, 8, 4)]
         if not gated:
-            shapes = [(128, 64, 4, 4), (128, 128, 4, 3), (64, 128, 4, 4), (256, 64, 8, 4), (128, 64, 4, 6)]
-        found = [Tiling(height, *shape, **turned) for shape in shapes]
-        found += [found[0]._replace(copies=False), found[0]._replace(side_by_side=4)]
-        found += [] if gated else [one._replace(copies_rows=True) for one in found[:2]]
-    else:
-        found = []
-    if height >= 64:
-        shapes = [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 64, 8, 4)]
-        if not gated:
-            shapes = [(256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4)]
-        found += [Tiling(height, *shape, **straight, **rows) for shape in shapes]
-        found += [found[-3]._replace(side_by_side=4), found[-3]._replace(side_by_side=16)]
-        found += [found[-6]._replace(copies=False, copies_rows=False), found[-6]._replace(copies_rows=False)]
-    return list(dict.fromkeys(found))
+            shapes = [(128, 64, 4, 4), (128, 128, 4, 3), (64, 128, 4, 4), (256, 64, 8, 4)]
+        found = [Tiling(height, *shape, turned=True, copies_rows=not gated) for shape in shapes]
+        return [*found, found[0]._replace(side_by_side=4), found[0]._replace(copies=False, copies_rows=False)]
+    shapes = [(128, 64, 8, 4), (128, 64, 8, 3)] if gated else [(256, 64, 8, 4), (256, 64, 8, 3), (128, 64, 4, 4)]
+    found = [Tiling(height, *shape, side_by_side=4, halves=True, copies_rows=not gated) for shape in shapes]
+    found += [found[0]._replace(side_by_side=count) for count in (1, 2, 8, 16)]
+    return [*found, found[0]._replace(halves=False), found[0]._replace(copies=False, copies_rows=False)]
 
 
 def heights(tokens: int, form: ExpertsForm, top_k: int) -> list[int]:
@@ -153,31 +148,61 @@ def sweep(layer: Layer, tokens: int) -> dict[str, Any]:
     nbytes, flops = layer.work(inputs)
     x, _, routing = inputs[0]
     chosen = products.tilings_for(x, layer.routing.top_k, layer.stacked, layer.form)
-    expected = products.mix_tiles(x, routing, layer.stacked, layer.form, chosen).float()
+    expected = products.mix_tiles(x, routing, layer.stacked, layer.form, chosen).total().float()
     found: dict[str, Any] = {"tokens": tokens, "floor_us": round(max(nbytes / 4.2e6, flops / 7.5e8), 1)}
     for height in heights(tokens, layer.form, layer.routing.top_k):
         for gated in (True, False):
-            times = []
-            for tiling in candidates(height, gated=gated):
+            other = chosen[1 if gated else 0]
+            other = candidates(height, gated=not gated)[0] if other.height != height else other
+            best: dict[Tiling, float] = {}
+            for tiling in (*candidates(height, gated=gated), *candidates(height, gated=gated)):
                 try:
-                    other = chosen[1 if gated else 0]
-                    other = candidates(height, gated=not gated)[0] if other.height != height else other
-                    both = (tiling, other) if gated else (other, tiling)
-                    got = products.mix_tiles(x, routing, layer.stacked, layer.form, both).float()
-                    error = ((got - expected).norm() / expected.norm()).item()
-                    if not error < 0.01:
-                        print("WRONG", tokens, tiling, gated, error, flush=True)
-                    times.append((product_us(layer, inputs, tiling, gated=gated), tiling))
+                    if tiling not in best:
+                        both = (tiling, other) if gated else (other, tiling)
+                        got = products.mix_tiles(x, routing, layer.stacked, layer.form, both).total().float()
+                        error = ((got - expected).norm() / expected.norm()).item()
+                        if not error < 0.01:
+                            print("WRONG", tokens, tiling, gated, error, flush=True)
+                    spent = product_us(layer, inputs, tiling, gated=gated)
+                    best[tiling] = min(spent, best.get(tiling, spent))
                 except Exception as failure:  # a candidate that does not compile or fit
                     print("FAILED", tokens, tiling, gated, str(failure)[:100], flush=True)
-            found[f"{'gate_up' if gated else 'down'}-{height}"] = ranked(times)
-    if tokens <= 16:
+            found[f"{'gate_up' if gated else 'down'}-{height}"] = ranked([(us, one) for one, us in best.items()])
+    if tokens <= 8:
         found["rows"] = ranked(
             [(rows_us(layer, inputs, one, BEHIND[0]), one) for one in BEFORE]
             + [(rows_us(layer, inputs, BEFORE[0], one), ("down", *one)) for one in BEHIND],
             16,
         )
+    if tokens == 1:
+        found |= one_token(layer, inputs)
     return found
+
+
+def one_token(layer: Layer, inputs: list[tuple[Tensor, Tensor, Routing]]) -> dict[str, Any]:
+    """Time the launches of a single token, which have the norms and the residual sum in them."""
+    form, stacked, spec = layer.form, layer.stacked, layer.routing
+    stream, norm = inputs[0][0].float(), (torch.rand(form.hidden_size, device="cuda", dtype=torch.bfloat16), 1e-6)
+    router = torch.randn(form.num_experts, form.hidden_size, device="cuda", dtype=torch.bfloat16)
+    inner = gate_rows(stream, norm, inputs[0][2], stacked, form)
+
+    def gated(i: int, plan: RowPlan | None = None) -> None:
+        gate_rows(stream, norm, inputs[i][2], stacked, form, plan)
+
+    def added(i: int, plan: RowPlan | None = None) -> None:
+        add_rows(inner, inputs[i][2], stacked, form, stream, plan)
+
+    def whole(i: int) -> None:
+        few_rows.fused_product(stream, router, norm=norm, dtype=torch.float32)
+        routing = products.route_on_device(inputs[i][1], spec)
+        add_rows(gate_rows(stream, norm, routing, stacked, form), routing, stacked, form, stream)
+
+    found = {
+        "gate_rows": ranked([(timed(partial(gated, plan=one)), one) for one in BEFORE]),
+        "add_rows": ranked([(timed(partial(added, plan=one)), one) for one in BEHIND]),
+    }
+    stream.copy_(inputs[0][0])
+    return {**found, "whole": round(timed(whole), 1)}
 
 
 def ranked(times: list[tuple[float, Any]], most: int = 12) -> list[Any]:
@@ -187,7 +212,7 @@ def ranked(times: list[tuple[float, Any]], most: int = 12) -> list[Any]:
 
 def rows_us(layer: Layer, inputs: Any, before: RowPlan, behind: RowPlan) -> float:
     form, stacked = layer.form, layer.stacked
-    return timed(lambda i: products.mix_rows(inputs[i][0], inputs[i][2], stacked, form, None, (before, behind)))
+    return timed(lambda i: mix_rows(inputs[i][0], inputs[i][2], stacked, form, None, (before, behind)))
 
 
 def compile_all(layer: Layer, counts: list[int]) -> None:
@@ -206,7 +231,18 @@ def compile_all(layer: Layer, counts: list[int]) -> None:
                     for tiling in candidates(height, gated=gated):
                         form, stacked = layer.form, layer.stacked
                         products.multiply(source, stacked, form, routing, order, tiles, out, tiling, gated=gated)
+        for x, logits, _ in [given[0] for tokens, given in inputs.items() if tokens <= 8]:
+            compile_rows(layer, x, logits)
     print("compiled", ahead.wait(), flush=True)
+
+
+def compile_rows(layer: Layer, x: Tensor, logits: Tensor) -> None:
+    form, stacked, routing = layer.form, layer.stacked, products.route_on_device(logits, layer.routing)
+    norm = (x[0].contiguous(), 1e-6)
+    for before, behind in [*((one, BEHIND[0]) for one in BEFORE), *((BEFORE[0], one) for one in BEHIND)]:
+        mix_rows(x, routing, stacked, form, None, (before, behind))
+        inner = gate_rows(x.float(), norm, routing, stacked, form, before)
+        add_rows(inner, routing, stacked, form, x.float(), behind)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,6 @@ from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
-from octavo.nn.rounded import Activations
 from octavo.nn.shard import COL, NONE
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
@@ -64,7 +65,7 @@ class DecoderLayer(nn.Module):
         if self.mlp is not None:
             self._add(stream, self.mlp.out, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
 
-    def _add(self, stream: Stream, out: StreamOutput, x: Activations, norm: Norm | None) -> None:
+    def _add(self, stream: Stream, out: StreamOutput[Any], x: Any, norm: Norm | None) -> None:
         """Add norm(out(x)), times the multiplier, to the stream."""
         if norm is None and self.multiplier == 1.0:
             out.into(stream, x)
@@ -73,7 +74,7 @@ class DecoderLayer(nn.Module):
         stream.add_later(y if self.multiplier == 1.0 else y.mul_(self.multiplier))
 
     @property
-    def outputs(self) -> list[StreamOutput]:
+    def outputs(self) -> list[StreamOutput[Any]]:
         """The last operation of each part, whose outputs are added to the residual stream."""
         return [part.out for part in (self.mixer, self.mlp) if part is not None]
 

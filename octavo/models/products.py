@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.decoder import CausalLM, DecoderLayer
+from octavo.models.feed_forwards.experts import Experts
 from octavo.models.model import LayeredModel, Model
 from octavo.nn.linear import Linear, Projection
 from octavo.nn.ops import products
@@ -60,7 +61,7 @@ def _groups(model: Model) -> list[products.Like]:
     last = {layer for block in blocks for layer in block.outputs}
     added: set[torch.Size] = set()
     gated: set[torch.Size] = set()
-    head = getattr(model, "head", None)
+    wide = {getattr(model, "head", None), *(one.router for one in model.modules() if isinstance(one, Experts))}
     for module in model.modules():
         if isinstance(module, Projection) and isinstance(module.scheme, OnGpu):
             weight = module.scheme.multiplied
@@ -68,7 +69,7 @@ def _groups(model: Model) -> list[products.Like]:
                 continue
             if weight is None or weight.dtype.itemsize != 2 or module.scheme.bias is not None:
                 return []
-            like = groups.setdefault((weight.shape, torch.float32 if module is head else weight.dtype), [])
+            like = groups.setdefault((weight.shape, torch.float32 if module in wide else weight.dtype), [])
             if len(like) < _LIKE:
                 like.append(weight)
             if module.scheme.is_packed:

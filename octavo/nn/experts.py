@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.base import Part
-from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.quant.experts import ExpertsScheme, FusingExperts
 from octavo.nn.shard import COL, ROW, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
@@ -67,6 +67,11 @@ class ExpertLayer(WeightLayer):
             return self.scheme.mix(x, routing, added)
         y = self.mesh.all_reduce(self.scheme.mix(x, routing))
         return y if added is None else y.add_(added)
+
+    @property
+    def fusing(self) -> FusingExperts | None:
+        """The scheme, if it can fuse operations around its products and nothing comes in between."""
+        return self.scheme if self.mesh.size == 1 and isinstance(self.scheme, FusingExperts) else None
 
     def wanted(self) -> list[Wanted]:
         return [want for expert in self.form.owned for want in self._wanted(expert)]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from octavo.native.bindings import Dtype
 from octavo.native.program import NormArgs, ProgramBuilder
 from octavo.nn.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
+from octavo.nn.stream import Summands
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
 
 
@@ -45,6 +46,11 @@ class Norm(WeightLayer):
         """Add `parts` [P, T, size], if any, to the stream [T, size] in place, and return norm(stream)."""
         if parts is not None:
             stream.add_(parts.sum(0, dtype=torch.float32))
+        return self(stream)
+
+    def summed(self, summands: Summands, stream: Tensor) -> Tensor:
+        """Add the sum to the stream [T, size] in place, and return norm(stream)."""
+        stream.add_(summands.total())
         return self(stream)
 
     def pack(self) -> None:
@@ -123,6 +129,9 @@ class RMSNorm(Norm):
 
     def after(self, parts: Tensor | None, stream: Tensor) -> Tensor:
         return self(stream) if parts is None else sum_rms_norm(parts, stream, self.weight, self.eps, self.dtype)
+
+    def summed(self, summands: Summands, stream: Tensor) -> Tensor:
+        return summands.normed_with(stream, self.scale, self.dtype)
 
     def wanted(self) -> list[Wanted]:
         dtype = torch.float32 if self.offset else self.dtype

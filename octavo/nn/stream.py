@@ -7,9 +7,24 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from octavo.nn.rounded import Activations
-
 T = TypeVar("T", covariant=True)
+X = TypeVar("X", contravariant=True)
+
+
+class Summands(Protocol):
+    """An addition to a stream that consists of several, which the launch of an RMS norm can add up."""
+
+    def total(self) -> Tensor:
+        """Return their sum, [T, hidden_size], as a new tensor."""
+        ...
+
+    def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
+        """Add the sum to stream [T, hidden_size] in place, and return its RMS norm in a dtype.
+
+        Args:
+            norm: its weight and epsilon.
+        """
+        ...
 
 
 class StreamNorm(Protocol[T]):
@@ -21,6 +36,8 @@ class StreamNorm(Protocol[T]):
 
     def after(self, parts: Tensor | None, stream: Tensor) -> T: ...
 
+    def summed(self, summands: Summands, stream: Tensor) -> T: ...
+
 
 class Stream:
     """The residual stream [T, hidden_size], with pending additions.
@@ -31,7 +48,7 @@ class Stream:
         value: the sum so far, in the residual dtype.
     """
 
-    __slots__ = ("_output", "_own", "_parts", "value")
+    __slots__ = ("_output", "_own", "_parts", "_summands", "value")
 
     def __init__(self, value: Tensor) -> None:
         """`value` is never modified."""
@@ -39,6 +56,7 @@ class Stream:
         self._own = False
         self._output: Tensor | None = None
         self._parts: Tensor | None = None
+        self._summands: Summands | None = None
 
     @property
     def rows(self) -> int:
@@ -51,7 +69,7 @@ class Stream:
     @property
     def settled(self) -> bool:
         """Whether no addition is pending."""
-        return self._output is None and self._parts is None
+        return self._output is None and self._parts is None and self._summands is None
 
     def writable(self) -> Tensor:
         """Return `value` in memory that may be modified in place."""
@@ -70,8 +88,16 @@ class Stream:
         self._settle()
         self._parts = parts
 
+    def add_summands_later(self, summands: Summands) -> None:
+        """Add these with the next norm."""
+        self._settle()
+        self._summands = summands
+
     def normed(self, norm: StreamNorm[T]) -> T:
         """Apply pending additions and return norm(stream): [T, hidden_size] in the norm's form."""
+        if self._summands is not None:
+            summands, self._summands = self._summands, None
+            return norm.summed(summands, self.writable())
         if self._output is not None:
             normed, self.value = norm.add(self._output, self.value)
             self._output, self._own = None, True
@@ -85,6 +111,7 @@ class Stream:
         """Keep only these rows [S]; None keeps all."""
         if rows is None:
             return
+        self._sum_up()
         self.value, self._own = self.value.index_select(0, rows), True
         if self._output is not None:
             self._output = self._output.index_select(0, rows)
@@ -96,7 +123,12 @@ class Stream:
         self._settle()
         return self.value
 
+    def _sum_up(self) -> None:
+        if self._summands is not None:
+            self._output, self._summands = self._summands.total(), None
+
     def _settle(self) -> None:
+        self._sum_up()
         if self._output is not None:
             self.value, self._output, self._own = self.value + self._output, None, True
         if self._parts is not None:
@@ -104,13 +136,13 @@ class Stream:
             self._parts = None
 
 
-class StreamOutput(Protocol):
+class StreamOutput(Protocol[X]):
     """The last operation of a layer's part: a projection, or what else makes [T, hidden_size] of the part's values."""
 
-    def __call__(self, x: Activations, /) -> Tensor:
+    def __call__(self, x: X, /) -> Tensor:
         """Return the part's output, [T, hidden_size], as a new tensor."""
         ...
 
-    def into(self, stream: Stream, x: Activations) -> None:
+    def into(self, stream: Stream, x: X) -> None:
         """Add the part's output to the stream."""
         ...

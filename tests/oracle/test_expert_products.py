@@ -13,15 +13,9 @@ pytest.importorskip("triton")
 
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
 from octavo.nn.ops.activation import ACTIVATIONS
-from octavo.nn.ops.expert_products import (
-    StackedWeights,
-    mix_rows,
-    mix_stacked,
-    mix_tiles,
-    route_on_device,
-    sort,
-    tilings_for,
-)
+from octavo.nn.ops.expert_products import mix_stacked, mix_tiles, route_on_device, sort, summands, tilings_for
+from octavo.nn.ops.expert_rows import add_rows, gate_rows, mix_rows
+from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.experts import clamped_gate
 from octavo.nn.ops.routing import Routing, route
 
@@ -170,10 +164,27 @@ def test_both_forms_of_the_products(changes: dict[str, Any], shape: tuple[int, .
     if shape[0] <= 40:
         case.check(mix_rows(case.x, routing, case.stacked, case.form, case.added), expected)
     tilings = tilings_for(case.x, routing.experts.shape[1], case.stacked, case.form)
-    case.check(mix_tiles(case.x, routing, case.stacked, case.form, tilings, case.added), expected)
+    case.check(mix_tiles(case.x, routing, case.stacked, case.form, tilings, case.added).total(), expected)
     if not GPU:
         turned = tuple(one._replace(turned=not one.turned, copies=False, copies_rows=False) for one in tilings)
-        case.check(mix_tiles(case.x, routing, case.stacked, case.form, turned, case.added), expected)
+        case.check(mix_tiles(case.x, routing, case.stacked, case.form, turned, case.added).total(), expected)
+
+
+@pytest.mark.parametrize("form", ["silu", "clamped", "inputs"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_token_with_norm_and_residual_sum(form: str, dtype: torch.dtype) -> None:
+    case = Case(1, 12, *((2048, 768) if GPU else (40, 24)), dtype, **FORMS[form])
+    routing, hidden = case.routed(3), case.form.hidden_size
+    stream = torch.randn(1, hidden, generator=case.generator).to(DEVICE)
+    norm = (torch.rand(hidden, generator=case.generator) + 0.5).to(DEVICE, dtype)
+    inner = gate_rows(stream, (norm, 1e-5), routing, case.stacked, case.form)
+    wide = stream.double()
+    case.x, case.added = wide / (wide.square().mean() + 1e-5).sqrt() * norm.double(), wide
+    expected = case.expected(routing)
+    for residual in (stream.to(dtype, copy=True), stream):
+        add_rows(inner, routing, case.stacked, case.form, residual)
+        error = (residual.double() - expected).norm() / expected.norm()
+        assert error < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tokens", [4, 37])
@@ -196,6 +207,23 @@ def test_experts_of_others_add_nothing(tokens: int) -> None:
     own = StackedWeights(case.stacked.gate_up[3:8].contiguous(), case.stacked.down[3:8].contiguous(), begin=3)
     got = mix_stacked(case.x, routing, own, case.form, case.added)
     case.check(got, case.expected(routing, range(3, 8)))
+
+
+@pytest.mark.parametrize("residual", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("added", [True, False])
+def test_sums_in_the_launch_of_the_next_norm(residual: torch.dtype, added: bool) -> None:
+    case = Case(9, 6, 40, 16, torch.float16)
+    routing = case.routed(3)
+    y = summands(case.x, routing, case.stacked, case.form, case.added if added else None)
+    assert not isinstance(y, Tensor)
+    stream = torch.randn(9, 40, generator=case.generator).to(DEVICE, residual)
+    norm = (torch.rand(40, generator=case.generator) + 0.5).to(DEVICE, torch.float16)
+    expected = case.expected(routing) + stream.double() - (0 if added else case.added.double())
+    got = y.normed_with(stream, (norm, 1e-5), torch.float16)
+    normed = expected / (expected.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    assert got.dtype == torch.float16
+    assert (got.double() - normed).norm() / normed.norm() < TOLERANCE[torch.float16]
+    assert (stream.double() - expected).norm() / expected.norm() < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("tokens", [2, 20])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from octavo.native.program import ProgramBuilder
 from octavo.nn.norm import Norm
-from octavo.nn.rounded import Activations
 from octavo.nn.stream import Stream, StreamOutput
 
 
@@ -20,15 +19,15 @@ class FeedForward(nn.Module, ABC):
         out: the last operation, which can add its result to the stream itself.
     """
 
-    out: StreamOutput
+    out: StreamOutput[Any]
 
     if TYPE_CHECKING:
 
-        def __call__(self, stream: Stream, norm: Norm, /) -> Activations: ...
+        def __call__(self, stream: Stream, norm: Norm, /) -> Any: ...
 
     @abstractmethod
-    def forward(self, stream: Stream, norm: Norm) -> Activations:
-        """Return the argument of `out`, [T, ...], for norm(stream)."""
+    def forward(self, stream: Stream, norm: Norm) -> Any:
+        """Return the argument of `out` for norm(stream): a tensor [T, ...], or what else `out` takes."""
 
     def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
         """Add scale * after(out(forward(stream, norm))) to the stream, in a native program; without `after`,

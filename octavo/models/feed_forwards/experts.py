@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.nn.build import Build
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.norm import Norm
-from octavo.nn.rounded import Activations
+from octavo.nn.ops.routing import Routing
 from octavo.nn.shard import NONE
-from octavo.nn.stream import Stream
+from octavo.nn.stream import Stream, Summands
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
 
 
@@ -28,7 +29,7 @@ class Experts(FeedForward):
 
     def __init__(self, b: Build, spec: ExpertsSpec, hidden_size: int, *, bias: bool) -> None:
         super().__init__()
-        self.routing, self.shared_spec = spec.routing, spec.shared
+        self.hidden_size, self.routing, self.shared_spec = hidden_size, spec.routing, spec.shared
         self.router = b.linear("gate", inputs=hidden_size, outputs=spec.num_experts, shard=NONE, bias=spec.routing.bias)
         self.correction = Correction(b.at("gate"), spec.num_experts) if spec.routing.corrected else None
         form = ExpertsForm(
@@ -51,19 +52,44 @@ class Experts(FeedForward):
         self.shared_gate = (
             b.linear(shared.gate, inputs=hidden_size, outputs=1, shard=NONE) if shared and shared.gate else None
         )
-        self.out = _Added()
+        self._fusing = self.experts.fusing
+        self.out = _Sum(self)
 
-    def forward(self, stream: Stream, norm: Norm) -> Tensor:
-        """Return the sum for norm(stream), [T, hidden_size]."""
+    def forward(self, stream: Stream, norm: Norm) -> Tensor | Summands | OneToken:
+        """Return the sum for norm(stream), [T, hidden_size], or what is left to add up."""
+        bias = self.correction.bias if self.correction else None
+        scale = norm.scale
+        fusing = None if self.shared_gate is not None else self._fusing
+        if fusing is not None and scale is not None and stream.rows == 1 and stream.settled:
+            routing = self.experts.route(self.router.after_norm(stream, norm, wide=True), self.routing, bias)
+            inner = fusing.gate_rows(stream.value, scale, routing)
+            return OneToken(inner, routing, None if self.shared is None else self.shared(stream, norm))
         x = stream.normed(norm)
-        correction = self.correction.bias if self.correction else None
-        routing = self.experts.route(self.router.wide(x), self.routing, correction)
-        if self.shared is None:
-            return self.experts(x, routing)
-        shared = self.shared.of(x)
-        if self.shared_gate is not None:
+        routing = self.experts.route(self.router.wide(x), self.routing, bias)
+        shared = None if self.shared is None else self.shared.of(x)
+        if shared is not None and self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
-        return self.experts(x, routing, shared)
+        return (self._fusing.summands if self._fusing is not None else self.experts)(x, routing, shared)
+
+    def add(self, stream: Stream, one: OneToken) -> None:
+        """Add a token's second products to the stream."""
+        assert self._fusing is not None
+        if self.shared is not None and one.shared is not None:
+            self.shared.out.into(stream, one.shared)
+        self._fusing.add_rows(one.inner, one.routing, stream.writable())
+
+
+class OneToken(NamedTuple):
+    """The gated products of one token.
+
+    Attributes:
+        inner: of its experts, [top_k, size].
+        shared: of the shared expert, [1, size]; None without one.
+    """
+
+    inner: Tensor
+    routing: Routing
+    shared: Tensor | None
 
 
 class Correction(WeightLayer):
@@ -91,12 +117,25 @@ class Correction(WeightLayer):
         return tensor_bytes(self.bias)
 
 
-class _Added:
-    """Adds a finished output to the stream."""
+class _Sum:
+    """Adds a finished sum to the stream, or what is left of one token."""
 
-    def __call__(self, x: Activations, /) -> Tensor:
-        assert isinstance(x, Tensor), "finished outputs are not rounded"
-        return x
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
 
-    def into(self, stream: Stream, x: Activations) -> None:
-        stream.add_later(self(x))
+    def __call__(self, x: Tensor | Summands | OneToken, /) -> Tensor:
+        if isinstance(x, Tensor):
+            return x
+        if not isinstance(x, OneToken):
+            return x.total()
+        stream = Stream(torch.zeros(1, self._experts.hidden_size, dtype=x.inner.dtype, device=x.inner.device))
+        self._experts.add(stream, x)
+        return stream.total()
+
+    def into(self, stream: Stream, x: Tensor | Summands | OneToken) -> None:
+        if isinstance(x, Tensor):
+            stream.add_later(x)
+        elif isinstance(x, OneToken):
+            self._experts.add(stream, x)
+        else:
+            stream.add_summands_later(x)

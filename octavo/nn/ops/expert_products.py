@@ -15,9 +15,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
+from octavo.nn.ops.expert_rows import mix_rows
+from octavo.nn.ops.expert_weights import StackedWeights, gate_arguments
 from octavo.nn.ops.routing import Routing, route
-from octavo.nn.ops.triton_expert_rows import down_row_kernel, gate_up_row_kernel
-from octavo.nn.ops.triton_experts import grouped_kernel, sum_kernel
+from octavo.nn.ops.triton_experts import grouped_kernel, sum_kernel, sum_norm_kernel
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_routing import count_kernel, route_kernel, sort_kernel
 
@@ -30,38 +31,12 @@ _MANY = 512
 """Tokens from which on programs that route take more of them, so that fewer counts are added up."""
 
 
-@dataclass(frozen=True, slots=True)
-class StackedWeights:
-    """The weights of a layer's experts, or of some of them.
-
-    Attributes:
-        gate_up: [E, 2 * size, hidden_size] contiguous: each expert's gate, then its operand.
-        down: [E, hidden_size, size] contiguous, of the same dtype.
-        gate_up_bias, down_bias: [E, 2 * size] and [E, hidden_size]; None for none.
-        begin: the first of these experts; choices of others count as 0.
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    begin: int = 0
-
-
-class RowPlan(NamedTuple):
-    """How programs divide a product of single rows: outputs of a program, and inputs of a pass."""
-
-    block_n: int
-    block_k: int
-    warps: int
-
-
 class Tiling(NamedTuple):
     """How programs divide a product.
 
     Attributes:
         height, width, depth: choices, outputs (of gate and operand each) and inputs of a tile.
-        side_by_side, turned, copies, copies_rows: see `grouped_kernel`.
+        side_by_side, turned, halves, copies, copies_rows: see `grouped_kernel`.
     """
 
     height: int
@@ -71,6 +46,7 @@ class Tiling(NamedTuple):
     stages: int
     side_by_side: int = 1
     turned: bool = False
+    halves: bool = False
     copies: bool = True
     copies_rows: bool = False
 
@@ -126,76 +102,20 @@ def mix_stacked(
     Returns:
         [T, hidden_size], a new tensor of x's dtype.
     """
+    y = summands(x, routing, stacked, form, added)
+    return y if isinstance(y, Tensor) else y.total()
+
+
+def summands(
+    x: Tensor, routing: Routing, stacked: StackedWeights, form: ExpertsForm, added: Tensor | None = None
+) -> Tensor | ExpertRows:
+    """Return the sum of `mix_stacked`, or what remains to be summed, if that is faster."""
     if not x.shape[0]:
         return torch.empty_like(x)
     if x.shape[0] <= _FEW:
         return mix_rows(x, routing, stacked, form, added)
     tilings = tilings_for(x, routing.experts.shape[1], stacked, form)
     return mix_tiles(x, routing, stacked, form, tilings, added)
-
-
-def mix_rows(
-    x: Tensor,
-    routing: Routing,
-    stacked: StackedWeights,
-    form: ExpertsForm,
-    added: Tensor | None = None,
-    plans: tuple[RowPlan, RowPlan] | None = None,
-) -> Tensor:
-    """`mix_stacked` with one program per token and some outputs.
-
-    Args:
-        plans: of the product before the gate and of the one behind it; None for the fastest.
-    """
-    tokens, hidden = x.shape
-    top_k = routing.experts.shape[1]
-    choices = tokens * top_k
-    inner = x.new_empty(choices, form.size)
-    out = torch.empty_like(x)
-    alpha, limit, activation = _gate(form)
-    plans = plans or row_plans(x, form)
-    plan = plans[0]
-    common: dict[str, Any] = {"OWNED": len(stacked.down), "TOP_K": top_k, "BIASED": form.bias, **overlap(x.device)}
-    gate_up_row_kernel[(triton.cdiv(form.size, plan.block_n), choices)](
-        x,
-        stacked.gate_up,
-        x if stacked.gate_up_bias is None else stacked.gate_up_bias,
-        routing.weights,
-        routing.experts,
-        inner,
-        stacked.begin,
-        alpha,
-        limit,
-        N=form.size,
-        K=hidden,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        ACTIVATION=activation,
-        WEIGHTED=form.on_inputs,
-        num_warps=plan.warps,
-        **common,
-    )
-    plan = plans[1]
-    common["BIASED"] = stacked.down_bias is not None
-    down_row_kernel[(triton.cdiv(hidden, plan.block_n), tokens)](
-        inner,
-        stacked.down,
-        x if stacked.down_bias is None else stacked.down_bias,
-        routing.weights,
-        routing.experts,
-        x if added is None else added,
-        out,
-        stacked.begin,
-        N=hidden,
-        K=form.size,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        WEIGHTED=not form.on_inputs,
-        ADDED=added is not None,
-        num_warps=plan.warps,
-        **common,
-    )
-    return out
 
 
 def mix_tiles(
@@ -205,8 +125,8 @@ def mix_tiles(
     form: ExpertsForm,
     tilings: tuple[Tiling, Tiling],
     added: Tensor | None = None,
-) -> Tensor:
-    """`mix_stacked` with choices sorted by expert.
+) -> ExpertRows:
+    """Return what `mix_stacked` sums, from choices sorted by expert.
 
     Args:
         tilings: of the product before the gate and of the one behind it, of one height.
@@ -218,24 +138,62 @@ def mix_tiles(
     rows = x.new_empty(tokens * top_k, hidden)
     multiply(x, stacked, form, routing, order, tiles, inner, tilings[0], gated=True)
     multiply(inner, stacked, form, routing, order, tiles, rows, tilings[1], gated=False)
-    out = torch.empty_like(x)
-    block = min(2048, triton.next_power_of_2(hidden))
-    sum_kernel[(tokens, triton.cdiv(hidden, block))](
-        rows,
-        routing.weights,
-        routing.experts,
-        x if added is None else added,
-        out,
-        stacked.begin,
-        OWNED=len(stacked.down),
-        TOP_K=top_k,
-        N=hidden,
-        BLOCK=block,
-        WEIGHTED=not form.on_inputs,
-        ADDED=added is not None,
-        **overlap(x.device),
-    )
-    return out
+    return ExpertRows(rows, routing, stacked.begin, len(stacked.down), form, added)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """`Summands` of a stream: the outputs of each token's experts, before they are weighted.
+
+    Attributes:
+        rows: [choices, hidden_size]; not written are those of experts outside [begin, begin + owned).
+        added: [T, hidden_size] contiguous, added to the sum; None for none.
+    """
+
+    rows: Tensor
+    routing: Routing
+    begin: int
+    owned: int
+    form: ExpertsForm
+    added: Tensor | None
+
+    def total(self) -> Tensor:
+        out = self.rows.new_empty(self._tokens, self.form.hidden_size)
+        block = min(2048, triton.next_power_of_2(self.form.hidden_size))
+        sum_kernel[(self._tokens, triton.cdiv(self.form.hidden_size, block))](
+            *self._given, out, self.begin, BLOCK=block, **self._constants
+        )
+        return out
+
+    def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
+        scale, eps = norm
+        out = torch.empty(stream.shape, dtype=dtype, device=stream.device)
+        block = triton.next_power_of_2(self.form.hidden_size)
+        warps = max(1, min(16, block // 512))
+        sum_norm_kernel[(self._tokens,)](
+            *self._given, stream, scale, out, self.begin, eps, BLOCK=block, num_warps=warps, **self._constants
+        )
+        return out
+
+    @property
+    def _tokens(self) -> int:
+        return self.routing.experts.shape[0]
+
+    @property
+    def _given(self) -> tuple[Tensor, ...]:
+        rows = self.rows
+        return rows, self.routing.weights, self.routing.experts, rows if self.added is None else self.added
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "OWNED": self.owned,
+            "TOP_K": self.routing.experts.shape[1],
+            "N": self.form.hidden_size,
+            "WEIGHTED": not self.form.on_inputs,
+            "ADDED": self.added is not None,
+            **overlap(self.rows.device),
+        }
 
 
 def sort(routing: Routing, stacked: StackedWeights, form: ExpertsForm, height: int) -> tuple[Tensor, Tensor]:
@@ -296,18 +254,19 @@ def multiply(
     """
     weight, bias = (stacked.gate_up, stacked.gate_up_bias) if gated else (stacked.down, stacked.down_bias)
     outputs, inputs, parts = out.shape[1], x.shape[1], 2 if gated else 1
-    alpha, limit, activation = _gate(form)
+    alpha, limit, activation = gate_arguments(form)
     matrix: Any = weight
     if tiling.copies:
         shape, strides = [len(weight) * parts, outputs, inputs], [outputs * inputs, inputs, 1]
         matrix = TensorDescriptor(weight, shape, strides, [parts, tiling.width, tiling.depth])
-    given: Any = x
+    given: list[Any] = [x, x]
     if tiling.copies_rows:
-        given = TensorDescriptor(x, [*x.shape], [inputs, 1], [tiling.height, tiling.depth])
+        heights = tiling.height, tiling.height // 2
+        given = [TensorDescriptor(x, [*x.shape], [inputs, 1], [height, tiling.depth]) for height in heights]
     columns = triton.cdiv(outputs, tiling.width)
     grid = triton.cdiv(len(tiles), tiling.side_by_side) * tiling.side_by_side * columns
     grouped_kernel[(grid,)](
-        given,
+        *given,
         matrix,
         x if bias is None else bias,
         routing.weights,
@@ -329,6 +288,7 @@ def multiply(
         BIASED=bias is not None,
         WEIGHTED=gated and form.on_inputs,
         TURNED=tiling.turned,
+        HALVES=tiling.halves,
         COPIES=tiling.copies,
         COPIES_ROWS=tiling.copies_rows,
         num_warps=tiling.warps,
@@ -337,19 +297,12 @@ def multiply(
     )
 
 
-def row_plans(x: Tensor, form: ExpertsForm) -> tuple[RowPlan, RowPlan]:
-    """Return the fastest division of both products of single rows, as measured on an H200."""
-    if x.device.type != "cuda":
-        return RowPlan(32, 64, 1), RowPlan(32, 64, 1)
-    return RowPlan(2, 2048, 8) if form.hidden_size >= 2048 else RowPlan(2, 1024, 4), RowPlan(8, 256, 4)
-
-
 def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsForm) -> tuple[Tiling, Tiling]:
     """Return the fastest division of both products, as measured on an H200, by the mean number of an expert's rows."""
     mean = x.shape[0] * top_k / form.num_experts
     if x.device.type != "cuda":
         before, behind = _interpreted(mean, form.hidden_size), _interpreted(mean, form.size)
-        return before, behind._replace(copies_rows=behind.copies and mean <= min(_HEIGHTS))
+        return before, behind._replace(copies_rows=behind.copies)
     return _tiling(x, mean, form.hidden_size, gated=True), _tiling(x, mean, form.size, gated=False)
 
 
@@ -368,17 +321,18 @@ def _tiling(x: Tensor, mean: float, inputs: int, *, gated: bool) -> Tiling:
     if not hopper:
         return Tiling(16 if mean <= 16 else 64, 64 if gated else 128, 32, 4, 3, side_by_side=4, copies=False)
     if mean <= _MOST_TURNED:
-        height = next((height for mean_, height in _HEIGHTS.items() if mean <= mean_), 64)
-        return Tiling(height, 64 if gated else 128, 64, 4, 4, turned=True, copies=copies)
-    width = 128 if gated else 256
-    return Tiling(128, width, 64, 8, 4 if copies else 3, 8, copies=copies, copies_rows=copies and not gated)
+        height = next((height for most, height in _HEIGHTS.items() if mean <= most), 64)
+        width, depth, stages = (64, 128, 3) if gated else (128, 128, 3) if height == 16 else (128, 64, 4)
+        return Tiling(height, width, depth, 4, stages, turned=True, copies=copies, copies_rows=copies and not gated)
+    width, stages = 128 if gated else 256, 4 if copies else 3
+    rows = copies and not gated
+    return Tiling(128, width, 64, 8, stages, side_by_side=4, halves=True, copies=copies, copies_rows=rows)
 
 
 def _interpreted(mean: float, inputs: int) -> Tiling:
     """Return a division for Triton's interpreter, which takes both forms of every choice."""
-    return Tiling(
-        16, 32, 16, 1, 1, side_by_side=3, turned=mean <= min(_HEIGHTS), copies=_aligned(inputs, torch.float16)
-    )
+    few, copies = mean <= min(_HEIGHTS), _aligned(inputs, torch.float16)
+    return Tiling(16 if few else 32, 32, 16, 1, 1, side_by_side=3, turned=few, halves=not few, copies=copies)
 
 
 def _aligned(inputs: int, dtype: torch.dtype) -> bool:
@@ -399,10 +353,3 @@ def _chunk(tokens: int) -> int:
 def _empty_counts(tokens: int, num_experts: int, device: torch.device) -> Tensor:
     shape = triton.cdiv(tokens, _chunk(tokens)), triton.next_power_of_2(num_experts)
     return torch.empty(shape, dtype=torch.int32, device=device)
-
-
-def _gate(form: ExpertsForm) -> tuple[float, float, str]:
-    """Return the kernels' alpha, limit and activation."""
-    if form.clamped is None:
-        return 1.0, 0.0, form.activation
-    return float(form.clamped.alpha), float(form.clamped.limit), "clamped"

@@ -23,6 +23,7 @@ from octavo.nn.ops.triton_floats import (
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_sum import sum_parts
 from octavo.nn.rounded import Rounded
+from octavo.nn.stream import Summands
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -179,6 +180,10 @@ class RoundedNorm:
 
     def after(self, parts: Tensor | None, stream: Tensor) -> Rounded:
         return self(stream) if parts is None else self._launch(parts, stream, stream, parts=parts.shape[0])
+
+    def summed(self, summands: Summands, stream: Tensor) -> Rounded:
+        stream.add_(summands.total())
+        return self(stream)
 
     def _launch(self, x: Tensor, residual: Tensor, total: Tensor, *, parts: int) -> Rounded:
         rows, size = total.shape

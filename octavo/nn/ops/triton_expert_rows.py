@@ -17,12 +17,14 @@ from octavo.nn.ops.triton_overlap import follow
 @triton.jit(do_not_specialize=["begin"])
 def gate_up_row_kernel(
     x,
+    norm,
     w,
     bias,
     weights,
     experts,
     out,
     begin,
+    eps,
     alpha,
     limit,
     OWNED: tl.constexpr,
@@ -31,12 +33,16 @@ def gate_up_row_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NORMED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of a choice's gated product: out [choices, N] for w [OWNED, 2, N, K]."""
+    """Compute BLOCK_N outputs of a choice's gated product: out [choices, N] for w [OWNED, 2, N, K].
+
+    NORMED: of the RMS norm of x, with weight `norm`.
+    """
     follow(OVERLAPS)
     choice = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + choice) - begin
@@ -46,7 +52,7 @@ def gate_up_row_kernel(
     inside = n < N
     start = w + (expert.to(tl.int64) * 2 * N + n)[:, None] * K
     row = x + choice // TOP_K * K
-    gate, up = multiply_row(row, x, start, start + N * K, inside, 0.0, N, K, BLOCK_N, BLOCK_K, False, True)
+    gate, up = multiply_row(row, norm, start, start + N * K, inside, eps, N, K, BLOCK_N, BLOCK_K, NORMED, True)
     if WEIGHTED:
         factor = tl.load(weights + choice)
         gate, up = gate * factor, up * factor
@@ -86,20 +92,30 @@ def down_row_kernel(
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for k in range(TOP_K):
-        choice = token * TOP_K + k
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    biases = tl.zeros([BLOCK_N], tl.float32)
+    # Unrolled, and added up only after the last expert, so that many loads are under way at once.
+    for slot in tl.static_range(TOP_K):
+        choice = token * TOP_K + slot
         expert = tl.load(experts + choice) - begin
-        if (expert >= 0) & (expert < OWNED):
-            start = w + (expert.to(tl.int64) * N + n)[:, None] * K
-            row = x + choice * K
-            value, _ = multiply_row(row, x, start, start, inside, 0.0, N, K, BLOCK_N, BLOCK_K, False, False)
-            if BIASED:
-                own = bias + expert.to(tl.int64) * N + n
-                value += tl.load(own, mask=inside, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                value *= tl.load(weights + choice)
-            total += value
+        mine = (expert >= 0) & (expert < OWNED)
+        weight = tl.load(weights + choice) if WEIGHTED else 1.0
+        start = w + (expert.to(tl.int64) * N + n)[:, None] * K
+        for first in tl.static_range(0, K, BLOCK_K):
+            inner = (first + k < K) & mine
+            value = tl.load(x + choice * K + first + k, mask=inner, other=0.0).to(tl.float32) * weight
+            matrix = tl.load(
+                start + first + k[None, :],
+                mask=inside[:, None] & inner[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            acc += matrix.to(tl.float32) * value[None, :]
+        if BIASED:
+            own = bias + expert.to(tl.int64) * N + n
+            biases += tl.load(own, mask=inside & mine, other=0.0).to(tl.float32) * weight
+    total = tl.sum(acc, 1) + biases
     if ADDED:
         total += tl.load(added + token * N + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=inside)

@@ -69,25 +69,26 @@ def _rows_tile(x, row, start, k, K: tl.constexpr, DEPTH: tl.constexpr, COPIES: t
     return tile
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def grouped_kernel(
+@triton.jit
+def _multiply_tile(
     x,
     w,
     bias,
     weights,
     order,
-    tiles,
     out,
-    num_tiles,
     alpha,
     limit,
+    expert,
+    start,
+    rows,
+    n,
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
@@ -95,33 +96,9 @@ def grouped_kernel(
     TURNED: tl.constexpr,
     COPIES: tl.constexpr,
     COPIES_ROWS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    """Multiply a tile of HEIGHT choices, all of one expert, by WIDTH outputs of its matrix.
-
-    GATED: x has the tokens' rows, w [experts * 2, N, K] gates and their operands; results are at the choices' places in
-    the order, times their weights before the gate if WEIGHTED. Otherwise x has the rows of these places, w is
-    [experts, N, K], and results are at the choices themselves.
-
-    Args:
-        bias: [experts, N], or [experts, 2 * N] if GATED.
-        SIDE_BY_SIDE: programs one after another go through so many tiles, then through the outputs.
-        TURNED: the matrix is the left operand of the matrix units, which suits few choices per tile.
-        COPIES, COPIES_ROWS: w, x are tensor descriptors.
-    """
-    follow(OVERLAPS)
+    """Multiply `rows` choices, at most HEIGHT, by WIDTH outputs from n on; see `grouped_kernel`."""
     PARTS: tl.constexpr = 2 if GATED else 1
-    width = tl.cdiv(N, WIDTH)
-    beside = tl.program_id(0) // (SIDE_BY_SIDE * width) * SIDE_BY_SIDE
-    index = tl.program_id(0) % (SIDE_BY_SIDE * width)
-    tile = beside + index % SIDE_BY_SIDE
-    n = index // SIDE_BY_SIDE * WIDTH
-    if tile >= num_tiles:
-        return
-    rows = tl.load(tiles + 3 * tile + 2)
-    if rows == 0:
-        return
-    expert, start = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
     i = tl.arange(0, HEIGHT)
     position = start + tl.minimum(i, rows - 1)
     choice = tl.load(order + position)
@@ -156,6 +133,152 @@ def grouped_kernel(
     tl.store(place, result.to(out.dtype.element_ty), mask=(i < rows)[:, None] & inside[None, :])
 
 
+@triton.jit(do_not_specialize=["num_tiles"])
+def grouped_kernel(
+    x,
+    x_half,
+    w,
+    bias,
+    weights,
+    order,
+    tiles,
+    out,
+    num_tiles,
+    alpha,
+    limit,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TURNED: tl.constexpr,
+    HALVES: tl.constexpr,
+    COPIES: tl.constexpr,
+    COPIES_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply a tile of at most HEIGHT choices, all of one expert, by WIDTH outputs of its matrix.
+
+    GATED: x has the tokens' rows, w [experts * 2, N, K] gates and their operands; results are at the choices' places in
+    the order, times their weights before the gate if WEIGHTED. Otherwise x has the rows of these places, w is
+    [experts, N, K], and results are at the choices themselves.
+
+    Args:
+        x_half: x for tiles of half the height.
+        bias: [experts, N], or [experts, 2 * N] if GATED.
+        SIDE_BY_SIDE: programs one after another go through so many tiles, then through the outputs.
+        TURNED: the matrix is the left operand of the matrix units, which suits few choices per tile.
+        HALVES: compute a tile that is at most half full with half the height.
+        COPIES, COPIES_ROWS: w, x are tensor descriptors.
+    """
+    follow(OVERLAPS)
+    width = tl.cdiv(N, WIDTH)
+    beside = tl.program_id(0) // (SIDE_BY_SIDE * width) * SIDE_BY_SIDE
+    index = tl.program_id(0) % (SIDE_BY_SIDE * width)
+    tile = beside + index % SIDE_BY_SIDE
+    n = index // SIDE_BY_SIDE * WIDTH
+    if tile >= num_tiles:
+        return
+    expert, start = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
+    rows = tl.load(tiles + 3 * tile + 2)
+    if rows == 0:
+        return
+    if HALVES and rows <= HEIGHT // 2:
+        _multiply_tile(
+            x_half,
+            w,
+            bias,
+            weights,
+            order,
+            out,
+            alpha,
+            limit,
+            expert,
+            start,
+            rows,
+            n,
+            TOP_K,
+            N,
+            K,
+            HEIGHT // 2,
+            WIDTH,
+            DEPTH,
+            GATED,
+            ACTIVATION,
+            BIASED,
+            WEIGHTED,
+            TURNED,
+            COPIES,
+            COPIES_ROWS,
+        )
+    else:
+        _multiply_tile(
+            x,
+            w,
+            bias,
+            weights,
+            order,
+            out,
+            alpha,
+            limit,
+            expert,
+            start,
+            rows,
+            n,
+            TOP_K,
+            N,
+            K,
+            HEIGHT,
+            WIDTH,
+            DEPTH,
+            GATED,
+            ACTIVATION,
+            BIASED,
+            WEIGHTED,
+            TURNED,
+            COPIES,
+            COPIES_ROWS,
+        )
+
+
+@triton.jit
+def _sum(
+    rows,
+    weights,
+    experts,
+    added,
+    token,
+    column,
+    begin,
+    OWNED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """Return the sum of a token's rows at these columns; see `sum_kernel`."""
+    inside = column < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        choice = token * TOP_K + k
+        expert = tl.load(experts + choice) - begin
+        mine = (expert >= 0) & (expert < OWNED)
+        value = tl.load(rows + choice * N + column, mask=inside & mine, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.where(mine, tl.load(weights + choice), 0.0)
+        total += value
+    if ADDED:
+        total += tl.load(added + token * N + column, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["begin"])
 def sum_kernel(
     rows,
@@ -179,16 +302,39 @@ def sum_kernel(
     follow(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = _sum(rows, weights, experts, added, token, column, begin, OWNED, TOP_K, N, BLOCK, WEIGHTED, ADDED)
+    tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def sum_norm_kernel(
+    rows,
+    weights,
+    experts,
+    added,
+    stream,
+    norm,
+    out,
+    begin,
+    eps,
+    OWNED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Add a token's sum, as `sum_kernel` computes it, to stream [T, N], and store the stream's RMS norm in `out`."""
+    follow(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
     inside = column < N
-    total = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(TOP_K):
-        choice = token * TOP_K + k
-        expert = tl.load(experts + choice) - begin
-        mine = (expert >= 0) & (expert < OWNED)
-        value = tl.load(rows + choice * N + column, mask=inside & mine, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.where(mine, tl.load(weights + choice), 0.0)
-        total += value
-    if ADDED:
-        total += tl.load(added + token * N + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=inside)
+    total = _sum(rows, weights, experts, added, token, column, begin, OWNED, TOP_K, N, BLOCK, WEIGHTED, ADDED)
+    total += tl.load(stream + token * N + column, mask=inside, other=0.0).to(tl.float32)
+    value = total.to(stream.dtype.element_ty)
+    tl.store(stream + token * N + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
+    scaled = wide * inverse * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * N + column, scaled.to(out.dtype.element_ty), mask=inside)

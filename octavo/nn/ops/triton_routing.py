@@ -54,6 +54,27 @@ def _within_groups(
 
 
 @triton.jit
+def scores(logit, is_expert, AXIS: tl.constexpr, SCORES: tl.constexpr):
+    """Return the scores of float32 logits along an axis; "chosen" and "mixer" begin with the logits themselves."""
+    logit = tl.where(logit > _LEAST, tl.minimum(logit, -_LEAST), _LEAST)
+    logit = tl.where(is_expert, logit, float("-inf"))
+    if SCORES == "sigmoid":
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    elif SCORES == "softmax":
+        raised = tl.exp(logit - tl.max(logit, AXIS, keep_dims=True))
+        score = raised / tl.sum(raised, AXIS, keep_dims=True)
+    else:
+        score = logit
+    return score
+
+
+@triton.jit
+def ranked(choice, is_expert):
+    """Return scores of which no expert's is as low as that of a column without one."""
+    return tl.where(is_expert, tl.where(choice > _LEAST, choice, _LEAST), float("-inf"))
+
+
+@triton.jit
 def choose(
     logits,
     correction,
@@ -79,19 +100,11 @@ def choose(
     column = tl.arange(0, COLUMNS)[None, :]
     valid = (row < T)[:, None] & (column < E)
     logit = tl.load(logits + row.to(tl.int64)[:, None] * E + column, mask=valid, other=0.0).to(tl.float32)
-    logit = tl.where(logit > _LEAST, tl.minimum(logit, -_LEAST), _LEAST)
-    logit = tl.where(column < E, logit, float("-inf"))
-    if SCORES == "sigmoid":
-        score = 1.0 / (1.0 + tl.exp(-logit))
-    elif SCORES == "softmax":
-        raised = tl.exp(logit - tl.max(logit, 1)[:, None])
-        score = raised / tl.sum(raised, 1)[:, None]
-    else:
-        score = logit
+    score = scores(logit, column < E, 1, SCORES)
     choice = score
     if CORRECTED:
         choice += tl.load(correction + column, mask=column < E, other=0.0)
-    choice = tl.where(column < E, tl.where(choice > _LEAST, choice, _LEAST), float("-inf"))
+    choice = ranked(choice, column < E)
     if GROUPS > 1:
         choice = _within_groups(choice, column, ROWS, COLUMNS, E // GROUPS, GROUPS, GROUPS_PADDED, TOP_GROUPS, SUMS_TWO)
     slot = tl.arange(0, SLOTS)[None, :]
@@ -204,7 +217,8 @@ def sort_kernel(
     places), of at most HEIGHT places; tiles after the last have number 0.
     """
     follow(OVERLAPS)
-    STEP: tl.constexpr = 16
+    STEP: tl.constexpr = 32
+    TILES: tl.constexpr = 8
     chunk = tl.program_id(0)
     expert = tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.int32)
@@ -217,23 +231,20 @@ def sort_kernel(
     owned = (expert >= begin) & (expert < begin + OWNED)
     total = tl.where(owned, total, 0)
     offset = tl.cumsum(total, 0) - total
+    own = tl.load(counts + chunk * COLUMNS + expert)
     i = tl.arange(0, PADDED)
-    place = chunk * CHUNK + i
-    valid = (i < CHUNK) & (place < P)
-    chosen = tl.load(experts + place, mask=valid, other=0)
-    rank = tl.zeros([PADDED], tl.int32)
-    for first in range(0, CHUNK, STEP):
-        j = first + tl.arange(0, STEP)
-        there = (j < CHUNK) & (chunk * CHUNK + j < P)
-        other = tl.load(experts + chunk * CHUNK + j, mask=there, other=-1)
-        rank += tl.sum(((other[None, :] == chosen[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
-    position = tl.gather(offset + before, chosen, 0) + rank
-    mine = valid & (chosen >= begin) & (chosen < begin + OWNED)
-    tl.store(order + position, place, mask=mine)
+    valid = (i < CHUNK) & (chunk * CHUNK + i < P)
+    chosen = tl.load(experts + chunk * CHUNK + i, mask=valid, other=COLUMNS)
+    ordered = tl.sort(chosen * PADDED + i)  # without a choice: at the end
+    chosen = ordered // PADDED
+    mine = (chosen >= begin) & (chosen < begin + OWNED)
+    base = offset + before - (tl.cumsum(own, 0) - own)
+    position = tl.gather(base, tl.minimum(chosen, COLUMNS - 1), 0) + i
+    tl.store(order + position, chunk * CHUNK + ordered % PADDED, mask=mine)
     of_expert = (total + HEIGHT - 1) // HEIGHT
     last = tl.cumsum(of_expert, 0)
-    for first in range(chunk * STEP, num_tiles, tl.num_programs(0) * STEP):
-        tile = first + tl.arange(0, STEP)
+    for first in range(chunk * TILES, num_tiles, chunks * TILES):
+        tile = first + tl.arange(0, TILES)
         is_its = ((last - of_expert)[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])
         within = (tile[:, None] - (last - of_expert)[None, :]) * HEIGHT
         number = tl.sum(tl.where(is_its, expert[None, :] - begin, 0), 1)

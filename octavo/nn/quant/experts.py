@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from octavo.nn.weights import Stored, TensorSpec
 
 if TYPE_CHECKING:
     from octavo.nn.quant.base import Part, Scheme
+    from octavo.nn.stream import Summands
 
 
 class ExpertsScheme(Protocol):
@@ -59,6 +60,30 @@ class ExpertsScheme(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+@runtime_checkable
+class FusingExperts(Protocol):
+    """An `ExpertsScheme` that can leave sums to the next norm.
+
+    Of one token, it can fuse the norm into its first product, and the residual sum into its second.
+    """
+
+    def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
+        """Return the sum of `mix`, or what remains to be summed, if that is faster."""
+        ...
+
+    def gate_rows(self, x: Tensor, norm: tuple[Tensor, float], routing: Routing) -> Tensor:
+        """Return the gated products [top_k, size] of the RMS norm of x [1, hidden_size] with its experts.
+
+        Args:
+            norm: its weight and epsilon.
+        """
+        ...
+
+    def add_rows(self, inner: Tensor, routing: Routing, stream: Tensor) -> None:
+        """Add what follows the gated products `inner` to stream [1, hidden_size], in place and rounded once."""
+        ...
 
 
 class SeparateExperts:

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
-from octavo.nn.ops.expert_products import StackedWeights, mix_stacked, route_on_device
+from octavo.nn.ops import expert_rows
+from octavo.nn.ops.expert_products import mix_stacked, route_on_device, summands
+from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.routing import Routing
 from octavo.nn.weights import Stored, TensorSpec, plain, tensor_bytes
 
 if TYPE_CHECKING:
     from octavo.nn.quant.base import Part
+    from octavo.nn.stream import Summands
 
 
 class StackedExperts:
-    """An `ExpertsScheme` of one tensor for each product of all experts.
+    """An `ExpertsScheme` of one tensor for each product of all experts; also `FusingExperts`.
 
     E is the number of this rank's experts.
 
@@ -66,9 +69,20 @@ class StackedExperts:
         return route_on_device(logits, spec, correction)
 
     def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
-        begin = self.form.owned.start
-        stacked = StackedWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, begin)
-        return mix_stacked(x.contiguous(), routing, stacked, self.form, added)
+        return mix_stacked(x.contiguous(), routing, self._stacked, self.form, added)
+
+    def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
+        return summands(x.contiguous(), routing, self._stacked, self.form, added)
+
+    def gate_rows(self, x: Tensor, norm: tuple[Tensor, float], routing: Routing) -> Tensor:
+        return expert_rows.gate_rows(x, norm, routing, self._stacked, self.form)
+
+    def add_rows(self, inner: Tensor, routing: Routing, stream: Tensor) -> None:
+        expert_rows.add_rows(inner, routing, self._stacked, self.form, stream)
+
+    @property
+    def _stacked(self) -> StackedWeights:
+        return StackedWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.form.owned.start)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

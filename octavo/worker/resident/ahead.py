@@ -24,7 +24,8 @@ from octavo.nn.attention.recordable import Recordable
 from octavo.nn.build import AnyBackend
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend
-from octavo.nn.ops import expert_products, few_rows, gating, triton_activation, triton_norm
+from octavo.nn.ops import expert_products, expert_rows, few_rows, gating, triton_activation, triton_norm
+from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling import resident_allowed
 from octavo.sampling.allowed import num_words
@@ -105,7 +106,7 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
         if isinstance(mlp, MlpSpec):
             _mlp(mlp, empty, stream, norm if rms else None)
         elif isinstance(mlp, ExpertsSpec) and mlp.gated:  # those without gates have no kernels of their own
-            _experts(mlp, empty, width)
+            _experts(mlp, empty, stream, norm if rms else None)
 
 
 def _mlp(spec: MlpSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:
@@ -125,8 +126,9 @@ def _mlp(spec: MlpSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.T
             gating.gated_product(empty(256, width), empty(up, width))
 
 
-def _experts(spec: ExpertsSpec, empty: _Empty, width: int) -> None:
+def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:
     """Launch the kernels of a mixture of experts, in all forms that depend on the number of tokens."""
+    width = stream.shape[1]
     form = ExpertsForm(
         num_experts=spec.num_experts,
         hidden_size=width,
@@ -141,15 +143,24 @@ def _experts(spec: ExpertsSpec, empty: _Empty, width: int) -> None:
         return empty(1, 1, 1)[(0,) * (3 - len(shape))].expand(spec.num_experts, *shape[1:])  # takes no memory
 
     biases = (stacked(0, 2 * spec.size), stacked(0, width)) if spec.bias else (None, None)
-    weights = expert_products.StackedWeights(stacked(0, 2 * spec.size, width), stacked(0, width, spec.size), *biases)
+    weights = StackedWeights(stacked(0, 2 * spec.size, width), stacked(0, width, spec.size), *biases)
     correction = empty(spec.num_experts, kind=torch.float32) if spec.routing.corrected else None
+    if norm is not None:
+        logits = few_rows.fused_product(stream, empty(spec.num_experts, width), norm=norm, dtype=torch.float32)
+        routing = expert_products.route_on_device(logits, spec.routing, correction)
+        inner = expert_rows.gate_rows(stream, norm, routing, weights, form)
+        expert_rows.add_rows(inner, routing, weights, form, stream)
     for tokens in expert_products.typical_tokens(form, spec.routing.top_k):
         x = empty(tokens, width)
         routing = expert_products.route_on_device(
             empty(tokens, spec.num_experts, kind=torch.float32), spec.routing, correction
         )
         for added in (None, x) if spec.shared else (None,):
-            expert_products.mix_stacked(x, routing, weights, form, added)
+            y = expert_products.summands(x, routing, weights, form, added)
+            if not isinstance(y, torch.Tensor):
+                y.total()
+                if norm is not None:
+                    y.normed_with(empty(tokens, width, kind=stream.dtype), norm, x.dtype)
     if spec.shared is not None:
         up = 2 * spec.shared.size
         if spec.activation == "silu":

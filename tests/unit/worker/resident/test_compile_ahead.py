@@ -22,7 +22,8 @@ from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton import TritonAttention
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.latent.triton import TritonLatents
-from octavo.nn.ops.expert_products import StackedWeights, mix_stacked, route_on_device
+from octavo.nn.ops.expert_products import mix_stacked, route_on_device
+from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.worker.resident import ahead
 from octavo.worker.resident.batches import Ragged, Singles, token_counts
 from octavo.worker.resident.slots import DeviceSlots

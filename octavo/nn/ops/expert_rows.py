@@ -1,0 +1,147 @@
+"""Products of a few tokens with their experts on a GPU, one token at a time; of a single token, fused with its norm and
+the residual sum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops.expert_weights import StackedWeights, gate_arguments
+from octavo.nn.ops.routing import Routing
+from octavo.nn.ops.triton_expert_rows import down_row_kernel, gate_up_row_kernel
+from octavo.nn.ops.triton_overlap import overlap
+
+
+class RowPlan(NamedTuple):
+    """How programs divide a product of single rows: outputs of a program, and inputs of a pass."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+def mix_rows(
+    x: Tensor,
+    routing: Routing,
+    stacked: StackedWeights,
+    form: ExpertsForm,
+    added: Tensor | None = None,
+    plans: tuple[RowPlan, RowPlan] | None = None,
+) -> Tensor:
+    """See `mix_stacked` in `expert_products.py`; one program computes some outputs of one token.
+
+    Args:
+        plans: of the product before the gate and of the one behind it; None for the fastest.
+    """
+    before, behind = plans or row_plans(form, x.device)
+    inner = gate_rows(x, None, routing, stacked, form, before)
+    return _sum_rows(inner, routing, stacked, form, behind, torch.empty_like(x), added)
+
+
+def gate_rows(
+    x: Tensor,
+    norm: tuple[Tensor, float] | None,
+    routing: Routing,
+    stacked: StackedWeights,
+    form: ExpertsForm,
+    plan: RowPlan | None = None,
+) -> Tensor:
+    """Return the gated products of each token with its experts: [T * top_k, size] for x [T, hidden_size] contiguous.
+
+    Args:
+        norm: weight [hidden_size] and epsilon of an RMS norm of x; None for none.
+        plan: None for the fastest.
+    """
+    scale, eps = norm if norm is not None else (x, 0.0)
+    plan = plan or row_plans(form, x.device)[0]
+    choices = routing.experts.numel()
+    inner = torch.empty(choices, form.size, dtype=stacked.down.dtype, device=x.device)
+    alpha, limit, activation = gate_arguments(form)
+    gate_up_row_kernel[(triton.cdiv(form.size, plan.block_n), choices)](
+        x,
+        scale,
+        stacked.gate_up,
+        x if stacked.gate_up_bias is None else stacked.gate_up_bias,
+        routing.weights,
+        routing.experts,
+        inner,
+        stacked.begin,
+        eps,
+        alpha,
+        limit,
+        OWNED=len(stacked.down),
+        TOP_K=routing.experts.shape[1],
+        N=form.size,
+        K=form.hidden_size,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        NORMED=norm is not None,
+        ACTIVATION=activation,
+        BIASED=stacked.gate_up_bias is not None,
+        WEIGHTED=form.on_inputs,
+        num_warps=plan.warps,
+        **overlap(x.device),
+    )
+    return inner
+
+
+def add_rows(
+    inner: Tensor,
+    routing: Routing,
+    stacked: StackedWeights,
+    form: ExpertsForm,
+    stream: Tensor,
+    plan: RowPlan | None = None,
+) -> None:
+    """Add the sum of the experts' second products, of `inner` [T * top_k, size], to stream [T, hidden_size] in place,
+    rounded once.
+
+    Args:
+        plan: of the product; None for the fastest.
+    """
+    _sum_rows(inner, routing, stacked, form, plan or row_plans(form, inner.device)[1], stream, stream)
+
+
+def _sum_rows(
+    inner: Tensor,
+    routing: Routing,
+    stacked: StackedWeights,
+    form: ExpertsForm,
+    plan: RowPlan,
+    out: Tensor,
+    added: Tensor | None,
+) -> Tensor:
+    down_row_kernel[(triton.cdiv(form.hidden_size, plan.block_n), len(out))](
+        inner,
+        stacked.down,
+        inner if stacked.down_bias is None else stacked.down_bias,
+        routing.weights,
+        routing.experts,
+        inner if added is None else added,
+        out,
+        stacked.begin,
+        OWNED=len(stacked.down),
+        TOP_K=routing.experts.shape[1],
+        N=form.hidden_size,
+        K=form.size,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        BIASED=stacked.down_bias is not None,
+        WEIGHTED=not form.on_inputs,
+        ADDED=added is not None,
+        num_warps=plan.warps,
+        **overlap(inner.device),
+    )
+    return out
+
+
+def row_plans(form: ExpertsForm, device: torch.device) -> tuple[RowPlan, RowPlan]:
+    """Return the fastest division of both products of single rows, as measured on an H200."""
+    if device.type != "cuda":
+        return RowPlan(32, 64, 1), RowPlan(32, 64, 1)
+    before = RowPlan(2, 2048, 4) if form.hidden_size >= 2048 else RowPlan(2, 1024, 4)
+    return before, RowPlan(2, min(1024, triton.next_power_of_2(form.size)), 4)
