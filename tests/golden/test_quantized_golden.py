@@ -15,10 +15,12 @@ from tiny import load_model, make_checkpoint, model_files
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.models.decoder import CausalLM
 from octavo.models.native import NativeDecoder
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.linear import Projection
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 
@@ -108,3 +110,24 @@ def test_the_engine_serves_it(name: str, implementation: str, tmp_path: Path) ->
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     assert output.outputs[0].token_ids == expected.tolist()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels of a GPU on a CPU, in Triton's interpreter")
+@pytest.mark.parametrize("name", ["gptq-4-act-order", "awq-gemm"])
+def test_a_gpus_packed_model_has_the_logits_of_the_dequantized_one(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from octavo.nn.quant.packed_gpu import PackedOnGpu
+
+    theirs = make_checkpoint("quantized", tmp_path)
+    quantize(tmp_path, theirs, name)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    model = load_model(model_files(tmp_path), ReferenceAttention(), scheme=PackedOnGpu)
+    assert all(isinstance(layer.scheme, PackedOnGpu) and layer.scheme.matrix for layer in projections(model))
+    # A minimum has the precision of float16.
+    torch.testing.assert_close(logits_of(model), expected, rtol=2e-2, atol=2e-2)
+
+
+def projections(model: CausalLM) -> list[Projection]:
+    """All but the head, which is not quantized."""
+    return [one for one in model.modules() if isinstance(one, Projection) and one is not model.head]
