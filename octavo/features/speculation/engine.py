@@ -32,6 +32,8 @@ _TRIAL, _TRIAL_ROWS = 2, 2
 """Drafts of each row of a trial, and its most rows."""
 _PLAIN = 5
 """Steps without drafts in a row, to measure what drafts save. The first one may overlap with a step before."""
+_MANY = 8
+"""Rows from which on requests draft together or not at all: one row with drafts makes the whole step dear."""
 _PATIENCE, _LONGEST_PERIOD = 2, 8
 """Each time that this many searches in a row found nothing, the next ones are twice as many steps apart, up to the
 second number: a step that may be followed by drafts is planned anew, which takes longer than to repeat the last one."""
@@ -84,6 +86,10 @@ class SpeculationEngine(EngineHook):
         """When the last step was planned, its rows and its drafts; None if it did not only decode."""
         self._plain = 0
         """Steps without drafts that are left for measuring."""
+        self._rows = 0
+        """Rows of the last step that only decoded."""
+        self._together, self._try_at, self._trying = _FIRST_PAUSE, 0, False
+        """Of many rows whose drafts don't pay: steps between two trials, the next one, and whether this step is one."""
         self._prices: tuple[float, float, float] | None = None
         """Seconds that an accepted draft saves, and that a row with drafts and each of them cost; None if unknown."""
 
@@ -101,11 +107,28 @@ class SpeculationEngine(EngineHook):
                 self._plain = _PLAIN
             self._counters.step(now - began, count, self._costs.plain(count))
             self._prices = self._priced(count)
+            self._rows = count
+        self._plan_trial()
         drafts = 0 if draft.repeats else sum(draft.num_drafts)
         decodes = draft.repeats or (sum(draft.num_tokens) == len(rows) + drafts and all(draft.samples))
         self._last = (now, len(rows), drafts) if decodes and not draft.new else None
         if self._adaptive and not draft.repeats:
             self._note_misses(draft, rows)
+
+    def _plan_trial(self) -> None:
+        """Decide whether the next step of many rows is a trial; each failed one doubles the time to the next."""
+        if self._pays_together:
+            self._together, self._try_at, self._trying = _FIRST_PAUSE, self._steps + _FIRST_PAUSE, False
+            return
+        self._trying = self._steps >= self._try_at
+        if self._trying:
+            self._try_at = self._steps + self._together
+            self._together = min(2 * self._together, _LONGEST_PAUSE)
+
+    @property
+    def _pays_together(self) -> bool:
+        """Whether drafts of all rows pay, by what is accepted of all requests' drafts; true of few rows."""
+        return self._rows < _MANY or self._best(self._overall.share) > 0
 
     def _note_misses(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         """Ask less often for the drafts of requests that had none. On a GPU the host does not know."""
@@ -129,6 +152,8 @@ class SpeculationEngine(EngineHook):
             return None
         if self._plain and request.spec.options:  # without options, `on_plan` is not called for each step
             return 0
+        if not self._pays_together:
+            return _TRIAL if self._trying else 0
         length = request.num_output + request.pending
         if self._steps < one.ask_from or length < one.resume:
             return 0

@@ -181,3 +181,13 @@ def test_steps_without_drafts_are_measured_if_all_so_far_had_some() -> None:
     gain, mean = world.run(400)
     assert gain > 0.95
     assert mean < 0.2
+
+
+def test_many_rows_try_together() -> None:
+    """A step of 256 rows takes more than twice as long if any of them has drafts."""
+    world = World(256, 0.8, 0.000008, drafting_s=0.012)
+    world.wanted = [7] * 256
+    world.run(100)
+    gain, mean = world.run(300)
+    assert gain > 0.98
+    assert mean < 0.5
