@@ -196,13 +196,11 @@ def forms_of(rows: int) -> dict[str, AbstractContextManager[None]]:
     if rows == 1:
         return {"own": nullcontext()}
     shapes = [
-        Shape(1, 64, 64, 4, 4, 128),
-        Shape(2, 64, 64, 8, 4, 128),
-        Shape(4, 64, 64, 8, 4, 128),
-        Shape(2, 64, 64, 4, 8, 256),
-        Shape(2, 64, 64, 4, 4, 256),
-        Shape(2, 64, 64, 4, 2, 64),
-        Shape(2, 64, 32, 4, 4, 128),
+        Shape(1, 64, 32, 2, 3, 4),
+        Shape(4, 64, 32, 2, 3, 4),
+        Shape(2, 64, 64, 2, 3, 4),
+        Shape(2, 32, 16, 2, 3, 4),
+        Shape(2, 64, 32, 2, 3, 8),
     ]
     return {"own": nullcontext()} | {
         f"{_tuple(shape)}": replaced(gpu, shape_of=partial(_fixed, shape)) for shape in shapes
@@ -328,14 +326,16 @@ def _tuple(shape: Shape) -> tuple[int, ...]:
 
 def sweep_shapes() -> dict[str, list[Shape]]:
     """Shapes in which one kernel differs at a time."""
-    plain = Shape(2, 64, 64, 4, 4, 128)
+    plain = Shape(2, 64, 32, 2, 3, 4)
     shrinks = [
-        Shape(split, slots, 64, warps, 4, 128)
-        for split, slots, warps in itertools.product((1, 2, 4, 8), (32, 64), (1, 2, 4, 8))
+        Shape(split, slots, 32, warps, stages, 4)
+        for split, slots, (warps, stages) in itertools.product(
+            (1, 2, 4, 8), (32, 64), ((1, 1), (2, 1), (2, 3), (4, 1), (4, 3))
+        )
     ]
     expands = [
-        Shape(2, 64, slots, 4, warps, columns)
-        for slots, warps, columns in itertools.product((16, 32, 64), (2, 4, 8), (64, 128, 256))
+        Shape(split, 64, slots, 2, 3, warps)
+        for split, slots, warps in itertools.product((2, 4), (16, 32, 64), (2, 4, 8))
     ]
     return {"shrink": [plain, *shrinks], "expand": [plain, *expands]}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.features.lora.layout import Target
 from octavo.features.lora.tables import TILE_ROWS, Assigned, Tables, most_tiles
 from octavo.features.lora.triton_expand import expand_kernel, gate_kernel
-from octavo.features.lora.triton_row import adapted_row_kernel, row_addition_kernel
+from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kernel, row_shrink_kernel
 from octavo.features.lora.triton_shrink import shrink_kernel
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.ops.few_rows import row_plan
@@ -21,8 +21,8 @@ from octavo.nn.ops.triton_overlap import overlap
 MAX_PARTS = 3
 _RANKS = 16
 """Ranks that a program multiplies at once, the least that the matrix units take."""
-_ROW_COLUMNS = 512
-"""Outputs of a program that multiplies a single row by an adapter's matrices."""
+_ROW_SPLIT = 4096
+"""Inputs of a program that multiplies a single row with a row of A."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,19 @@ class Shape:
         shrinks: programs side by side that multiply tiles of rows with A; each takes every so-manieth tile.
         expands: likewise for B.
         shrink_warps, expand_warps: warps of a program.
-        columns: most outputs of a program that multiplies with B.
     """
 
     split: int
     shrinks: int
     expands: int
     shrink_warps: int
+    shrink_stages: int
     expand_warps: int
-    columns: int
 
 
 def shape_of(rows: int, inputs: int) -> Shape:
     """Return the fastest measured shape of launches for so many rows and inputs."""
-    return Shape(2, 64, 64, 4, 4, 128)
+    return Shape(2 if inputs <= 8192 else 4, 64, 32, 2, 3, 4)
 
 
 class LowRankDelta(Delta):
@@ -95,6 +94,8 @@ class LowRankDelta(Delta):
             "BLOCK_M": TILE_ROWS,
             "BLOCK_R": _RANKS,
         }
+        splits = triton.cdiv(self._inputs, _ROW_SPLIT)
+        self._sums = torch.empty(splits, self._ranks + 1, dtype=torch.float32, device=pool.device)
         self._row = torch.empty(sum(self._sizes), dtype=torch.float32, device=pool.device)
         self._overlap = overlap(pool.device)
 
@@ -142,13 +143,15 @@ class LowRankDelta(Delta):
 
     def _add_row(self, x: Tensor, scale: Tensor, eps: float, *, normed: bool) -> None:
         """Compute the addition to one row, in `_row`."""
-        tables = self._pool, self._tables.blocks, self._meta, self.rows.adapter
-        fixed = {name: value for name, value in self._fixed.items() if name not in ("RANKS", "BLOCK_M", "BLOCK_R")}
+        tables = self._pool, self._tables.blocks, self._meta, self.rows.adapter, self._sums
+        fixed = {name: value for name, value in self._fixed.items() if name not in ("BLOCK_M", "BLOCK_R")}
         fixed |= {"K": self._inputs, "PARTS": len(self._sizes), "NORMED": normed} | self._overlap
+        splits = self._sums.shape[0]
+        row_shrink_kernel[(self._ranks, splits)](
+            x, scale, *tables, self._pool.shape[1], WIDE=_ROW_SPLIT // self._tile, **fixed
+        )
         sizes = [*self._sizes, 0, 0]
-        row_addition_kernel[(sum(triton.cdiv(size, _ROW_COLUMNS) for size in self._sizes),)](
-            x,
-            scale,
+        row_expand_kernel[(sum(triton.cdiv(size, self._tile) for size in self._sizes),)](
             *tables,
             self._row,
             eps,
@@ -157,9 +160,7 @@ class LowRankDelta(Delta):
             SIZE_1=sizes[1],
             SIZE_2=sizes[2],
             BLOCK_R=_RANKS,
-            BLOCK_K=1024,
-            WIDE=_ROW_COLUMNS,
-            num_warps=8,
+            SPLITS=splits,
             **fixed,
         )
 
@@ -182,6 +183,7 @@ class LowRankDelta(Delta):
             PARTS=parts,
             SPLIT=split,
             num_warps=shape.shrink_warps,
+            num_stages=shape.shrink_stages,
             **self._fixed,
             **self._overlap,
         )
@@ -193,8 +195,7 @@ class LowRankDelta(Delta):
         if not count:
             return
         slots = min(shape.expands, most_tiles(count, self._tables.max_adapters))
-        width = min(self._tile, shape.columns)
-        columns = sum(triton.cdiv(size, width) for size in self._sizes)
+        columns = sum(triton.cdiv(size, self._tile) for size in self._sizes)
         sizes = [*self._sizes, 0, 0]
         expand_kernel[(columns, slots)](
             shrunk,
@@ -206,7 +207,6 @@ class LowRankDelta(Delta):
             SIZE_2=sizes[2],
             PARTS=len(self._sizes),
             SPLITS=splits,
-            COLUMNS=width,
             num_warps=shape.expand_warps,
             **self._fixed,
             **self._overlap,
@@ -220,8 +220,7 @@ class LowRankDelta(Delta):
         if not count:
             return out
         slots = min(shape.expands, most_tiles(count, self._tables.max_adapters))
-        width = min(self._tile, shape.columns)
-        gate_kernel[(triton.cdiv(size, width), slots + triton.cdiv(count, TILE_ROWS))](
+        gate_kernel[(triton.cdiv(size, self._tile), slots + triton.cdiv(count, TILE_ROWS))](
             shrunk,
             *self._addresses(),
             self.rows.adapter,
@@ -232,7 +231,6 @@ class LowRankDelta(Delta):
             slots,
             SIZE=size,
             SPLITS=splits,
-            COLUMNS=width,
             num_warps=shape.expand_warps,
             **self._fixed,
             **self._overlap,

@@ -18,21 +18,22 @@ def part_of(
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Return where a program is that has the n-th COLUMNS of all parts, which begin anew with each part: its part, the
-    part's first column, the program's first column in the part, and the part's columns."""
-    FIRST: tl.constexpr = (SIZE_0 + COLUMNS - 1) // COLUMNS
-    SECOND: tl.constexpr = FIRST + (SIZE_1 + COLUMNS - 1) // COLUMNS
-    column = program * COLUMNS
-    part, left, size = 0, 0, SIZE_0
-    if program >= SECOND:
-        part, left, size = 2, SIZE_0 + SIZE_1, SIZE_2
-        column -= SECOND * COLUMNS
-    elif program >= FIRST:
-        part, left, size = 1, SIZE_0, SIZE_1
-        column -= FIRST * COLUMNS
-    return part, left, column, size
+    """Return, of the n-th tile of columns of all parts: its part, the part's first column, the tile's first column in
+    the part, the part's columns, and the tiles of a row of its B."""
+    TILES_0: tl.constexpr = (SIZE_0 + TILE - 1) // TILE
+    TILES_1: tl.constexpr = (SIZE_1 + TILE - 1) // TILE
+    TILES_2: tl.constexpr = (SIZE_2 + TILE - 1) // TILE
+    column = program * TILE
+    part, left, size, row_tiles = 0, 0, SIZE_0, TILES_0
+    if program >= TILES_0 + TILES_1:
+        part, left, size, row_tiles = 2, SIZE_0 + SIZE_1, SIZE_2, TILES_2
+        column -= (TILES_0 + TILES_1) * TILE
+    elif program >= TILES_0:
+        part, left, size, row_tiles = 1, SIZE_0, SIZE_1, TILES_1
+        column -= TILES_0 * TILE
+    return part, left, column, size, row_tiles
 
 
 @triton.jit
@@ -46,6 +47,7 @@ def expanded(
     part,
     column,
     size,
+    row_tiles,
     num_blocks,
     places,
     PARTS: tl.constexpr,
@@ -56,25 +58,23 @@ def expanded(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Return a part's addition to some rows, in COLUMNS of its `size` columns: [BLOCK_M, COLUMNS] float32.
+    """Return a part's addition to some rows, in a tile of its columns: [BLOCK_M, TILE] float32.
 
-    The rows' sums are at `source` [BLOCK_M] in `shrunk`. COLUMNS divides TILE.
+    The rows' sums are at `source` [BLOCK_M] in `shrunk`. A row of B takes `row_tiles`, for `size` columns.
     """
     r = tl.arange(0, BLOCK_R)
-    i = tl.arange(0, COLUMNS)
-    row_tiles = (size + TILE - 1) // TILE
+    i = tl.arange(0, TILE)
     begin = 0
     for other in tl.static_range(PARTS):
         begin += tl.where(other < part, tl.load(spans + other * 4 + 2), 0)
     ranks = tl.load(spans + part * 4 + 2)
     b = tl.load(spans + part * 4 + 1) + column // TILE
-    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    acc = tl.zeros([BLOCK_M, TILE], tl.float32)
     for first in range(0, ranks, BLOCK_R):
         rank = first + r
         exists = rank < ranks
-        at = place_of(b + rank * row_tiles, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE) + column % TILE
+        at = place_of(b + rank * row_tiles, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE)
         w = tl.load(pool + at[:, None] + i[None, :], mask=exists[:, None] & (column + i < size)[None, :], other=0.0)
         sums = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for split in tl.static_range(SPLITS):
@@ -109,39 +109,60 @@ def expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Add to tiles of rows of y [T, SIZE_0 + SIZE_1 + SIZE_2], in programs [columns, tiles of rows]."""
+    """Add to tiles of rows of y [T, SIZE_0 + SIZE_1 + SIZE_2], in programs [tiles of columns, tiles of rows]."""
     WIDTH: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2
     m = tl.arange(0, BLOCK_M)
-    i = tl.arange(0, COLUMNS)
+    i = tl.arange(0, TILE)
     tile = tl.program_id(1)
     adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
-    part, left, column, size = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, COLUMNS)
+    part, left, column, size, row_tiles = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, TILE)
     follow(OVERLAPS)
     while adapter >= 0:
-        spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
+        spans = meta + adapter * (META_PARTS * 4)
         if tl.load(spans + part * 4 + 2) > 0:
             start = tl.load(tiles + 3 * tile + 1)
             used = m < tl.load(tiles + 3 * tile + 2)
             row = tl.load(order + start + m, mask=used, other=0).to(tl.int64)
+            acc = expanded(
+                shrunk,
+                pool,
+                blocks + adapter * MAX_BLOCKS,
+                spans,
+                start + m,
+                used,
+                part,
+                column,
+                size,
+                row_tiles,
+                num_blocks,
+                places,
+                PARTS,
+                RANKS,
+                SLICES,
+                SLICE_TILES,
+                TILE,
+                BLOCK_M,
+                BLOCK_R,
+                SPLITS,
+            )
             target = y + row[:, None] * WIDTH + (left + column + i)[None, :]
             valid = used[:, None] & (column + i < size)[None, :]
-            product = tl.load(target, mask=valid, other=0.0).to(tl.float32)
-            product += expanded(
-                shrunk, pool, own, spans, start + m, used, part, column, size, num_blocks, places,
-                PARTS, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS, COLUMNS,
-            )  # fmt: skip
-            tl.store(target, product.to(y.dtype.element_ty), mask=valid)
+            acc += tl.load(target, mask=valid, other=0.0).to(tl.float32)
+            tl.store(target, acc.to(y.dtype.element_ty), mask=valid)
         tile += tl.num_programs(1)
         adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
 
 
 @triton.jit
-def _gate(gate, up, out):
-    """Return silu(gate) * up in the dtype of `out`."""
-    return (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty)
+def _gate(y, out, row, valid, at, gate, up, SIZE: tl.constexpr):
+    """Store silu of the first half plus `gate`, times the second half plus `up`, at columns `at`."""
+    source = y + row[:, None] * (2 * SIZE) + at[None, :]
+    gate += tl.load(source, mask=valid, other=0.0).to(tl.float32)
+    up += tl.load(source + SIZE, mask=valid, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row[:, None] * SIZE + at[None, :], value.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_tiles", "places", "num_rows", "slots"])
@@ -170,27 +191,24 @@ def gate_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Gate y [T, 2 SIZE] plus the additions of two parts: out [T, SIZE].
 
-    Programs [columns, slots + tiles of rows]: the first take tiles of rows with adapters, the others the rows of the
-    base model.
+    Programs [tiles of columns, slots + tiles of rows]: the first take tiles of rows with adapters, the others the rows
+    of the base model.
     """
+    ROW_TILES: tl.constexpr = (SIZE + TILE - 1) // TILE
     m = tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * COLUMNS
-    at = column + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * TILE
+    at = column + tl.arange(0, TILE)
     if tl.program_id(1) >= slots:
         row = (tl.program_id(1) - slots) * BLOCK_M + m
         base = tl.load(adapters + row, mask=row < num_rows, other=0) < 0
         follow(OVERLAPS)
         if tl.max(base.to(tl.int32), 0) > 0:
-            valid = base[:, None] & (at < SIZE)[None, :]
-            source = y + row.to(tl.int64)[:, None] * (2 * SIZE) + at[None, :]
-            gate = tl.load(source, mask=valid, other=0.0).to(tl.float32)
-            up = tl.load(source + SIZE, mask=valid, other=0.0).to(tl.float32)
-            tl.store(out + row.to(tl.int64)[:, None] * SIZE + at[None, :], _gate(gate, up, out), mask=valid)
+            zero = tl.zeros([BLOCK_M, TILE], tl.float32)
+            _gate(y, out, row.to(tl.int64), base[:, None] & (at < SIZE)[None, :], at, zero, zero, SIZE)
     else:
         tile = tl.program_id(1)
         adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
@@ -200,18 +218,14 @@ def gate_kernel(
             used = m < tl.load(tiles + 3 * tile + 2)
             row = tl.load(order + start + m, mask=used, other=0).to(tl.int64)
             spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
-            valid = used[:, None] & (at < SIZE)[None, :]
-            source = y + row[:, None] * (2 * SIZE) + at[None, :]
-            gate = tl.load(source, mask=valid, other=0.0).to(tl.float32)
-            up = tl.load(source + SIZE, mask=valid, other=0.0).to(tl.float32)
-            gate += expanded(
-                shrunk, pool, own, spans, start + m, used, 0, column, SIZE, num_blocks, places,
-                2, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS, COLUMNS,
+            gate = expanded(
+                shrunk, pool, own, spans, start + m, used, 0, column, SIZE, ROW_TILES, num_blocks, places,
+                2, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
             )  # fmt: skip
-            up += expanded(
-                shrunk, pool, own, spans, start + m, used, 1, column, SIZE, num_blocks, places,
-                2, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS, COLUMNS,
+            up = expanded(
+                shrunk, pool, own, spans, start + m, used, 1, column, SIZE, ROW_TILES, num_blocks, places,
+                2, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
             )  # fmt: skip
-            tl.store(out + row[:, None] * SIZE + at[None, :], _gate(gate, up, out), mask=valid)
+            _gate(y, out, row, used[:, None] & (at < SIZE)[None, :], at, gate, up, SIZE)
             tile += slots
             adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)

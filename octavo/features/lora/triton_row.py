@@ -1,7 +1,8 @@
-"""One row's product with a matrix and with the adapter's, in two launches side by side.
+"""One row's product with a matrix and with the adapter's, in three launches side by side.
 
-The first multiplies the row by the adapter's matrices. The second multiplies it by rows of the matrix, as `row_kernel`
-in `nn/ops/triton_gemv.py` does, which takes much longer and need not wait for the first one until it adds the result.
+The first multiplies the row by A, the second the result by B. The third multiplies the row by rows of the matrix, as
+`row_kernel` in `nn/ops/triton_gemv.py` does, which takes much longer and need not wait for the others until it adds the
+result. One launch in place of the first two, in which each program multiplies by all of A, is slower on an H200.
 """
 
 from __future__ import annotations
@@ -10,19 +11,75 @@ import triton
 import triton.language as tl
 
 from octavo.features.lora.triton_expand import part_of
-from octavo.features.lora.triton_shrink import tiles_at
+from octavo.features.lora.triton_shrink import place_of
 from octavo.nn.ops.triton_gemv import multiply_row
 from octavo.nn.ops.triton_overlap import invite, join, lead
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def row_addition_kernel(
+def row_shrink_kernel(
     x,
     norm,
     pool,
     blocks,
     meta,
     adapters,
+    sums,
+    num_blocks,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    META_PARTS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    NORMED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply WIDE tiles of the row by those of one row of A, in programs [ranks, splits of the row].
+
+    sums [splits, RANKS + 1] float32: the products of a split, and NORMED the split's sum of squares; `norm` scales the
+    row. The next launches may use the row without waiting.
+    """
+    rank = tl.program_id(0)
+    first = tl.program_id(1) * (WIDE * TILE)
+    t = tl.arange(0, WIDE)
+    i = tl.arange(0, TILE)
+    adapter = tl.load(adapters)
+    spans = meta + tl.maximum(adapter, 0) * (META_PARTS * 4)
+    begin, a = 0, 0
+    for part in tl.static_range(PARTS):
+        ranks = tl.load(spans + part * 4 + 2)
+        if rank >= begin and rank < begin + ranks:
+            a = tl.load(spans + part * 4) + (rank - begin) * tl.cdiv(K, TILE)
+        begin += ranks
+    exists = (adapter >= 0) & (rank < begin)
+    own = blocks + tl.maximum(adapter, 0) * MAX_BLOCKS
+    read = (first + t * TILE < K) & exists
+    place = place_of(a + first // TILE + t, own, read, num_blocks, SLICES, SLICE_TILES, TILE)
+    at = first + t[:, None] * TILE + i[None, :]
+    w = tl.load(pool + place[:, None] + i[None, :], mask=read[:, None] & (at < K), other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.load(norm + at, mask=(at < K) & exists, other=0.0).to(tl.float32)
+    lead(OVERLAPS)
+    if exists:
+        value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+        into = sums + tl.program_id(1) * (RANKS + 1)
+        if NORMED:
+            w = w * scale
+            tl.store(into + RANKS, tl.sum(tl.sum(value * value, 1), 0), mask=rank == 0)
+        tl.store(into + rank, tl.sum(tl.sum(w * value, 1), 0))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def row_expand_kernel(
+    pool,
+    blocks,
+    meta,
+    adapters,
+    sums,
     out,
     eps,
     num_blocks,
@@ -31,54 +88,50 @@ def row_addition_kernel(
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
     PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     META_PARTS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
     NORMED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Multiply the row by A and by WIDE columns of B, in programs [columns]: out [all sizes] float32.
-
-    Each program multiplies by all of its part's A, which costs less than another launch. `norm` scales a NORMED row.
-    """
+    """Multiply the sums by a tile of columns of B, in programs [tiles of columns]: out [all sizes] float32."""
+    invite(OVERLAPS)
     r = tl.arange(0, BLOCK_R)
-    i = tl.arange(0, WIDE)
-    k = tl.arange(0, BLOCK_K)
-    part, left, column, size = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, WIDE)
-    row_tiles = (size + TILE - 1) // TILE
-    at = column + i
+    i = tl.arange(0, TILE)
+    part, left, column, size, row_tiles = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, TILE)
+    inside = column + i < size
     adapter = tl.load(adapters)
     spans = meta + tl.maximum(adapter, 0) * (META_PARTS * 4)
     own = blocks + tl.maximum(adapter, 0) * MAX_BLOCKS
+    begin = 0
+    for other in tl.static_range(PARTS):
+        begin += tl.where(other < part, tl.load(spans + other * 4 + 2), 0)
     ranks = tl.where(adapter >= 0, tl.load(spans + part * 4 + 2), 0)
-    a, b = tl.load(spans + part * 4), tl.load(spans + part * 4 + 1)
-    lead(OVERLAPS)
-    total = tl.zeros([WIDE], tl.float32)
-    square = tl.zeros([BLOCK_K], tl.float32)
+    b = tl.load(spans + part * 4 + 1) + column // TILE
+    place = place_of(b + r * row_tiles, own, r < ranks, num_blocks, SLICES, SLICE_TILES, TILE)
+    w = tl.load(pool + place[:, None] + i[None, :], mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+    join(OVERLAPS)
+    acc = tl.zeros([TILE], tl.float32)
     for first in range(0, ranks, BLOCK_R):
         exists = first + r < ranks
-        acc = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
-        for begin in range(0, K, BLOCK_K):
-            place = begin + k
-            tile = a + (first + r) * tl.cdiv(K, TILE) + begin // TILE
-            w = tiles_at(pool, own, tile, exists, K - begin, num_blocks, SLICES, SLICE_TILES, TILE, BLOCK_K)
-            value = tl.load(x + place, mask=place < K, other=0.0).to(tl.float32)
-            if NORMED:
-                if first == 0:
-                    square += value * value
-                value = value * tl.load(norm + place, mask=place < K, other=0.0).to(tl.float32)
-            acc += w.to(tl.float32) * value[None, :]
-        tile = b + (first + r) * row_tiles + column // TILE
-        w = tiles_at(pool, own, tile, exists, size - column, num_blocks, SLICES, SLICE_TILES, TILE, WIDE)
-        total += tl.sum(w.to(tl.float32) * tl.sum(acc, 1)[:, None], 0)
-    if NORMED and ranks > 0:
-        total = total * tl.rsqrt(tl.sum(square, 0) / K + eps)
-    tl.store(out + left + at, total, mask=at < size)
+        if first > 0:
+            place = place_of(b + (first + r) * row_tiles, own, exists, num_blocks, SLICES, SLICE_TILES, TILE)
+            w = tl.load(pool + place[:, None] + i[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+        value = tl.zeros([BLOCK_R], tl.float32)
+        for split in tl.static_range(SPLITS):
+            value += tl.load(sums + split * (RANKS + 1) + begin + first + r, mask=exists, other=0.0)
+        acc += tl.sum(w.to(tl.float32) * value[:, None], 0)
+    if NORMED:
+        square = 0.0
+        for split in tl.static_range(SPLITS):
+            square += tl.load(sums + split * (RANKS + 1) + RANKS, mask=ranks > 0, other=0.0)
+        acc = tl.where(ranks > 0, acc * tl.rsqrt(square / K + eps), 0.0)
+    tl.store(out + left + column + i, acc, mask=inside)
 
 
 @triton.jit
@@ -103,7 +156,7 @@ def adapted_row_kernel(
 ):
     """Compute as `row_kernel`, and add the previous launch's result before the activation.
 
-    That launch is `row_addition_kernel`, which lets this one begin when the row is there.
+    The launch before that is `row_shrink_kernel`, which lets both begin when the row is there.
     """
     invite(OVERLAPS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

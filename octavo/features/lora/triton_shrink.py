@@ -22,57 +22,6 @@ def place_of(tiles, blocks, valid, num_blocks, SLICES: tl.constexpr, SLICE_TILES
     return ((part % SLICES) * num_blocks.to(tl.int64) + block) * (SLICE_TILES * TILE) + tiles % SLICE_TILES * TILE
 
 
-@triton.jit
-def tiles_at(
-    pool,
-    own,
-    tiles,
-    exists,
-    size,
-    num_blocks,
-    SLICES: tl.constexpr,
-    SLICE_TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Return WIDTH elements from each of these tiles on, a multiple of TILE, and zeros from the `size`-th one on:
-    [rows, WIDTH]."""
-    t = tl.arange(0, WIDTH // TILE)
-    i = tl.arange(0, TILE)
-    read = exists[:, None] & (t * TILE < size)[None, :]
-    place = place_of(tiles[:, None] + t[None, :], own, read, num_blocks, SLICES, SLICE_TILES, TILE)
-    at = (t[:, None] * TILE + i[None, :])[None, :, :]
-    found = tl.load(pool + place[:, :, None] + i[None, None, :], mask=read[:, :, None] & (at < size), other=0.0)
-    return tl.reshape(found, [tiles.shape[0], WIDTH])
-
-
-@triton.jit
-def _rows_of_a(
-    spans,
-    own,
-    rank,
-    pool,
-    k,
-    num_blocks,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE_TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Return some rows of A, counted through all parts, from input k on: [ranks, SPLIT]; and the number of all rows."""
-    begin = 0
-    a = tl.zeros_like(rank)
-    for part in tl.static_range(PARTS):
-        ranks = tl.load(spans + part * 4 + 2)
-        place = tl.load(spans + part * 4) + (rank - begin) * tl.cdiv(K, TILE)
-        a = tl.where((rank >= begin) & (rank < begin + ranks), place, a)
-        begin += ranks
-    w = tiles_at(pool, own, a + k // TILE, rank < begin, K - k, num_blocks, SLICES, SLICE_TILES, TILE, SPLIT)
-    return w, begin
-
-
 @triton.jit(do_not_specialize=["num_blocks", "num_tiles", "places"])
 def shrink_kernel(
     x,
@@ -100,47 +49,46 @@ def shrink_kernel(
 ):
     """Multiply tiles of rows by SPLIT inputs of A, in programs [splits, rank blocks, tiles].
 
-    out [splits, places, RANKS]: sums over a split's inputs, by a row's place in `order`. What no kernel writes is read
-    before the launch waits for x: the tables, and the first weights.
+    out [splits, places, RANKS]: sums over a split's inputs, by a row's place in `order`.
     """
     k = tl.program_id(0) * SPLIT
     m = tl.arange(0, BLOCK_M)
-    rank = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    at = k + tl.arange(0, SPLIT)
+    r = tl.arange(0, BLOCK_R)
+    i = tl.arange(0, TILE)
     out += tl.program_id(0).to(tl.int64) * places * RANKS
     tile = tl.program_id(2)
     adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
-    w = tl.zeros([BLOCK_R, SPLIT], pool.dtype.element_ty)
-    total = 0
-    if adapter >= 0:
-        spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
-        w, total = _rows_of_a(
-            spans, own, rank, pool, k, num_blocks, K, PARTS, SLICES, SLICE_TILES, TILE, SPLIT
-        )  # fmt: skip
     follow(OVERLAPS)
     while adapter >= 0:
-        spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
         start = tl.load(tiles + 3 * tile + 1)
         used = m < tl.load(tiles + 3 * tile + 2)
         row = tl.load(order + start + m, mask=used, other=0).to(tl.int64)
-        value = tl.load(x + row[:, None] * K + at[None, :], mask=used[:, None] & (at < K)[None, :], other=0.0)
-        value = value.to(w.dtype)
-        first = tl.program_id(1) * BLOCK_R
-        while first < total:
-            acc = tl.dot(value, tl.trans(w), input_precision="ieee")
-            now = first + tl.arange(0, BLOCK_R)
-            target = out + (start + m)[:, None].to(tl.int64) * RANKS + now[None, :]
-            tl.store(target, acc, mask=used[:, None] & (now < total)[None, :])
-            first += tl.num_programs(1) * BLOCK_R
-            if first < total:
-                w, total = _rows_of_a(
-                    spans, own, first + tl.arange(0, BLOCK_R), pool, k, num_blocks,
-                    K, PARTS, SLICES, SLICE_TILES, TILE, SPLIT,
-                )  # fmt: skip
+        spans = meta + adapter * (META_PARTS * 4)
+        total = 0
+        for part in tl.static_range(PARTS):
+            total += tl.load(spans + part * 4 + 2)
+        for first in range(tl.program_id(1) * BLOCK_R, total, tl.num_programs(1) * BLOCK_R):
+            rank = first + r
+            begin = 0
+            a = tl.zeros([BLOCK_R], tl.int32)
+            for part in tl.static_range(PARTS):
+                ranks = tl.load(spans + part * 4 + 2)
+                own = tl.load(spans + part * 4) + (rank - begin) * tl.cdiv(K, TILE)
+                a = tl.where((rank >= begin) & (rank < begin + ranks), own, a)
+                begin += ranks
+            exists = rank < total
+            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for at in range(k, min(k + SPLIT, K), TILE):
+                place = place_of(
+                    a + at // TILE, blocks + adapter * MAX_BLOCKS, exists, num_blocks, SLICES, SLICE_TILES, TILE
+                )
+                inside = at + i < K
+                w = tl.load(pool + place[:, None] + i[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+                value = tl.load(
+                    x + row[:, None] * K + (at + i)[None, :], mask=used[:, None] & inside[None, :], other=0.0
+                )
+                acc = tl.dot(value.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+            target = out + (start + m)[:, None].to(tl.int64) * RANKS + rank[None, :]
+            tl.store(target, acc, mask=used[:, None] & exists[None, :])
         tile += tl.num_programs(2)
         adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
-        if adapter >= 0:
-            spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
-            w, total = _rows_of_a(
-                spans, own, rank, pool, k, num_blocks, K, PARTS, SLICES, SLICE_TILES, TILE, SPLIT
-            )  # fmt: skip
