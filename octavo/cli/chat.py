@@ -53,7 +53,7 @@ def make_parser() -> OctavoParser:
     talk.add_argument("-q", "--quick", metavar="TEXT", help="ask this, print the answer, and exit")
     talk.add_argument("--stats", action="store_true", help="print token counts and speed after each answer")
     add_sampling_flags(parser)
-    add_engine_settings(parser, without=frozenset({"seed"}))
+    add_engine_settings(parser, without=frozenset({"seed", "-q"}))
     return parser
 
 

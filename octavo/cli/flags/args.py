@@ -29,12 +29,16 @@ _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def add_settings(parser: OctavoParser, groups: FlagGroups, *, without: frozenset[str] = frozenset()) -> None:
-    """Add flags for the settings, one titled group each. Flags that are not given are missing in the namespace."""
+    """Add flags for the settings, one titled group each. Flags that are not given are missing in the namespace.
+
+    Args:
+        without: names of flags, or single spellings such as "-q", to leave out.
+    """
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag in flags:
             if flag.name not in without:
-                add_flag(group, flag)
+                add_flag(group, flag, words=[word for word in flag.spelled() if word not in without])
 
 
 def add_engine_settings(

@@ -49,7 +49,6 @@ def test_missing_features_are_refused_with_the_reason(
     "argv",
     [
         ["-dcp", "1"],
-        ["--quantization", "none"],
         ["--no-enable-eplb"],
         ["--tokenizer-mode", "auto"],
     ],
