@@ -140,7 +140,7 @@ def test_fp8_keys_and_values(kind, monkeypatch):
     On a GPU sums are taken in an order that depends on the batch, and what lies between two numbers of FP8 may then
     go either way: now and then a request has other tokens.
     """
-    monkeypatch.setattr("octavo.worker.kv_scales._TOKENS", 16)
+    monkeypatch.setattr("octavo.worker.kv_scales.SCALING_TOKENS", 16)
     settings = {"kv_cache_dtype": kind, "enable_prefix_caching": False}
     asked = requests()[: 20 if GPU else 2]
     together = resident(asked, monkeypatch, **settings)
