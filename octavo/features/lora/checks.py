@@ -160,7 +160,7 @@ class _Matcher:
                 raise self._unknown(name)
             module, role = inner.removesuffix(end), _ROLES[end]
             if role is WHOLE and not config.saves(module):
-                if module in self._places:
+                if self._held(module):
                     continue  # a copy of the base's table, which PEFT saves beside adapters of embeddings
                 raise self._unknown(name)
             found.setdefault(module, {})[role] = name
@@ -172,19 +172,26 @@ class _Matcher:
             raise ModelFileError(f"{self._path} has no tensors of an adapter.")
         places: dict[Place, dict[str, str]] = {}
         for module, roles in found.items():
-            if module not in self._places:
+            if not self._held(module):
                 raise self._unknown(next(iter(roles.values())))
-            for place in self._places[module]:
+            for place in self._held(module):
                 if place in places:
                     raise ModelFileError(
                         f"{self._path}: {module} and {self._name[place]} are the same weights of the model. Save the "
                         "adapter for one of them."
                     )
                 places[place] = roles
-                if module.endswith(self._targets[place[0]].name(place[1]).removeprefix("model.")):
+                target, part = self._targets[place[0]], place[1]
+                own = target.name(part)
+                if own != target.stored(part).name and module.endswith(own.removeprefix("model.")):
                     self._name[place] = module
-                    self._outputs[place] = self._targets[place[0]].parts[place[1]].outputs
+                    self._outputs[place] = target.parts[part].outputs
         return places
+
+    def _held(self, module: str) -> list[Place]:
+        """Return the projections of a module. What comes before the layers in its path may have another name, as it has
+        in the versions of some classes."""
+        return self._places.get(module) or self._places.get(module.partition(".")[2], [])
 
     def checked(
         self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]

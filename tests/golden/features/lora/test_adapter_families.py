@@ -13,11 +13,16 @@ from adapter_kit import load
 from safetensors.torch import save_file
 from tiny import FAMILIES, make_checkpoint, model_files, reference_of
 from tiny_adapters import PREFIX
-from tiny_families import DENSE, MOE
+from tiny_families import DENSE, HYBRID, MOE
 from torch import Tensor
+from toy_engine import drive, tiny_config, tokens_of
 from transformers.pytorch_utils import Conv1D
 
-from octavo.features.lora.payload import LoraStep
+from octavo.build import build_core
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.features.lora.payload import NAME, LoraStep
+from octavo.features.lora.requests import Part, encode
 
 STRENGTH = 0.3
 _FAST = ("falcon", "glm", "gpt-neox", "gpt2", "phi3")
@@ -80,3 +85,41 @@ def test_logits_are_those_of_merged_weights(family: str, use_dora: bool, tmp_pat
     step = LoraStep(payload.entries, [0], payload.general)
     found = adapted.step([row], [len(prompt)], step, all_logits=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in ("nemotron-h", "qwen3-next") else pytest.mark.slow)
+        for name in sorted(HYBRID)
+    ],
+)
+def test_recurrent_layers_give_the_tokens_of_merged_weights(family: str, tmp_path: Path) -> None:
+    """In an engine, with a row of the base model beside."""
+    theirs = make_checkpoint(family, tmp_path)
+    prompt = torch.randint(1, 199, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = [greedy(theirs, prompt)]
+    with torch.no_grad():
+        adapter = adapt(theirs, tmp_path / "adapter", rank=6, seed=1)
+    expected.append(greedy(theirs, prompt))
+    settings = {"dtype": "float32", "memory_bytes": 1 << 23, "max_num_batched_tokens": 16}
+    config = tiny_config(**settings, load_format="auto", lora_modules=(f"a={adapter}",))
+    loop, _ = build_core(config, model_files(tmp_path))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    options = {NAME: encode((Part("a"),))}
+    asked = [
+        GenerateRequest(id="base", tokens=prompt, params=params),
+        GenerateRequest(id="adapted", tokens=prompt, params=params, options=options),
+    ]
+    found = tokens_of(drive(loop, asked))
+    loop.close()
+    assert [found["base", 0], found["adapted", 0]] == expected
+    assert expected[0] != expected[1]
+
+
+def greedy(theirs: torch.nn.Module, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(6):
+            tokens.append(int(theirs(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
