@@ -12,8 +12,8 @@ A feature's parts are modules of its folder. Each is optional, and imported only
 - `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes.
 - `models.py` has `implementation(config, files) -> Implementation | None`, which builds models in another way than by
   Octavo's own layers.
-- `cli.py` has a command of `octavo`: `NAME`, `ABOUT` (a line of help) and `run(argv) -> int`. It needs no
-  torch until it runs.
+- `cli.py` has a command of `octavo`: `NAME`, `ABOUT` (a line of help) and `run(argv) -> int`. It imports
+  nothing heavy until it runs, since `octavo --help` reads it.
 - `offline.py` and `online.py` have `METHODS`, a mixin of `LLM` and `AsyncLLM`.
 
 Without a folder the engine lacks that feature and works otherwise. Requests that use it are refused by name

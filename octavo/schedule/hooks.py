@@ -292,12 +292,17 @@ def hooks_of(request: Request, hooks: Sequence[EngineHook]) -> tuple[EngineHook,
     return tuple(hook for hook in hooks if not hook.opt_in or hook.name in request.spec.options)
 
 
+class HookError(RuntimeError):
+    """A hook failed unexpectedly: it may have taken blocks that nothing holds now."""
+
+
 def admitted(
     hooks: Sequence[EngineHook], request: Request, num_tokens: int
 ) -> tuple[int, InvalidRequestError | RuntimeError | None]:
     """Call `admit` of all hooks; return the number of tokens that all admit, and the error that ends the request.
 
-    A hook that fails gives a RuntimeError. Only this request is affected, since none of it was planned yet.
+    A hook that fails gives a RuntimeError, and a `HookError` if it did not say why. Only this request is affected,
+    since none of it was planned yet.
     """
     for hook in hooks:
         try:
@@ -308,7 +313,7 @@ def admitted(
             return 0, RuntimeError(str(error))
         except Exception as exc:
             log.exception("feature %r failed to admit request %s; the request ends", hook.name, request.id)
-            return 0, RuntimeError(internal_error(exc))
+            return 0, HookError(internal_error(exc))
     return num_tokens, None
 
 

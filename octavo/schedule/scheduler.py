@@ -25,6 +25,7 @@ from octavo.schedule.counters import Counters
 from octavo.schedule.drafts import DraftBounds
 from octavo.schedule.hooks import (
     EngineHook,
+    HookError,
     added,
     committed,
     held_blocks,
@@ -214,6 +215,8 @@ class Scheduler:
             refused = (error.param or "") if isinstance(error, InvalidRequestError) else None
             text = error.message if isinstance(error, InvalidRequestError) else str(error)
             self._end(request, FinishReason.ERROR, error=text, refused=refused)
+        if any(isinstance(error, HookError) for _, error in self._planner.refused):
+            self._requests.rebuild()
         self._planner.refused = []
         return self._take_news()
 

@@ -29,6 +29,7 @@ NOT_HERE = {
     "octavo chat": "a conversation; with -q it runs",
     "octavo pull HuggingFaceTB/": "needs the Internet",
     "octavo replay-steps": "tests/e2e/test_replay_steps.py runs it on a record of its own",
+    "octavo spec-train": "takes minutes; tests/unit/features/speculation/test_eagle_training.py trains a tiny head",
     "curl -X POST localhost:8000/st": "a server makes profiles only if it was started for them",
 }
 SERVED = ("octavo bench serve", "curl ")

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_kit import PageDevice, PageMover
-from test_faults_anywhere import WITHIN, faults
+from test_faults_anywhere import WITHIN, Fault, faults
 from test_tiers import shelved
 from world_kit import LAYOUTS, World, random_requests, worlds
 
+from octavo.cache.block_pool import BlockPool
 from octavo.cache.cache import KVCache
 from octavo.cache.lease import Lease
 from octavo.core.errors import InvalidRequestError
@@ -183,6 +184,19 @@ def test_steps_that_fail_lose_no_page(world, count, seed):
     world.device._fail_at = frozenset(random.Random(seed).sample(range(60), 5))
     world.run(with_chests(world.rng, random_requests(world.rng, count)), 0.02)
     settle(world)
+
+
+def test_blocks_that_a_failing_feature_took_are_free_again(monkeypatch):
+    """The pool fails between the blocks of a lease."""
+    loop, scheduler, _, _ = small_engine(depth=0)
+    fault = Fault(BlockPool, "hold", 1, after=False)
+    fault.install(monkeypatch)
+    fault.within(monkeypatch, Scheduler, "plan")
+    loop.add(asking("cold", [1, 2, 3], 2))
+    loop.add(asking("plain", [4, 5, 6]))
+    ends = {delta.id: delta.finish for _ in iter(lambda: loop.busy, False) for delta in loop.step() if delta.finish}
+    assert ends == {"cold": FinishReason.ERROR, "plain": FinishReason.LENGTH}
+    scheduler.check_idle()
 
 
 @given(worlds(LAYOUTS), faults(WITHIN), st.integers(1, 12), st.sampled_from(["commit", "plan"]))
