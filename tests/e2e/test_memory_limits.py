@@ -37,8 +37,13 @@ def limited(mib: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         (300, (), "ulimit -v"),
         (700, (), "ulimit -v"),
         (2048, ("--kv-cache-memory-bytes", "2G"), "Lower --kv-cache-memory-bytes"),
-        (4096, LARGE_STEPS, "Lower --max-num-seqs"),
-        (4096, (*LARGE_STEPS, "--kv-cache-memory-bytes", "1G"), "Lower --kv-cache-memory-bytes"),
+        pytest.param(4096, LARGE_STEPS, "Lower --max-num-seqs", marks=pytest.mark.slow),
+        pytest.param(
+            4096,
+            (*LARGE_STEPS, "--kv-cache-memory-bytes", "1G"),
+            "Lower --kv-cache-memory-bytes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.slow), "serve"])

@@ -110,6 +110,7 @@ def test_the_first_difference_is_named(record: Path, tmp_path: Path) -> None:
     assert "computed: [" in said
 
 
+@pytest.mark.slow
 def test_a_record_ends_at_its_limit_and_the_server_goes_on(model: Path, tmp_path: Path) -> None:
     path = recorded(model, tmp_path, "--record-steps-limit", "8K")
     assert 4096 < path.stat().st_size <= 8192

@@ -110,6 +110,7 @@ def test_a_websocket_carries_several_streams(stub: Server) -> None:
     wait_until(lambda: stub.metric("octavo:num_requests_running") == 0, "the end of all")
 
 
+@pytest.mark.slow
 def test_a_websocket_that_is_never_read_is_closed(stub: Server) -> None:
     name = "octavo:slow_readers_total"
     ended, closed = (stub.metric(name, outcome=one) for one in ("request_ended", "connection_closed"))

@@ -83,7 +83,9 @@ def test_the_model_is_the_other_one_afterwards(models: dict[str, Path], old: str
         assert llm.stats().weight_version == "update-2"
 
 
-@pytest.mark.parametrize(("old", "new"), [("first", "second"), ("tied 1", "tied 2")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("first", "second"), pytest.param("tied 1", "tied 2", marks=pytest.mark.slow)]
+)
 def test_and_so_it_is_on_a_device_behind_its_host(
     models: dict[str, Path], old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

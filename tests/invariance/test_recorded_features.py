@@ -119,7 +119,9 @@ def requests(*names: str) -> list[GenerateRequest]:
     ]
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
+@pytest.mark.parametrize(
+    "recorded", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["recorded", "not recorded"]
+)
 def test_an_adapter_by_request_leaves_steps_recorded(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own tokens change, others' do not; a variant that is not recorded is computed, and nothing else is."""
     asked = requests("a2", "b", "a9")

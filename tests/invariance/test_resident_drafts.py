@@ -86,9 +86,8 @@ def test_drafts_beside_windows_on_a_device(monkeypatch: pytest.MonkeyPatch) -> N
     loop.close()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "overlap" else pytest.param(name, marks=pytest.mark.slow) for name in FEATURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
 def test_drafts_change_nothing_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = truth(monkeypatch)
     replayed = recorded_graphs(monkeypatch)

@@ -267,8 +267,8 @@ def with_feature(monkeypatch: pytest.MonkeyPatch, worker: WorkerHook) -> None:
     ("name", "worker"),
     [
         ("overlap", OddWorker()),
-        ("chunked prefill", OddWorker()),
-        ("no overlap", OddWorker()),
+        pytest.param("chunked prefill", OddWorker(), marks=pytest.mark.slow),
+        pytest.param("no overlap", OddWorker(), marks=pytest.mark.slow),
         ("overlap", Forbidding()),
     ],
     ids=["overlap", "chunked prefill", "no overlap", "by a mask"],
@@ -293,7 +293,7 @@ def test_bans_features_and_reports_are_those_of_the_cpu(name, worker, monkeypatc
         check_close(found[key][3], expected[key][3])
 
 
-@pytest.mark.parametrize(("tokens", "prompts"), [(34, 1), (70, 16)])
+@pytest.mark.parametrize(("tokens", "prompts"), [(34, 1), pytest.param(70, 16, marks=pytest.mark.slow)])
 def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
     """Prompts alone and beside decoding, in chunks and whole; a step with more of them than foreseen is launched."""
     expected = truth()
@@ -305,6 +305,7 @@ def test_recorded_steps_with_prompts(tokens, prompts, monkeypatch):
     assert replayed["sample"] > 1
 
 
+@pytest.mark.slow
 def test_layers_with_windows_have_tables_of_their_own(monkeypatch):
     """Recorded and launched, with a context that is read once in the layers of full attention."""
     config = QWEN3 | {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
@@ -378,11 +379,8 @@ def test_numbers_of_tokens_that_are_recorded_can_be_drawn_for():
     assert token_counts(100) == [16, 32, 64]
 
 
-@pytest.mark.parametrize(
-    "worker",
-    [OddWorker(), *(pytest.param(one, marks=pytest.mark.slow) for one in (Following(), Forbidding()))],
-    ids=lambda worker: type(worker).__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [OddWorker(), Following(), Forbidding()], ids=lambda worker: type(worker).__name__)
 def test_a_feature_leaves_the_graphs(worker, monkeypatch):
     """Steps with changed logits replay the forward pass; all others, and those with masks, the sampling too."""
     Following.laid_out = Following.told = 0

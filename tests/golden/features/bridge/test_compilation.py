@@ -46,7 +46,8 @@ def run(folder: Path, **settings: Any) -> dict[Any, list[int]]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_modules_give_the_same_tokens(
     backend: str, counters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

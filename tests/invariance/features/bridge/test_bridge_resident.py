@@ -43,7 +43,8 @@ def run(folder: Path, **settings: Any) -> dict[Any, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("vaultgemma", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "vaultgemma"])
 def test_recorded_steps_give_the_tokens_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows per layer, soft caps and a shared head; learned positions."""
     save(name, tmp_path, num_hidden_layers=2)
