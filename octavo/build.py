@@ -140,7 +140,7 @@ def _with_worker(
 
 
 def _check_undivided(config: EngineConfig, hooks: Sequence[EngineHook]) -> None:
-    """Raise ConfigError for a tier with several ranks, of which only one reports its transfers, and for drafts in a
+    """Raise ConfigError for tiers with several ranks, since only one rank reports transfers, and for drafts in a
     pipeline."""
     ranks, tiers = config.parallel.num_ranks, [hook.name for hook in hooks if hook.tier]
     if ranks > 1 and tiers:

@@ -52,7 +52,7 @@ class StoredPart(msgspec.Struct, frozen=True):
     run: int = 0
 
     def outputs(self, own: int) -> int:
-        """Return the outputs of the module, of which the projection has `own`."""
+        """Return the number of outputs of the module, given those of the projection."""
         return own // (self.end - self.begin) * self.run if self.run else own
 
 

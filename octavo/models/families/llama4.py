@@ -40,7 +40,7 @@ def llama4(config: Config) -> DecoderSpec:
 
 
 def llama4_with_images(config: Config) -> DecoderSpec:
-    """Llama 4 with images, of which Octavo runs the text half."""
+    """The text half of Llama 4 with images."""
     return _llama4(require(config, "text_config"), _WITH_IMAGES)
 
 

@@ -172,7 +172,7 @@ def grouped_kernel(
     Args:
         x_half: x for tiles of half the height.
         bias: [experts, N], or [experts, 2 * N] if GATED.
-        SIDE_BY_SIDE: programs one after another go through so many tiles, then through the outputs.
+        SIDE_BY_SIDE: number of tiles that consecutive programs cover before the next block of outputs.
         TURNED: the matrix is the left operand of the matrix units, which suits few choices per tile.
         HALVES: compute a tile that is at most half full with half the height.
         COPIES, COPIES_ROWS: w, x are tensor descriptors.

@@ -70,7 +70,7 @@ def scores(logit, is_expert, AXIS: tl.constexpr, SCORES: tl.constexpr):
 
 @triton.jit
 def ranked(choice, is_expert):
-    """Return scores of which no expert's is as low as that of a column without one."""
+    """Return scores in which columns without an expert have the lowest value."""
     return tl.where(is_expert, tl.where(choice > _LEAST, choice, _LEAST), float("-inf"))
 
 

@@ -89,5 +89,5 @@ def test_faults_are_noticed(fault: str) -> None:
 
 
 def test_drafts_drawn_with_the_targets_numbers_are_accepted_more_often() -> None:
-    """Than drafts drawn with others, of which those are accepted that happen to be equal."""
+    """More are accepted than of drafts with random numbers of their own, which are equal only by chance."""
     assert kept_tokens()[1] > 1.3 * kept_tokens(coupled=False)[1]

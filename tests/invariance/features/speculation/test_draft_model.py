@@ -67,7 +67,7 @@ CACHES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def some(ways: dict[str, Any]) -> list[Any]:
-    """The ways, of which those in torch are slow."""
+    """The settings to test; those that run in torch are marked slow."""
     return [pytest.param(name, marks=pytest.mark.slow) if "torch" in name else name for name in ways]
 
 
