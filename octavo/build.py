@@ -271,6 +271,12 @@ def _check_encoder_settings(config: EngineConfig, files: ModelFiles) -> None:
         (cache.num_blocks is not None, f"--num-gpu-blocks-override {cache.num_blocks}", no_cache),
         (model.disable_sliding_window, "--disable-sliding-window", "and the setting is for models that generate text"),
         (model.enable_sleep_mode, "--enable-sleep-mode", "which keeps its memory while it runs"),
+        (model.head_dtype != "auto", f"--head-dtype {model.head_dtype}", "which has no output head"),
+        (
+            model.activation_dtype != "int16",
+            f"--activation-dtype {model.activation_dtype}",
+            "which computes with unquantized weights",
+        ),
     )
     for given, setting, why in refused:
         if given:

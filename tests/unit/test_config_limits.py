@@ -66,6 +66,8 @@ def test_a_number_of_blocks_that_can_not_be(settings, says):
         ({"num_gpu_blocks_override": 9}, "--num-gpu-blocks-override 9: "),
         ({"disable_sliding_window": True}, "--disable-sliding-window: "),
         ({"enable_sleep_mode": True}, "--enable-sleep-mode: "),
+        ({"head_dtype": "int8"}, "--head-dtype int8: "),
+        ({"activation_dtype": "int8"}, "--activation-dtype int8: "),
     ],
 )
 def test_an_encoder_refuses_what_is_for_text(settings: dict[str, Any], named: str, tmp_path: Path):
