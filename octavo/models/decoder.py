@@ -13,7 +13,7 @@ from octavo.models.norms import make_norm
 from octavo.models.score import ScoreHead, TokenScore
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Dtype, Function
-from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder, Results
+from octavo.native.builder import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder, Results
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead

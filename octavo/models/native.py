@@ -16,7 +16,8 @@ from octavo.models.decoder import CausalLM
 from octavo.models.load.weights import replace_weights, weight_layers
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Decode, Dtype, StepArgs
-from octavo.native.program import ATTENDED, LOGITS, RESIDUAL, Pool, Program, ProgramBuilder
+from octavo.native.builder import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
+from octavo.native.program import Pool, Program
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.cached import CachedLayer
 from octavo.nn.embedding import Embedding

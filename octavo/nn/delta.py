@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, LowRank
-from octavo.native.program import ProgramBuilder
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import silu_mul
 

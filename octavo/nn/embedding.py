@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.native.program import RESIDUAL, ProgramBuilder
+from octavo.native.builder import RESIDUAL, ProgramBuilder
 from octavo.nn.delta import Addition
 from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Scheme

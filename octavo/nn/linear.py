@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue, LowRank
-from octavo.native.program import RESIDUAL, STORED, ProgramBuilder, Results, row_bytes
+from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results, row_bytes
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import act_mul

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype
-from octavo.native.program import NormArgs, ProgramBuilder
+from octavo.native.builder import NormArgs, ProgramBuilder
 from octavo.nn.ops.norm import add_rms_norm, rms_norm, sum_rms_norm
 from octavo.nn.stream import Summands
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes

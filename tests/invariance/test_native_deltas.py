@@ -22,7 +22,7 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.models.native import NativeDecoder
 from octavo.native.bindings import Dtype, LowRank
-from octavo.native.program import ProgramBuilder
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear, Projection
 from octavo.nn.norm import Norm

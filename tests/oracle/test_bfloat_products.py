@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype, Epilogue, StepArgs
-from octavo.native.program import Pool, Program, ProgramBuilder, Results
+from octavo.native.builder import ProgramBuilder, Results
+from octavo.native.program import Pool, Program
 from octavo.nn.quant.panels import PANEL, interleave, pack, pad_bias
 
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from toy_additions import TORCH, Additions
 
 from octavo.native.bindings import Dtype, Epilogue, StepArgs
-from octavo.native.program import BLOCK, NormArgs, Pool, Program, ProgramBuilder, Results, row_bytes
+from octavo.native.builder import BLOCK, NormArgs, ProgramBuilder, Results, row_bytes
+from octavo.native.program import Pool, Program
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
 from octavo.nn.weights import QuantizedBlocks
 

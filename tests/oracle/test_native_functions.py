@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype, Epilogue, Function, StepArgs
-from octavo.native.program import NormArgs, Pool, Program, ProgramBuilder, Results, row_bytes
+from octavo.native.builder import NormArgs, ProgramBuilder, Results, row_bytes
+from octavo.native.program import Pool, Program
 from octavo.nn.ops.activation import ACTIVATIONS
 from octavo.nn.quant.panels import pack, pack_blocks, pad_bias
 from octavo.nn.weights import QuantizedBlocks

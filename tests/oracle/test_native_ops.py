@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.native.bindings import Dtype, Epilogue, StepArgs
-from octavo.native.program import BLOCK, NormArgs, Pool, Program, ProgramBuilder, Results, row_bytes
+from octavo.native.builder import BLOCK, NormArgs, ProgramBuilder, Results, row_bytes
+from octavo.native.program import Pool, Program
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.quant.blocks import alike, dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias

@@ -13,7 +13,8 @@ from test_native_ops import FORMATS, generator, pool, random_blocks, reference, 
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue
-from octavo.native.program import Pool, ProgramBuilder, Results, row_bytes
+from octavo.native.builder import ProgramBuilder, Results, row_bytes
+from octavo.native.program import Pool
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.panels import interleave, pack, pack_blocks, pad_bias
 from octavo.nn.weights import QuantizedBlocks

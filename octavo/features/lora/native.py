@@ -9,7 +9,7 @@ from octavo.core.errors import ConfigError
 from octavo.features.lora.layout import Geometry, Target
 from octavo.features.lora.tables import Batch, Tables
 from octavo.native.bindings import Dtype, LowRank
-from octavo.native.program import ProgramBuilder
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES

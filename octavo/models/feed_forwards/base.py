@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from octavo.native.program import ProgramBuilder
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.norm import Norm
 from octavo.nn.stream import Stream, StreamOutput
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo.models.feed_forwards.base import FeedForward
 from octavo.models.feed_forwards.spec import MlpSpec
 from octavo.native.bindings import Dtype
-from octavo.native.program import ProgramBuilder, activated
+from octavo.native.builder import ProgramBuilder, activated
 from octavo.nn.build import Build
 from octavo.nn.linear import Linear
 from octavo.nn.norm import Norm

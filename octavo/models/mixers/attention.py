@@ -12,7 +12,7 @@ from octavo.models.mixers.spec import SelfAttention, Temperature
 from octavo.models.norms import make_norm
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Function
-from octavo.native.program import STORED, ProgramBuilder, Results
+from octavo.native.builder import STORED, ProgramBuilder, Results
 from octavo.nn.attention.base import Norms
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm, RMSNorm

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from octavo.native.program import ProgramBuilder
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
 from octavo.nn.step import StepInput

@@ -20,7 +20,7 @@ extern "C" {
 
 struct OctavoLowRank;
 
-// One operation. The fields in use depend on its kind; octavo/native/program.py sets and documents them.
+// One operation. The fields in use depend on its kind; octavo/native/builder.py sets and documents them.
 struct OctavoOp {
     int32_t kind, dtype, input, output;
     int32_t rows, columns, epilogue, packed;

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.cache_groups import CacheGroup, attending
-from octavo.native.program import ProgramBuilder
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend, Norms
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.sinks import HeadSinks

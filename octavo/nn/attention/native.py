@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, StepArgs
-from octavo.native.program import Pool, Program, ProgramBuilder
+from octavo.native.builder import ProgramBuilder
+from octavo.native.program import Pool, Program
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.kv_int8 import SCALE_BYTES
 from octavo.nn.quant.packed import DTYPES

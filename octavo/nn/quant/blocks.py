@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from octavo.native.program import BLOCK
+from octavo.native.builder import BLOCK
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import pack_blocks
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes

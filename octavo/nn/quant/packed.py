@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype
-from octavo.native.program import RESIDUAL, ProgramBuilder
+from octavo.native.builder import RESIDUAL, ProgramBuilder
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import interleave, pack_, pack_blocks, pad_bias, whole_halves, whole_words

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.native.program import BLOCK
+from octavo.native.builder import BLOCK
 from octavo.nn.weights import QuantizedBlocks
 
 PANEL = 16
