@@ -17,31 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.output import StepOutput
 from octavo.core.plan import NewRow, StepPlan
-from octavo.features import FeatureContext
-from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.companion_drafter import CompanionDrafter, without_reports
 from octavo.features.speculation.draft_files import draft_files
-from octavo.features.speculation.payload import NAME, option_of
-from octavo.features.speculation.reach import Reach
 from octavo.models.model import EncoderModel, Model
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
-from octavo.worker.hooks import Reserved, Site, WorkerHook
-from octavo.worker.runner import Runner
+from octavo.worker.hooks import Reserved, Site
 from octavo.worker.worker import Worker
 
 
-class ModelDrafter(WorkerHook):
-    """A drafting model and its slots, which have the numbers of the target's."""
-
-    name = NAME
-
-    def __init__(self, config: DraftConfig, context: FeatureContext) -> None:
-        self._config = config
-        self._context = context
-        self._off: set[int] = set()
-        self._runner: Runner | None = None
+class ModelDrafter(CompanionDrafter):
+    """A drafting model and its slots."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         files = draft_files(self._config, self._context, download_dir=worker.config.download_dir)
@@ -52,41 +39,17 @@ class ModelDrafter(WorkerHook):
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         assert site.room is not None
-        if self._companion.model is None:
-            self._companion.load()  # it slept
-        self._runner = self._companion.runner(site.blocks.count, site.room)
-        self._reach = Reach(site.room.num_slots)
+        self._begin(site)
         self._most_tokens = site.room.max_step_tokens
         self._longest = self._companion.spec.max_position
         self._last_token = self._companion.spec.vocab_size - 1
-        self._device = site.device
         self._seen = np.zeros(site.room.num_slots, dtype=np.int64)
-        self._off.clear()
-
-    def detach(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-        self._companion.model = None
-
-    def add(self, slot: int, options: msgspec.Raw | None) -> None:
-        self._off.discard(slot)
-        if not option_of(options).enabled:
-            self._off.add(slot)
 
     def lay_out(self, plan: StepPlan, payload: Any) -> None:
         """Compute the prompts of the plan, whose tokens are known, in the drafting model."""
-        runner = self._runner
-        assert runner is not None
-        new = [self._own_row(row) for row in plan.new]
-        if new or plan.block_writes or plan.copies:
-            runner.change(self._companion.changes(plan, new))
-        rows = [row for row in self._reach.plan(plan) if self._follows(plan.slots[row])]
+        rows = [row for row in self._take_over(plan) if self._follows(plan.slots[row])]
         if rows:
             self._compute([plan.slots[row] for row in rows], [plan.num_tokens[row] for row in rows])
-
-    def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
-        self._reach.settle(plan, output)
 
     @torch.inference_mode()
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
@@ -96,26 +59,19 @@ class ModelDrafter(WorkerHook):
         if not chosen:
             return None
         slots = [plan.slots[drafting.rows[i]] for i in chosen]
-        runner, most = self._runner, max(limits[i] for i in chosen)
-        assert runner is not None
+        most = max(limits[i] for i in chosen)
         self._catch_up(drafting, slots, [plan.num_drafts[drafting.rows[i]] for i in chosen])
         for count in range(1, most):
             going = [slot for slot, i in zip(slots, chosen, strict=True) if limits[i] > count]
             self._compute(going, [1] * len(going), samples=True, repeats=count > 1 and len(going) == len(slots))
         self._reach.behind[slots] = 0
-        tokens, _ = runner.slots.known()
+        tokens, _ = self._runner.slots.known()
         places = drafting.length[drafting.slots].long()[:, None] + torch.arange(most, device=tokens.device)
         found = tokens[drafting.slots[:, None], places.clamp_(max=tokens.shape[1] - 1)]
-        if len(chosen) == len(limits):
-            return Drafts(found, drafting.limits)
-        drafted = np.zeros(len(limits), dtype=np.int64)
-        drafted[chosen] = 1
-        return Drafts(found, drafting.limits * self._device.upload(drafted))
+        return self._drafts(drafting, chosen, found)
 
     def _catch_up(self, drafting: Drafting, slots: list[int], drafts: Sequence[int]) -> None:
         """Compute the known tokens that the drafting model lacks, and draw the first draft."""
-        runner = self._runner
-        assert runner is not None
         index = drafting.slots if len(slots) == len(drafting.rows) else self._device.upload(np.array(slots))
         length = drafting.length[index].long()
         most, least, behind = self._reach.of(slots)
@@ -128,7 +84,7 @@ class ModelDrafter(WorkerHook):
         width = int(behind.max())
         places = (length[:, None] - width + torch.arange(width, device=length.device)).clamp_(min=0)
         tokens = self._known(drafting.tokens[index[:, None], places])
-        runner.slots.follow(Following(slots, index, length, tokens, counts, most, least, behind))
+        self._runner.slots.follow(Following(slots, index, length, tokens, counts, most, least, behind))
         left = behind.tolist()
         while sum(left) > self._most_tokens:
             part = _first_part(left, self._most_tokens)
@@ -144,33 +100,14 @@ class ModelDrafter(WorkerHook):
         self._seen[slots] = length
         return np.maximum(behind - (rejected & (np.asarray(drafts) > 0)), 1)
 
-    def _compute(self, slots: list[int], counts: list[int], *, samples: bool = False, repeats: bool = False) -> None:
-        """Run a step of the drafting model; append the tokens drawn if it `samples`."""
-        runner = self._runner
-        assert runner is not None
-        plan = StepPlan(
-            id=0,
-            new=[],
-            slots=slots,
-            num_tokens=counts,
-            num_drafts=[0] * len(slots),
-            samples=[samples] * len(slots),
-            block_writes=[],
-            copies=[],
-            freed=[],
-            repeats=repeats,
-        )
-        runner.run(plan)
-
     def _follows(self, slot: int, drafts: int = 0) -> bool:
         """Return whether the slot's request has drafts, and all its positions are some of the drafting model's."""
         return slot not in self._off and int(self._reach.length[slot]) + drafts <= self._longest
 
     def _own_row(self, row: NewRow) -> NewRow:
-        """Return a row for the drafting model's slots: without reports, and with tokens that the model has."""
-        params = msgspec.structs.replace(row.params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None)
+        """Return the row with tokens that the drafting model has."""
         tokens = np.clip(np.asarray(row.tokens, dtype=np.int64), 0, self._last_token).tolist()
-        return msgspec.structs.replace(row, params=params, tokens=tokens)
+        return msgspec.structs.replace(without_reports(row), tokens=tokens)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Return tokens that the drafting model has in place of others, and of embeddings."""

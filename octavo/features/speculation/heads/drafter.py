@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.core.output import StepOutput
 from octavo.core.plan import NewRow, StepPlan
-from octavo.features import FeatureContext
-from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.companion_drafter import CompanionDrafter, without_reports
 from octavo.features.speculation.draft_files import draft_files
 from octavo.features.speculation.heads.layers import HeadLayers
 from octavo.features.speculation.heads.model import HeadModel
 from octavo.features.speculation.heads.pairs import LastPairs
 from octavo.features.speculation.heads.spec import HeadSpec, Kind
-from octavo.features.speculation.payload import NAME, option_of
-from octavo.features.speculation.reach import Reach
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
@@ -37,22 +33,12 @@ from octavo.models.spec import DecoderSpec
 from octavo.nn.taps import Taps
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
-from octavo.worker.hooks import Reserved, Site, WorkerHook
-from octavo.worker.runner import Runner
-from octavo.worker.step import Step
+from octavo.worker.hooks import Reserved, Site
 from octavo.worker.worker import Worker
 
 
-class HeadDrafter(WorkerHook):
-    """A head and its slots, which have the numbers of the target's, and its tokens but the first."""
-
-    name = NAME
-
-    def __init__(self, config: DraftConfig, context: FeatureContext) -> None:
-        self._config = config
-        self._context = context
-        self._off: set[int] = set()
-        self._runner: Runner | None = None
+class HeadDrafter(CompanionDrafter):
+    """A head and its slots, which have the target's tokens but the first."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         model, spec = worker.model, worker.spec
@@ -93,8 +79,7 @@ class HeadDrafter(WorkerHook):
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         assert site.room is not None
         assert isinstance(model, CausalLM | NativeDecoder)
-        if self._companion.model is None:
-            self._companion.load()  # it slept
+        self._begin(site)
         spec, device = self._head_spec, site.device.torch_device
         tokens = max(site.room.max_step_tokens, site.room.num_slots) + 2
         model.taps = Taps(spec.places, model.spec.num_layers, tokens, spec.target_size, self._dtype, device)
@@ -102,40 +87,17 @@ class HeadDrafter(WorkerHook):
             self._head.share(model)
         self._head.reserve(tokens, device)
         self._target = model
-        self._runner = self._companion.runner(site.blocks.count, site.room)
-        self._reach = Reach(site.room.num_slots)
         self._pairs = LastPairs(site.room.num_slots, site.device)
-        self._device = site.device
-        self._off.clear()
 
     def detach(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        if self._running is not None:
             self._target.taps = None
-        self._companion.model = None
-
-    def add(self, slot: int, options: msgspec.Raw | None) -> None:
-        self._off.discard(slot)
-        if not option_of(options).enabled:
-            self._off.add(slot)
-
-    def lay_out(self, plan: StepPlan, payload: Any) -> None:
-        runner = self._runner
-        assert runner is not None
-        new = [_own_row(row) for row in plan.new]
-        if new or plan.block_writes or plan.copies:
-            runner.change(self._companion.changes(plan, new))
-        self._reach.plan(plan)
-
-    def after_sample(self, plan: StepPlan, output: StepOutput) -> None:
-        self._reach.settle(plan, output)
+        super().detach()
 
     def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
         """Compute the plan's tokens in the head."""
-        taps, runner = self._target.taps, self._runner
+        taps = self._target.taps
         assert taps is not None
-        assert runner is not None
         count = plan.total_tokens
         states = self._head.states(taps.states[:count], cast("CausalLM", self._target))
         self._head.given[:count].copy_(states)
@@ -144,7 +106,7 @@ class HeadDrafter(WorkerHook):
         width = 1 + max(plan.num_drafts)
         self._follow(plan.slots, index, known, tokens, width, None)
         self._last = self._pairs.of(plan, index, known)
-        self._run(plan.slots, plan.num_tokens)
+        self._compute(plan.slots, plan.num_tokens)
         sampled = [row for row, samples in enumerate(plan.samples) if samples]
         if len(sampled) < len(plan.slots):
             index = self._device.upload(np.array([plan.slots[row] for row in sampled], dtype=np.int64))
@@ -153,8 +115,7 @@ class HeadDrafter(WorkerHook):
             self._follow([plan.slots[row] for row in sampled], index, known, tokens, 1, 0)
 
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
-        plan, runner, given = drafting.plan, self._runner, self._head.given
-        assert runner is not None
+        plan, given = drafting.plan, self._head.given
         limits = [plan.proposals[row] for row in drafting.rows]
         chosen = [i for i, row in enumerate(drafting.rows) if plan.slots[row] not in self._off]
         if not chosen:
@@ -168,7 +129,7 @@ class HeadDrafter(WorkerHook):
         given[: len(rows)].copy_(given.index_select(0, last))
         going = list(range(len(chosen)))
         for count in range(most):
-            step = self._run([slots[i] for i in going], [1] * len(going), samples=True)
+            step = self._compute([slots[i] for i in going], [1] * len(going), samples=True)
             left = [place for place, i in enumerate(going) if limits[chosen[i]] > count + 1]
             hidden = step.hidden
             assert hidden is not None
@@ -176,49 +137,26 @@ class HeadDrafter(WorkerHook):
                 hidden = hidden.index_select(0, self._device.upload(np.array(left)))
             given[: len(left)].copy_(hidden[: len(left)])
             going = [going[place] for place in left]
-        tokens, _ = runner.slots.known()
+        tokens, _ = self._runner.slots.known()
         places = drafting.length[drafting.slots].long()[:, None] - 1 + torch.arange(most, device=tokens.device)
         found = tokens[drafting.slots[:, None], places.clamp_(max=tokens.shape[1] - 1)].clone()
         self._follow(slots, index, known, drafting.tokens, 1, 0)
-        if len(chosen) == len(limits):
-            return Drafts(found, drafting.limits)
-        drafted = np.zeros(len(limits), dtype=np.int64)
-        drafted[chosen] = 1
-        return Drafts(found, drafting.limits * self._device.upload(drafted))
+        return self._drafts(drafting, chosen, found)
 
     def _follow(
         self, slots: Sequence[int], index: Tensor, known: Tensor, tokens: Tensor, width: int, behind: int | None
     ) -> None:
         """Take over the last `width` tokens of the target's slots; the last `behind` of them are not computed, None
         leaves that as it is."""
-        runner = self._runner
-        assert runner is not None
         places = (known[:, None] - width + torch.arange(width, device=known.device)).clamp_(min=1)
         last = tokens[index[:, None], places].clamp(min=0)
         most, least, _ = self._reach.of(slots)
         counts = None if behind is None else torch.full_like(known, behind)
         own: tuple[Ints, Ints] = (most - 1, np.maximum(least - 1, 0))
-        runner.slots.follow(Following(slots, index, known - 1, last, counts, *own, np.full(len(most), behind or 0)))
+        uncomputed = np.full(len(most), behind or 0)
+        self._runner.slots.follow(Following(slots, index, known - 1, last, counts, *own, uncomputed))
 
-    def _run(self, slots: list[int], counts: list[int], *, samples: bool = False) -> Step:
-        """Run a step of the head; append the tokens drawn if it `samples`."""
-        assert self._runner is not None
-        plan = StepPlan(
-            id=0,
-            new=[],
-            slots=slots,
-            num_tokens=counts,
-            num_drafts=[0] * len(slots),
-            samples=[samples] * len(slots),
-            block_writes=[],
-            copies=[],
-            freed=[],
-        )
-        return self._runner.run(plan)
-
-
-def _own_row(row: NewRow) -> NewRow:
-    """Return a row for the head's slots: without reports, and without the first token."""
-    params = msgspec.structs.replace(row.params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None)
-    tokens = np.maximum(row.tokens[1:], 0).tolist()
-    return msgspec.structs.replace(row, params=params, tokens=tokens, num_prompt=row.num_prompt - 1)
+    def _own_row(self, row: NewRow) -> NewRow:
+        """Return the row without its first token."""
+        tokens = np.maximum(row.tokens[1:], 0).tolist()
+        return msgspec.structs.replace(without_reports(row), tokens=tokens, num_prompt=row.num_prompt - 1)
