@@ -137,7 +137,7 @@ def product_us(layer: Layer, inputs: list[tuple[Tensor, Tensor, Routing]], tilin
 
     def run(i: int) -> None:
         x, out = (inputs[i][0], inner) if gated else (inner, rows)
-        products.multiply(x, layer.stacked, layer.form, inputs[i][2], *sorted_[i], out, tiling, gated=gated)
+        products.multiply(x, layer.stacked, layer.form, inputs[i][2], *sorted_[i], out, tiling, first=gated)
 
     return timed(run)
 
@@ -230,7 +230,7 @@ def compile_all(layer: Layer, counts: list[int]) -> None:
                     source, out = (x, inner) if gated else (inner, rows)
                     for tiling in candidates(height, gated=gated):
                         form, stacked = layer.form, layer.stacked
-                        products.multiply(source, stacked, form, routing, order, tiles, out, tiling, gated=gated)
+                        products.multiply(source, stacked, form, routing, order, tiles, out, tiling, first=gated)
         for x, logits, _ in [given[0] for tokens, given in inputs.items() if tokens <= 8]:
             compile_rows(layer, x, logits)
     print("compiled", ahead.wait(), flush=True)

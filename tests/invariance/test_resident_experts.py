@@ -35,6 +35,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "PhimoeForCausalLM": _SMALL | {"num_local_experts": 4, "router_jitter_noise": 0.01},
     "DeepseekV2ForCausalLM": _SMALL | _DEEP | {"topk_method": "greedy", "norm_topk_prob": False},
     "DeepseekV3ForCausalLM": _SMALL | _DEEP | _GROUPS | {"q_lora_rank": 16, "norm_topk_prob": True},
+    # Without gates.
+    "NemotronHForCausalLM": _SMALL
+    | {"layers_block_type": ["attention", "moe"], "n_routed_experts": 4, "mlp_hidden_act": "relu2", "head_dim": 16}
+    | {"moe_shared_expert_intermediate_size": 40, "norm_topk_prob": True},
 }
 ALWAYS = (*FAMILIES,) if GPU else ("Qwen3MoeForCausalLM",)
 PARAMS = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]

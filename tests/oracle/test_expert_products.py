@@ -92,6 +92,15 @@ def test_choices_are_sorted_by_expert_and_token(tokens: int, top_k: int, count: 
     assert sorted(found) == [*range(len(mine))]
 
 
+def activated(inner: Tensor, form: ExpertsForm) -> Tensor:
+    if form.clamped:
+        return clamped_gate(inner, form.clamped)
+    if not form.gated:
+        return ACTIVATIONS[form.activation](inner)
+    gate, up = inner.chunk(2, dim=-1)
+    return ACTIVATIONS[form.activation](gate) * up
+
+
 class Case:
     """Random weights and tokens, with the sum of the chosen experts in float64."""
 
@@ -102,11 +111,11 @@ class Case:
             return torch.randn(shape, generator=generator).to(dtype)
 
         self.form = ExpertsForm(num_experts=count, hidden_size=hidden, size=size, **changes)
-        bias = self.form.bias
+        bias, outputs = self.form.bias, 2 * size if self.form.gated else size
         self.stacked = StackedWeights(
-            (normal(count, 2 * size, hidden) * hidden**-0.5).to(DEVICE),
+            (normal(count, outputs, hidden) * hidden**-0.5).to(DEVICE),
             (normal(count, hidden, size) * size**-0.5).to(DEVICE),
-            normal(count, 2 * size).to(DEVICE) if bias else None,
+            normal(count, outputs).to(DEVICE) if bias else None,
             normal(count, hidden).to(DEVICE) if bias else None,
         )
         self.x, self.added = normal(tokens, hidden).to(DEVICE), normal(tokens, hidden).to(DEVICE)
@@ -125,9 +134,7 @@ class Case:
             inner = x @ self.stacked.gate_up[expert].double().T
             if self.stacked.gate_up_bias is not None:
                 inner += self.stacked.gate_up_bias[expert].double()
-            gate, up = inner.chunk(2, dim=-1)
-            inner = clamped_gate(inner, form.clamped) if form.clamped else ACTIVATIONS[form.activation](gate) * up
-            y = inner @ self.stacked.down[expert].double().T
+            y = activated(inner, form) @ self.stacked.down[expert].double().T
             if self.stacked.down_bias is not None:
                 y += self.stacked.down_bias[expert].double()
             total.index_add_(0, token, y * (1.0 if form.on_inputs else factor))
@@ -146,6 +153,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "relu2": {"activation": "relu2"},
     "clamped": {"clamped": ClampedGate(1.702, 1.0), "bias": True},
     "inputs": {"on_inputs": True},
+    "no gates": {"gated": False, "activation": "relu2", "bias": True},
 }
 # tokens, experts, hidden_size, size
 SHAPES = [(5, 4, 40, 24), (10, 3, 16, 17)]
@@ -170,7 +178,7 @@ def test_both_forms_of_the_products(changes: dict[str, Any], shape: tuple[int, .
         case.check(mix_tiles(case.x, routing, case.stacked, case.form, turned, case.added).total(), expected)
 
 
-@pytest.mark.parametrize("form", ["silu", "clamped", "inputs"])
+@pytest.mark.parametrize("form", ["silu", "clamped", "inputs", "no gates"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_token_with_norm_and_residual_sum(form: str, dtype: torch.dtype) -> None:
     case = Case(1, 12, *((2048, 768) if GPU else (40, 24)), dtype, **FORMS[form])

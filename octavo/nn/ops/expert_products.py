@@ -136,8 +136,8 @@ def mix_tiles(
     order, tiles = sort(routing, stacked, form, tilings[0].height)
     inner = x.new_empty(tokens * top_k, form.size)
     rows = x.new_empty(tokens * top_k, hidden)
-    multiply(x, stacked, form, routing, order, tiles, inner, tilings[0], gated=True)
-    multiply(inner, stacked, form, routing, order, tiles, rows, tilings[1], gated=False)
+    multiply(x, stacked, form, routing, order, tiles, inner, tilings[0], first=True)
+    multiply(inner, stacked, form, routing, order, tiles, rows, tilings[1], first=False)
     return ExpertRows(rows, routing, stacked.begin, len(stacked.down), form, added)
 
 
@@ -244,15 +244,16 @@ def multiply(
     out: Tensor,
     tiling: Tiling,
     *,
-    gated: bool,
+    first: bool,
 ) -> None:
-    """Launch `grouped_kernel` of one of the products.
+    """Launch `grouped_kernel` of the product before the activation, or of the one behind it.
 
     Args:
-        x, out: [T, hidden_size] and [choices, size] if `gated`, else [choices, size] and [choices, hidden_size].
+        x, out: [T, hidden_size] and [choices, size] if `first`, else [choices, size] and [choices, hidden_size].
         order, tiles: of `sort`, for the tiling's height.
     """
-    weight, bias = (stacked.gate_up, stacked.gate_up_bias) if gated else (stacked.down, stacked.down_bias)
+    weight, bias = (stacked.gate_up, stacked.gate_up_bias) if first else (stacked.down, stacked.down_bias)
+    gated = first and form.gated
     outputs, inputs, parts = out.shape[1], x.shape[1], 2 if gated else 1
     alpha, limit, activation = gate_arguments(form)
     matrix: Any = weight
@@ -283,10 +284,11 @@ def multiply(
         WIDTH=tiling.width,
         DEPTH=tiling.depth,
         SIDE_BY_SIDE=tiling.side_by_side,
+        FIRST=first,
         GATED=gated,
         ACTIVATION=activation,
         BIASED=bias is not None,
-        WEIGHTED=gated and form.on_inputs,
+        WEIGHTED=first and form.on_inputs,
         TURNED=tiling.turned,
         HALVES=tiling.halves,
         COPIES=tiling.copies,
@@ -303,7 +305,8 @@ def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsFor
     if x.device.type != "cuda":
         before, behind = _interpreted(mean, form.hidden_size), _interpreted(mean, form.size)
         return before, behind._replace(copies_rows=behind.copies)
-    return _tiling(x, mean, form.hidden_size, gated=True), _tiling(x, mean, form.size, gated=False)
+    before = _tiling(x, mean, form.hidden_size, first=True, gated=form.gated)
+    return before, _tiling(x, mean, form.size, first=False, gated=False)
 
 
 def typical_tokens(form: ExpertsForm, top_k: int) -> list[int]:
@@ -313,7 +316,7 @@ def typical_tokens(form: ExpertsForm, top_k: int) -> list[int]:
     return [1, *sorted(count for count in {*counts, _MANY, _MANY + 1} if count > _FEW)]
 
 
-def _tiling(x: Tensor, mean: float, inputs: int, *, gated: bool) -> Tiling:
+def _tiling(x: Tensor, mean: float, inputs: int, *, first: bool, gated: bool) -> Tiling:
     hopper = torch.cuda.get_device_capability(x.device)[0] == 9
     copies = hopper and _aligned(inputs, x.dtype)
     if x.dtype.itemsize > 2:
@@ -323,9 +326,9 @@ def _tiling(x: Tensor, mean: float, inputs: int, *, gated: bool) -> Tiling:
     if mean <= _MOST_TURNED:
         height = next((height for most, height in _HEIGHTS.items() if mean <= most), 64)
         width, depth, stages = (64, 128, 3) if gated else (128, 128, 3) if height == 16 else (128, 64, 4)
-        return Tiling(height, width, depth, 4, stages, turned=True, copies=copies, copies_rows=copies and not gated)
+        return Tiling(height, width, depth, 4, stages, turned=True, copies=copies, copies_rows=copies and not first)
     width, stages = 128 if gated else 256, 4 if copies else 3
-    rows = copies and not gated
+    rows = copies and not first
     return Tiling(128, width, 64, 8, stages, side_by_side=4, halves=True, copies=copies, copies_rows=rows)
 
 

@@ -50,7 +50,7 @@ def gate_rows(
     form: ExpertsForm,
     plan: RowPlan | None = None,
 ) -> Tensor:
-    """Return the gated products of each token with its experts: [T * top_k, size] for x [T, hidden_size] contiguous.
+    """Return activated products of each token with its experts: [T * top_k, size] for x [T, hidden_size] contiguous.
 
     Args:
         norm: weight [hidden_size] and epsilon of an RMS norm of x; None for none.
@@ -80,6 +80,7 @@ def gate_rows(
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         NORMED=norm is not None,
+        GATED=form.gated,
         ACTIVATION=activation,
         BIASED=stacked.gate_up_bias is not None,
         WEIGHTED=form.on_inputs,

@@ -14,9 +14,10 @@ class StackedWeights:
     """The weights of a layer's experts, or of some of them.
 
     Attributes:
-        gate_up: [E, 2 * size, hidden_size] contiguous: each expert's gate, then its operand.
+        gate_up: [E, 2 * size, hidden_size] contiguous: each expert's gate, then its operand; [E, size, hidden_size]
+            without gates.
         down: [E, hidden_size, size] contiguous, of the same dtype.
-        gate_up_bias, down_bias: [E, 2 * size] and [E, hidden_size]; None for none.
+        gate_up_bias, down_bias: [E, outputs of gate_up] and [E, hidden_size]; None for none.
         begin: the first of these experts; choices of others count as 0.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.nn.ops.triton_experts import activated
+from octavo.nn.ops.triton_experts import activated, activation_of
 from octavo.nn.ops.triton_gemv import multiply_row
 from octavo.nn.ops.triton_overlap import follow
 
@@ -34,15 +34,18 @@ def gate_up_row_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORMED: tl.constexpr,
+    GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of a choice's gated product: out [choices, N] for w [OWNED, 2, N, K].
+    """Compute BLOCK_N activated outputs of a choice's first product: out [choices, N] for w [OWNED, 2, N, K], or
+    [OWNED, N, K] if not GATED.
 
     NORMED: of the RMS norm of x, with weight `norm`.
     """
+    PARTS: tl.constexpr = 2 if GATED else 1
     follow(OVERLAPS)
     choice = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + choice) - begin
@@ -50,17 +53,25 @@ def gate_up_row_kernel(
         return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
-    start = w + (expert.to(tl.int64) * 2 * N + n)[:, None] * K
+    start = w + (expert.to(tl.int64) * PARTS * N + n)[:, None] * K
+    partner = start
+    if GATED:
+        partner = start + N * K
     row = x + choice // TOP_K * K
-    gate, up = multiply_row(row, norm, start, start + N * K, inside, eps, N, K, BLOCK_N, BLOCK_K, NORMED, True)
+    first, up = multiply_row(row, norm, start, partner, inside, eps, N, K, BLOCK_N, BLOCK_K, NORMED, GATED)
     if WEIGHTED:
         factor = tl.load(weights + choice)
-        gate, up = gate * factor, up * factor
+        first, up = first * factor, up * factor
+    own = bias + expert.to(tl.int64) * PARTS * N + n
     if BIASED:
-        own = bias + expert.to(tl.int64) * 2 * N + n
-        gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + choice * N + n, activated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+        first += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        if BIASED:
+            up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)
+        result = activated(first, up, alpha, limit, ACTIVATION)
+    else:
+        result = activation_of(first, alpha, limit, ACTIVATION)
+    tl.store(out + choice * N + n, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["begin"])

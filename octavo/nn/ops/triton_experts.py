@@ -9,21 +9,29 @@ from octavo.nn.ops.triton_overlap import follow
 
 
 @triton.jit
+def activation_of(x, alpha, limit, ACTIVATION: tl.constexpr):
+    """Return the activation of float32 values; see `ACTIVATIONS` in `activation.py` and `clamped_gate`."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "clamped":
+        x = tl.minimum(x, limit)
+        return x / (1.0 + tl.exp(-alpha * x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp(-2.0 * inner))
+    else:
+        positive = tl.maximum(x, 0.0)
+        return positive * positive if ACTIVATION == "relu2" else positive
+
+
+@triton.jit
 def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     """Return activation(gate) * up of float32 tensors, as `act_mul` and `clamped_gate` do."""
-    if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    elif ACTIVATION == "clamped":
-        gate = tl.minimum(gate, limit)
-        return gate / (1.0 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
-    elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate / (1.0 + tl.exp(-2.0 * inner)) * up
-    else:
-        positive = tl.maximum(gate, 0.0)
-        return (positive * positive if ACTIVATION == "relu2" else positive) * up
+    if ACTIVATION == "clamped":
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+    return activation_of(gate, alpha, limit, ACTIVATION) * up
 
 
 @triton.jit
@@ -89,6 +97,7 @@ def _multiply_tile(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
@@ -102,7 +111,7 @@ def _multiply_tile(
     i = tl.arange(0, HEIGHT)
     position = start + tl.minimum(i, rows - 1)
     choice = tl.load(order + position)
-    row = choice // TOP_K if GATED else position
+    row = choice // TOP_K if FIRST else position
     acc = tl.zeros([PARTS * WIDTH, HEIGHT] if TURNED else [HEIGHT, PARTS * WIDTH], tl.float32)
     for k in range(0, K, DEPTH):
         value = _rows_tile(x, row, start, k, K, DEPTH, COPIES_ROWS)
@@ -115,20 +124,25 @@ def _multiply_tile(
         acc = acc.T
     column = n + tl.arange(0, WIDTH)
     inside = column < N
+    own = bias + expert.to(tl.int64) * PARTS * N + column
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [HEIGHT, 2, WIDTH]), (0, 2, 1)))
         if WEIGHTED:
             factor = tl.load(weights + choice)[:, None]
             gate, up = gate * factor, up * factor
         if BIASED:
-            own = bias + expert.to(tl.int64) * 2 * N + column
             gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
             up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)[None, :]
-        result, target = activated(gate, up, alpha, limit, ACTIVATION), start + i
+        result = activated(gate, up, alpha, limit, ACTIVATION)
     else:
-        result, target = acc, choice
+        result = acc
+        if WEIGHTED:
+            result *= tl.load(weights + choice)[:, None]
         if BIASED:
-            result += tl.load(bias + expert.to(tl.int64) * N + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            result += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if FIRST:
+            result = activation_of(result, alpha, limit, ACTIVATION)
+    target = start + i if FIRST else choice
     place = out + target.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=(i < rows)[:, None] & inside[None, :])
 
@@ -153,6 +167,7 @@ def grouped_kernel(
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
@@ -165,12 +180,13 @@ def grouped_kernel(
 ):
     """Multiply a tile of at most HEIGHT choices, all of one expert, by WIDTH outputs of its matrix.
 
-    GATED: x has the tokens' rows, w [experts * 2, N, K] gates and their operands; results are at the choices' places in
-    the order, times their weights before the gate if WEIGHTED. Otherwise x has the rows of these places, w is
-    [experts, N, K], and results are at the choices themselves.
+    FIRST: x has the tokens' rows; results are at the choices' places in the order, activated, and before that times
+    their weights if WEIGHTED. With GATED, w [experts * 2, N, K] has gates and their operands. Otherwise x has the rows
+    of these places, and results are at the choices themselves.
 
     Args:
         x_half: x for tiles of half the height.
+        w: [experts, N, K] unless GATED.
         bias: [experts, N], or [experts, 2 * N] if GATED.
         SIDE_BY_SIDE: number of tiles that consecutive programs cover before the next block of outputs.
         TURNED: the matrix is the left operand of the matrix units, which suits few choices per tile.
@@ -209,6 +225,7 @@ def grouped_kernel(
             HEIGHT // 2,
             WIDTH,
             DEPTH,
+            FIRST,
             GATED,
             ACTIVATION,
             BIASED,
@@ -237,6 +254,7 @@ def grouped_kernel(
             HEIGHT,
             WIDTH,
             DEPTH,
+            FIRST,
             GATED,
             ACTIVATION,
             BIASED,

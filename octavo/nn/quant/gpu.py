@@ -39,7 +39,7 @@ class OnGpu(Unquantized):
         return products.linear(x, self.weight, self.bias, dtype=torch.float32)
 
     def experts(self, form: ExpertsForm) -> ExpertsScheme:
-        return StackedExperts(form, self.dtype, self.device) if form.gated else super().experts(form)
+        return StackedExperts(form, self.dtype, self.device)
 
     def fused(
         self,

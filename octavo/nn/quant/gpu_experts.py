@@ -26,9 +26,10 @@ class StackedExperts:
     E is the number of this rank's experts.
 
     Attributes:
-        gate_up: [E, 2 * size, hidden_size]; empty before an expert is placed, like the others.
+        gate_up: [E, 2 * size, hidden_size], or [E, size, hidden_size] without gates; empty before an expert is placed,
+            like the others.
         down: [E, hidden_size, size].
-        gate_up_bias: [E, 2 * size], if there are biases.
+        gate_up_bias: [E, outputs of gate_up], if there are biases.
         down_bias: [E, hidden_size], on ranks that have it.
     """
 
@@ -51,14 +52,15 @@ class StackedExperts:
         self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
     ) -> None:
         count, hidden, size = len(self.form.owned), self.form.hidden_size, self.form.size
+        outputs = 2 * size if self.form.gated else size
         if not len(self.down):
-            self.gate_up = self._empty(count, 2 * size, hidden)
+            self.gate_up = self._empty(count, outputs, hidden)
             self.down = self._empty(count, hidden, size)
         torch.cat([plain(part["weight"]) for part in gate_up], out=self.gate_up[expert])
         self.down[expert].copy_(plain(down[0]["weight"]))
         if "bias" in gate_up[0]:
             if self.gate_up_bias is None:
-                self.gate_up_bias = self._empty(count, 2 * size)
+                self.gate_up_bias = self._empty(count, outputs)
             torch.cat([plain(part["bias"]) for part in gate_up], out=self.gate_up_bias[expert])
         if "bias" in down[0]:
             if self.down_bias is None:

@@ -105,7 +105,7 @@ def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, devi
     for mlp in dict.fromkeys(spec.mlps):
         if isinstance(mlp, MlpSpec):
             _mlp(mlp, empty, stream, norm if rms else None)
-        elif isinstance(mlp, ExpertsSpec) and mlp.gated:  # those without gates have no kernels of their own
+        elif isinstance(mlp, ExpertsSpec):
             _experts(mlp, empty, stream, norm if rms else None)
 
 
@@ -134,16 +134,18 @@ def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple
         hidden_size=width,
         size=spec.size,
         activation=spec.activation,
+        gated=spec.gated,
         clamped=spec.clamped,
         bias=spec.bias,
         on_inputs=spec.routing.on_inputs,
     )
+    outputs = 2 * spec.size if spec.gated else spec.size
 
     def stacked(*shape: int) -> torch.Tensor:
         return empty(1, 1, 1)[(0,) * (3 - len(shape))].expand(spec.num_experts, *shape[1:])  # takes no memory
 
-    biases = (stacked(0, 2 * spec.size), stacked(0, width)) if spec.bias else (None, None)
-    weights = StackedWeights(stacked(0, 2 * spec.size, width), stacked(0, width, spec.size), *biases)
+    biases = (stacked(0, outputs), stacked(0, width)) if spec.bias else (None, None)
+    weights = StackedWeights(stacked(0, outputs, width), stacked(0, width, spec.size), *biases)
     correction = empty(spec.num_experts, kind=torch.float32) if spec.routing.corrected else None
     if norm is not None:
         logits = few_rows.fused_product(stream, empty(spec.num_experts, width), norm=norm, dtype=torch.float32)
@@ -162,8 +164,8 @@ def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple
                 if norm is not None:
                     y.normed_with(empty(tokens, width, kind=stream.dtype), norm, x.dtype)
     if spec.shared is not None:
-        up = 2 * spec.shared.size
-        if spec.activation == "silu":
+        up = 2 * spec.shared.size if spec.gated else spec.shared.size
+        if spec.gated and spec.activation == "silu":
             triton_activation.silu_mul(empty(2, up))
         if empty(1).dtype.itemsize == 2:
             _few(empty, width, spec.shared.size)
