@@ -42,6 +42,7 @@ from octavo.version import __version__
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.hooks import Reserved, WorkerHook
 from octavo.worker.port import LocalWorker
+from octavo.worker.self_check import check_products
 from octavo.worker.worker import Worker
 
 _ALONE = RankPlace()
@@ -241,6 +242,8 @@ class DecoderBuild:
         timer.begin("weights")
         with blamed(config.model.config_overrides):
             worker.load()
+        if not worker.device.resident:
+            self._check_products()
         self._hooks = build_worker_halves(self.context)
         limits = config.scheduler.limits(*self.facts.default_limits)
         worker.reserved = sum((hook.prepare(worker, limits) for hook in self._hooks), Reserved())
@@ -275,7 +278,16 @@ class DecoderBuild:
             max_drafts=sizes.max_drafts,
             hooks=self._hooks,
         )
-        return LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
+        local = LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
+        if worker.device.resident:  # its kernels are compiled by now
+            self._check_products()
+        return local
+
+    def _check_products(self) -> None:
+        """Raise SelfCheckError if products with packed weights are wrong."""
+        settings, worker = self._config.model, self._worker
+        if settings.self_check is not False and worker.model is not None and worker.load_format != "dummy":
+            check_products(worker.model, worker.named_checkpoint(), everything=settings.self_check is True)
 
     def abandon(self) -> None:
         """Do nothing: there is no process to end."""

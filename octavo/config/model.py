@@ -27,6 +27,7 @@ class ModelConfig:
         quantization: None takes the weights as they are stored. A quantized checkpoint's own method changes nothing.
         head_dtype: "auto" keeps the head as the checkpoint stores it; "int8" rounds one that is not quantized to 8-bit
             integers with a scale per 32 inputs, and with it the embeddings if the two share a table.
+        self_check: None checks a form of weights unless its smallest layer is large (`worker/self_check.py`).
         load_format: "auto" depends on the files found; "dummy" makes random weights.
         max_model_len: None takes the model's, reduced to what the KV cache holds.
         logprobs_mode: log-probabilities or logits, "raw" (of the model) or "processed" (after penalties, bans,
@@ -89,6 +90,13 @@ class ModelConfig:
         "auto",
         "on a CPU, int8 rounds the output head (and embeddings that it shares) to 8-bit integers: beside quantized "
         "layers, reading it is a large part of each step",
+    )
+    self_check: bool | None = setting(
+        None,
+        "compare some products of each kind of packed weights with the dequantized weights before serving; by default "
+        "of layers of up to 32M weights, which takes less than 0.2 s",
+        shown="small layers",
+        switch=True,
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = setting(
         "auto", "how to read the weights; dummy fills in random ones"

@@ -48,6 +48,10 @@ class ConfigError(OctavoError):
     """Settings that can't work together or on this machine; the text gives the numbers and the remedy."""
 
 
+class SelfCheckError(OctavoError):
+    """Kernels multiply wrongly with a layer's weights; the text names the layer, the deviation and the remedy."""
+
+
 class EngineDeadError(OctavoError):
     """The engine core has stopped and can't generate any more (HTTP 503)."""
 

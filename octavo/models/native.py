@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.core.spans import Spans
 from octavo.models.decoder import CausalLM
@@ -184,6 +185,22 @@ class NativeDecoder:
         self._make_room(rows)
         self._run(compiled.head_from, compiled.end, StepArgs(tokens=rows, of_logits=1), hidden.contiguous())
         return self._logits[:rows, : self.spec.vocab_size]
+
+    def product(self, layer: Projection, x: Tensor) -> Tensor:
+        """Return x [T, in] float32 times one layer's matrix, plus its bias, by the program's kernels: [T, out] float32.
+
+        For layers without a delta.
+        """
+        matrix = layer.matrix
+        if x.shape[1] < matrix.columns:
+            x = F.pad(x, (0, matrix.columns - x.shape[1]))
+        y = torch.empty(len(x), -(-matrix.rows // PANEL) * PANEL)
+        b = ProgramBuilder.make(matrix.columns * 4, y.shape[1] * 4, self._planes)
+        layer.emit(b, RESIDUAL, Dtype.FLOAT, LOGITS)
+        step, x = StepArgs(tokens=len(x)), x.contiguous()
+        step.external[RESIDUAL], step.external[LOGITS] = x.data_ptr(), y.data_ptr()
+        Program(self._pool, b.ops, b.widths, b.kept).run(0, len(b.ops), step)
+        return layer.in_order(y)
 
     def lay_out(self, batch: Decode) -> Tensor:
         """Prepare to `decode` a batch any number of times, until another step is computed.

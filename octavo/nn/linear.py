@@ -14,8 +14,9 @@ from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results, row
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import act_mul
-from octavo.nn.quant.base import Fusing, Part, Rounding, Scheme
+from octavo.nn.quant.base import Fusing, Packing, Part, Rounding, Scheme
 from octavo.nn.quant.packed import Matrix, emit_lookup, packed
+from octavo.nn.quant.panels import PANEL
 from octavo.nn.rounded import Activations, Rounded
 from octavo.nn.shard import COL, ROW, Heads, Shard, cut
 from octavo.nn.stream import Stream
@@ -146,6 +147,21 @@ class Projection(WeightLayer):
         assert self._matrix is not None, "the layer is not packed"
         return self._matrix
 
+    @property
+    def packed_as(self) -> str | None:
+        """The form in which kernels read the weights, for messages; None if torch multiplies a plain matrix."""
+        if self._matrix is not None:
+            return self._matrix.form
+        return self.scheme.packed_as if isinstance(self.scheme, Packing) else None
+
+    def in_order(self, y: Tensor) -> Tensor:
+        """Return the outputs of a packed product [T, panels * 16], which of gates alternate, as `forward` does."""
+        if not self.gates:
+            return y[:, : self.matrix.rows]
+        halves = y.unflatten(1, (-1, 2, PANEL)).transpose(1, 2).flatten(2)
+        ordered: Tensor = halves[:, :, : self.matrix.rows // 2].flatten(1)
+        return ordered
+
     def emit(
         self,
         b: ProgramBuilder,
@@ -158,7 +174,10 @@ class Projection(WeightLayer):
         `ProgramBuilder.linear`."""
         matrix, delta, rounded = self.matrix, self.delta, source
         meets = b.meets(matrix.dtype)
-        if matrix.is_integers and (meets is not given or matrix.order is not None):
+        if not matrix.is_integers and meets is not given:
+            rounded = b.scratch("rounded", row_bytes(meets, matrix.columns))
+            b.narrow(source, rounded, matrix.columns)
+        elif matrix.is_integers and (meets is not given or matrix.order is not None):
             rounded = b.scratch("rounded", row_bytes(meets, matrix.columns, b.planes))
             order = 0 if matrix.order is None else matrix.order.data_ptr()
             b.quantize(source, rounded, given, matrix.columns, zero_point=matrix.zero_point, order=order)

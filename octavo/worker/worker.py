@@ -399,6 +399,10 @@ class Worker:
         """Open the files of the weights."""
         return open_checkpoint(self.files, self.load_format, self.config.seed, self.device.torch_device.type)
 
+    def named_checkpoint(self) -> Checkpoint:
+        """Open the files of the weights, with the model's names."""
+        return self._implementation.named(self.checkpoint(), self.spec)
+
     def _compile_ahead(self, model: LayeredModel) -> None:
         """Start to compile the kernels of steps while the weights are loaded."""
         device = self.device.torch_device

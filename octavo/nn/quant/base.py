@@ -97,6 +97,24 @@ def everywhere(make: Callable[P, Scheme], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 @runtime_checkable
+class Packing(Scheme, Protocol):
+    """A scheme that may keep weights in a form of its own, whose products are checked at the start."""
+
+    dtype: torch.dtype
+    """Of activations."""
+
+    @property
+    def packed_as(self) -> str | None:
+        """The form, for messages; None if the weights are a plain matrix."""
+        ...
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the checkpoint's weights were rounded when they were packed."""
+        ...
+
+
+@runtime_checkable
 class Rounding(Protocol):
     """A scheme that can multiply activations in 8 bits, rounded by the operation before it."""
 

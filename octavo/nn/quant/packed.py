@@ -48,6 +48,12 @@ class Matrix:
         return self.dtype in (Dtype.INT4, Dtype.INT8)
 
     @property
+    def form(self) -> str:
+        """The form in which the kernels read it, for messages."""
+        minima = " with minima" if self.minima else ""
+        return f"{NAMES[self.dtype]}{minima}{'' if self.order is None else ', inputs reordered'}"
+
+    @property
     def nbytes(self) -> int:
         return tensor_bytes(self.weight, self.bias, self.order)
 

@@ -95,6 +95,19 @@ class PackedOnGpu(OnGpu):
         return self.matrix is not None
 
     @property
+    def packed_as(self) -> str | None:
+        if self.matrix is None:
+            return None
+        if isinstance(self.matrix, Floats):
+            return "8-bit floats"
+        minima, order = " with minima" if self.minima is not None else "", ", inputs reordered"
+        return f"{self.matrix.bits}-bit integers{minima}{'' if self.order is None else order}"
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.matrix is not None and self._online is not None
+
+    @property
     def multiplied(self) -> Tensor | None:
         """The plain matrix, or the memory into which the packed one is widened for many rows."""
         if isinstance(self.matrix, Words):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Integers:
         """Return the values, [N, K] float32."""
         scales, zeros = self._per_input(self.scales.float()), self._per_input(self.zeros.float())
         return (self.values.float() - zeros).mul_(scales)
+
+    def of_outputs(self, outputs: slice) -> Integers:
+        """Return some rows of the matrix."""
+        return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=self.zeros[outputs])
 
     def blocks(self) -> QuantizedBlocks | None:
         """Return the matrix in the CPU kernels' blocks of 32 inputs; None if they can't represent it.

@@ -116,7 +116,9 @@ class Method(ABC):
             ModelFileError: as `matrix`.
         """
         matrix = self.matrix(module)
-        return (matrix.dequantized() if isinstance(matrix, Integers) else matrix)[index]
+        if isinstance(matrix, Integers):
+            return matrix.of_outputs(index[0]).dequantized()[:, index[1]]
+        return matrix[index]
 
     def _with(self, suffix: str, names: Set[str]) -> Set[str]:
         """Return the modules that have a tensor of this suffix."""
