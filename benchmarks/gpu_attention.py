@@ -2,10 +2,12 @@
 
     python benchmarks/gpu_attention.py [--heads 32] [--kv-heads 8] [--head-dim 128] [--sweep] [--output FILE]
     python benchmarks/gpu_attention.py --only prefill --libraries flash_attn flashinfer
+    python benchmarks/gpu_attention.py --only verify
 
 Random keys and values, block tables permuted; times are medians of a graph's replays over several caches, so that
 nothing is found in the L2 cache. Decoding counts the bytes of keys and values as stored; prompts count the operations
-of the causal half. --libraries times prompts through these too. --sweep tries launch shapes
+of the causal half. `verify` computes some queries a row, as for drafts, and compares its bytes a second with those of
+one query, measured right before it. --libraries times prompts through these too. --sweep tries launch shapes
 (`nn/attention/triton_shapes.py`) and prints the best of each.
 """
 
@@ -37,6 +39,9 @@ DTYPE = torch.bfloat16
 KINDS = {"bf16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PAGE = 16
 DECODING = ((32, 8192), (256, 512), (64, 1024), (8, 2048), (1, 1024))
+VERIFYING = ((32, 8192), (256, 512), (256, 2048), (64, 1024), (16, 4096), (8, 2048), (1, 8192), (1, 1024))
+QUERIES = (2, 4, 8)
+"""Of a row that verifies drafts."""
 PROMPTS = ((1, 8192, 0), (2, 4096, 0), (4, 2048, 0), (8, 1024, 0), (4, 2048, 6144))
 """(rows, tokens computed, tokens in the cache before)."""
 
@@ -46,18 +51,18 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--only", choices=("decode", "prefill"), help="the other is left out")
+    parser.add_argument("--only", choices=("decode", "verify", "prefill"), help="the others are left out")
     parser.add_argument("--libraries", nargs="+", default=[], help="of flash_attn and flashinfer")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = AttentionSpec(args.heads, args.kv_heads, args.head_dim, args.head_dim**-0.5)
-    runs = {"decode": decoding, "prefill": prompts}
+    runs = {"decode": decoding, "verify": verifying, "prefill": prompts}
     runs = {args.only: runs[args.only]} if args.only else runs
     if args.libraries:
         runs["libraries"] = functools.partial(through_libraries, names=args.libraries)
     if args.sweep:
-        compile_all(spec, [f"{name}_shape" for name in runs if name != "libraries"])
+        compile_all(spec, [name for name in runs if name != "libraries"])
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ceilings": ceilings(), "spec": str(spec)}
     print(json.dumps(report), flush=True)
     for name, run in runs.items():
@@ -72,7 +77,7 @@ def decoding(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
         work = Work(spec, dtype, [length] * rows, [1] * rows, copies=max(1, (1 << 30) // nbytes))
         tried = [
             (shape, options)
-            for shape, options in SHAPES["decode_shape"]
+            for shape, options in SHAPES["decode"]
             if (kind == "fp8_e4m3" or options["means_of"] == 2)
             and (options["num_splits"] == 1 or 200 <= rows * spec.num_kv_heads * options["num_splits"] <= 2100)
         ]
@@ -80,11 +85,30 @@ def decoding(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
             yield show(f"decode {rows} x {length} {kind} {label}", seconds, {"tb_s": round(nbytes / seconds / 1e12, 3)})
 
 
+def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
+    for rows, length in VERIFYING:
+        nbytes = rows * length * 2 * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
+        lengths, copies = [length] * rows, max(1, (1 << 30) // nbytes)
+        one = 0.0
+        for queries in (1, *QUERIES):
+            work = Work(spec, DTYPE, lengths, [queries] * rows, copies)
+            tried = [
+                (shape, options)
+                for shape, options in SHAPES["verify"]
+                if options["num_splits"] == 1 or 200 <= rows * spec.num_kv_heads * options["num_splits"] <= 2100
+            ]
+            for label, seconds in timed(work, "decode_shape", tried if sweep and queries == 8 else []):
+                one = one or seconds
+                rate = {"tb_s": round(nbytes / seconds / 1e12, 3), "of_one_query": round(one / seconds, 3)}
+                yield show(f"verify {rows} x {length}, {queries} queries {label}", seconds, rate)
+            del work
+
+
 def prompts(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
     for (rows, count, past), (kind, dtype) in itertools.product(PROMPTS, KINDS.items()):
         pairs = rows * (count * past + count * (count + 1) // 2)
         work = Work(spec, dtype, [past + count] * rows, [count] * rows, copies=1)
-        for label, seconds in timed(work, "prefill_shape", SHAPES["prefill_shape"] if sweep else []):
+        for label, seconds in timed(work, "prefill_shape", SHAPES["prefill"] if sweep else []):
             rate = 4 * spec.num_heads * spec.head_dim * pairs / seconds / 1e12
             yield show(f"prefill {rows} x {count} after {past} {kind} {label}", seconds, {"tflop_s": round(rate, 1)})
 
@@ -156,7 +180,7 @@ class Replaced:
 
 
 SHAPES: dict[str, list[tuple[Shape, dict[str, Any]]]] = {
-    "decode_shape": [
+    "decode": [
         (Shape(16, *shape), {"num_splits": splits, "means_of": means})
         for shape in (
             (32, 1, 3), (32, 1, 5), (64, 1, 5), (32, 2, 5), (64, 2, 3, 128), (64, 2, 5), (64, 4, 3),
@@ -164,7 +188,12 @@ SHAPES: dict[str, list[tuple[Shape, dict[str, Any]]]] = {
         for splits in (1, 2, 4, 8, 16, 32)
         for means in (2,)
     ],
-    "prefill_shape": [
+    "verify": [
+        (Shape(32, *shape), {"num_splits": splits})
+        for shape in ((32, 2, 3), (32, 2, 5), (64, 2, 3), (64, 4, 3), (64, 4, 5), (32, 4, 5), (128, 4, 3))
+        for splits in (1, 2, 4, 8, 16, 32)
+    ],
+    "prefill": [
         (Shape(*shape), {})
         for shape in (
             (128, 128, 8, 3), (128, 64, 8, 2, 128), (128, 128, 8, 3, None, True), (128, 64, 8, 2, 128, True),
@@ -267,15 +296,17 @@ def compile_all(spec: AttentionSpec, names: list[str]) -> None:
         if options.get("num_splits", 1) < 4
         and kind != "fp8_e5m2"
         and (kind == "fp8_e4m3" or options.get("means_of", 2) == 2)
+        and (dtype == DTYPE or name != "verify")
     ]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.starmap(compile_one, jobs, chunksize=2)
 
 
 def compile_one(spec: AttentionSpec, name: str, dtype: torch.dtype, shape: Shape, options: dict[str, Any]) -> None:
-    lengths, counts = ([64, 64], [1, 1]) if name == "decode_shape" else ([256, 256], [192, 192])
+    lengths, count = {"decode": (64, 1), "verify": (64, 8), "prefill": (256, 192)}[name]
+    lengths, counts = [lengths] * 2, [count] * 2
     try:
-        with Replaced(name, shape, options):
+        with Replaced("prefill_shape" if name == "prefill" else "decode_shape", shape, options):
             run, _ = Work(spec, dtype, lengths, counts, 1).run()
             run()
     except Exception as error:
