@@ -34,7 +34,7 @@ class _Line:
     products: float = 0.0
     slope: float = 0.0
 
-    def add(self, drafts: int, seconds: float) -> None:
+    def add(self, drafts: float, seconds: float) -> None:
         for name, value in (
             ("weight", 1.0),
             ("drafts", drafts),
@@ -84,7 +84,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
 
-    def add(self, rows: int, drafts: int, seconds: float) -> None:
+    def add(self, rows: int, drafts: float, seconds: float) -> None:
         """Note that a step of `rows` rows, with `drafts` drafts in all of them together, took `seconds`."""
         one = self._measured.setdefault(_size(rows), _Measured())
         if not drafts:
@@ -107,13 +107,9 @@ class StepCosts:
     def plain(self, rows: int) -> float:
         """Return the seconds of a step without drafts; 0.0 if unknown."""
         one = self._measured.get(_size(rows))
-        if one is None:
-            return 0.0
-        if not one.plain and one.line.weight:
-            return one.line.fit(_PRIOR * one.line.seconds / one.line.weight / rows)[0]
-        return one.plain
+        return one.plain if one is not None and len(one.times) >= _FEW else 0.0
 
-    def step(self, rows: int, drafts: int) -> tuple[float, float]:
+    def step(self, rows: int, drafts: float) -> tuple[float, float]:
         """Return the seconds of a step without its drafts, and of its drafts; both 0.0 if nothing is known."""
         one = self._measured.get(_size(rows))
         plain = self.plain(rows)

@@ -17,8 +17,10 @@ from octavo.features.speculation.config import MODEL_METHODS, DraftConfig
 from octavo.features.speculation.costs import StepCosts
 from octavo.features.speculation.counters import DraftCounters
 from octavo.features.speculation.draft_files import check_vocabulary, draft_files
+from octavo.features.speculation.pace import Measured, Pace, Planned
 from octavo.features.speculation.payload import NAME, DraftCounts, option_of
 from octavo.features.speculation.settings import SpeculationSettings
+from octavo.features.speculation.together import TRIAL, Together
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 
@@ -28,8 +30,8 @@ _HOPE = 1.25
 """Drafts pause only if they would not pay even with this many times as many accepted: the share is uncertain."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024
 """Tokens that a request decodes without drafts before they are tried again; each failed trial doubles it."""
-_TRIAL, _TRIAL_ROWS = 2, 2
-"""Drafts of each row of a trial, and its most rows."""
+_TRIAL_ROWS = 2
+"""Most rows of a request's trial, each with `TRIAL` drafts."""
 _PLAIN = 5
 """Steps without drafts in a row, to measure what drafts save. The first one may overlap with a step before."""
 _MANY = 8
@@ -81,54 +83,67 @@ class SpeculationEngine(EngineHook):
         self._counters = DraftCounters(self.max_drafts)
         self._overall = Acceptance()
         self._steps = 0
-        self._drafted_last = False
-        self._last: tuple[float, int, int] | None = None
-        """When the last step was planned, its rows and its drafts; None if it did not only decode."""
+        self._pace = Pace()
+        self._last: Planned | None = None
+        """The last step; None if it did not only decode."""
         self._plain = 0
         """Steps without drafts that are left for measuring."""
         self._rows = 0
         """Rows of the last step that only decoded."""
-        self._together, self._try_at, self._trying = _FIRST_PAUSE, 0, False
-        """Of many rows whose drafts don't pay: steps between two trials, the next one, and whether this step is one."""
+        self._together = Together(self.max_drafts)
+        self._accepted = 0
+        """Accepted drafts since steps with drafts were last measured."""
+        self._most: int | None = 0 if config.adaptive else None
+        """Most drafts of any row in the next step; None if each row decides."""
         self._prices: tuple[float, float, float] | None = None
         """Seconds that an accepted draft saves, and that a row with drafts and each of them cost; None if unknown."""
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
-        """Measure the step before: in a busy engine, one step is planned in the time that one takes."""
+        """Measure the steps before."""
         now, last = self._clock(), self._last
         self._steps += 1
-        if last is not None:
-            began, count, drafts = last
-            if drafts or not self._drafted_last:
-                self._costs.add(count, drafts, now - began)
-            self._drafted_last = drafts > 0
+        if last is None:
+            self._pace.interrupt()
+        else:
             self._plain = max(0, self._plain - 1)
-            if self._adaptive and not self._plain and self._costs.needs_plain(count):
-                self._plain = _PLAIN
-            self._counters.step(now - began, count, self._costs.plain(count))
-            self._prices = self._priced(count)
-            self._rows = count
-        self._plan_trial()
+            self._measure(last, now)
         drafts = 0 if draft.repeats else sum(draft.num_drafts)
         decodes = draft.repeats or (sum(draft.num_tokens) == len(rows) + drafts and all(draft.samples))
-        self._last = (now, len(rows), drafts) if decodes and not draft.new else None
-        if self._adaptive and not draft.repeats:
-            self._note_misses(draft, rows)
+        alone = decodes and not draft.new
+        self._last = Planned(now, len(rows), drafts, rows[0].inflight - 1) if alone else None
+        if self._adaptive:
+            self._rows = len(rows)
+            self._most = self._limit(len(rows))
+            if not draft.repeats:
+                self._note_misses(draft, rows)
 
-    def _plan_trial(self) -> None:
-        """Decide whether the next step of many rows is a trial; each failed one doubles the time to the next."""
-        if self._pays_together:
-            self._together, self._try_at, self._trying = _FIRST_PAUSE, self._steps + _FIRST_PAUSE, False
-            return
-        self._trying = self._steps >= self._try_at
-        if self._trying:
-            self._try_at = self._steps + self._together
-            self._together = min(2 * self._together, _LONGEST_PAUSE)
+    def _measure(self, step: Planned, now: float) -> None:
+        plain = self._costs.plain(step.rows)
+        for found in self._pace.ended(step, now, plain):
+            for _ in range(found.steps):
+                self._costs.add(found.rows, found.drafts, found.seconds)
+            if found.drafts:
+                self._judge_all(found)
+        if self._adaptive and not self._plain and self._costs.needs_plain(step.rows):
+            self._plain = _PLAIN
+        self._counters.step(now - step.began, step.rows, plain)
+        self._prices = self._priced(step.rows)
 
-    @property
-    def _pays_together(self) -> bool:
-        """Whether drafts of all rows pay, by what is accepted of all requests' drafts; true of few rows."""
-        return self._rows < _MANY or self._best(self._overall.share) > 0
+    def _judge_all(self, found: Measured) -> None:
+        plain, accepted = self._costs.plain(found.rows), self._accepted
+        self._accepted = 0
+        if plain and found.rows >= _MANY:
+            saved = found.steps + accepted / found.rows
+            took = found.seconds * found.steps / plain
+            self._together.measured(self._steps, found.steps, saved, took)
+
+    def _limit(self, rows: int) -> int | None:
+        """Return the most drafts of any row after the next step of this many rows; None if each row decides."""
+        if self._plain:
+            return 0
+        if rows < _MANY:
+            return None
+        return self._together.limit(self._steps) if self._costs.plain(rows) else 0
 
     def _note_misses(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         """Ask less often for the drafts of requests that had none. On a GPU the host does not know."""
@@ -145,32 +160,32 @@ class SpeculationEngine(EngineHook):
             one.asked = row in draft.proposals
 
     def drafts(self, request: Request) -> int | None:
+        most = self._most
+        if most == 0 and request.spec.options:  # without options, `on_plan` is not called for each step
+            return 0
         one = self._of(request)
         if not one.enabled:
             return 0
         if not self._adaptive:
             return None
-        if self._plain and request.spec.options:  # without options, `on_plan` is not called for each step
-            return 0
-        if not self._pays_together:
-            return _TRIAL if self._trying else 0
         length = request.num_output + request.pending
         if self._steps < one.ask_from or length < one.resume:
             return 0
         if one.asked and one.misses >= _PATIENCE:  # the search before has probably found nothing, too
             return 0
         if one.resume:
-            return _TRIAL
+            return TRIAL
         best = self._best(one.acceptance.share)
         if not best and self._best(_HOPE * one.acceptance.share):
             best = 1
         if not best:
             one.resume = length + one.pause
-        return best
+        return best if most is None else min(best, most)
 
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._counters.verified(num_drafts, num_accepted)
         self._overall.add(num_drafts, num_accepted)
+        self._accepted += num_accepted
         one = self._of(request)
         one.accepted += num_accepted
         one.rejected += num_drafts - num_accepted
@@ -203,6 +218,8 @@ class SpeculationEngine(EngineHook):
         if self._prices is None:
             return self.max_drafts
         value, overhead, cost = self._prices
+        if self._rows >= _MANY:
+            overhead = 0.0  # of the whole step: `Together` weighs it
         share = min(share, 1.0)
         best, most, gain, chance = 0, 0.0, 0.0, 1.0
         for count in range(1, self.max_drafts + 1):

@@ -33,7 +33,7 @@ class World:
         self.now = 0.0
         self.hook = SpeculationEngine(DraftConfig(), clock=lambda: self.now)
         self.requests: list[Any] = [
-            Row(spec=SimpleNamespace(options=OPTIONS), num_output=1, pending=0) for _ in range(rows)
+            Row(spec=SimpleNamespace(options=OPTIONS), num_output=1, pending=0, inflight=1) for _ in range(rows)
         ]
         self.chance, self.draft_s, self.drafting_s = chance, draft_s, drafting_s
         self.wanted = [0] * rows

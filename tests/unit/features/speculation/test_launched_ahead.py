@@ -1,0 +1,147 @@
+"""What steps are found to take, and who drafts, where a step is launched before the one before it has ended."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo.core.plan import PlanDraft
+from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.engine import SpeculationEngine
+from octavo.features.speculation.pace import Measured, Pace, Planned
+from octavo.features.speculation.payload import NAME, SpeculationOption
+from octavo.features.speculation.together import Together
+
+OPTIONS = {NAME: msgspec.Raw(msgspec.msgpack.encode(SpeculationOption()))}
+PLAIN_S, LAUNCH_S = 0.0094, 0.0005
+
+
+class Row(SimpleNamespace):
+    """A request, by identity."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+class Ahead:
+    """A device whose host plans and launches a step, and then waits for the one before it."""
+
+    def __init__(self, rows: int, chance: float, draft_s: float, launch_s: float) -> None:
+        self.now = self.ends = 0.0
+        self.hook = SpeculationEngine(DraftConfig(num_speculative_tokens=5), clock=lambda: self.now)
+        self.rows, self.chance, self.draft_s, self.launch_s = rows, chance, draft_s, launch_s
+        self.random = random.Random(1)
+
+    def run(self, tokens: int) -> float:
+        """Decode requests of this many tokens; return the speed as a multiple of that without drafts."""
+        running: list[Any] = [
+            Row(spec=SimpleNamespace(options=OPTIONS), num_output=1, pending=0, inflight=0, wanted=0)
+            for _ in range(self.rows)
+        ]
+        began, flight = self.now, None
+        while running or flight:
+            launched = self.launch(list(running), tokens) if running else None
+            if flight:
+                self.retire(*flight)
+                running = [row for row in running if row.num_output < tokens]
+            flight = launched
+        return (tokens * PLAIN_S + LAUNCH_S) / (self.now - began)
+
+    def launch(self, rows: list[Any], tokens: int) -> tuple[list[Any], list[int], float]:
+        counts = [row.wanted for row in rows]
+        for row in rows:
+            row.pending += 1 + row.wanted
+            row.inflight += 1
+            left = tokens - row.num_output - row.pending - 1
+            row.wanted = max(0, min(self.hook.drafts(row) or 0, left))
+        plan = PlanDraft(num_tokens=[1 + n for n in counts], num_drafts=counts, samples=[True] * len(rows))
+        plan.proposals = {number: row.wanted for number, row in enumerate(rows) if row.wanted}
+        self.hook.on_plan(plan, rows)
+        self.now += self.launch_s if any(counts) else LAUNCH_S
+        self.ends = max(self.ends, self.now) + PLAIN_S + self.draft_s * sum(counts)
+        return rows, counts, self.ends
+
+    def retire(self, rows: list[Any], counts: list[int], ends: float) -> None:
+        self.now = max(self.now, ends)
+        for row, count in zip(rows, counts, strict=True):
+            accepted = 0
+            while accepted < count and self.random.random() < self.chance:
+                accepted += 1
+            row.pending -= 1 + count
+            row.inflight -= 1
+            row.num_output += 1 + accepted
+            if count:
+                self.hook.on_verify(row, count, accepted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chance", "draft_s", "launch_s", "least"),
+    [
+        (256, 0.8, 0.00002, 0.022, 0.97),  # steps with drafts are not recorded, and their arithmetic takes long
+        (256, 0.0, 0.00002, 0.022, 0.97),
+        (32, 0.8, 0.00002, 0.022, 0.96),
+        (16, 0.8, 0.000006, LAUNCH_S, 2.0),
+        (1, 0.8, 0.0002, LAUNCH_S, 2.0),
+        (1, 0.0, 0.0002, LAUNCH_S, 0.96),
+    ],
+)
+def test_drafts_gain_or_are_off(rows: int, chance: float, draft_s: float, launch_s: float, least: float) -> None:
+    device = Ahead(rows, chance, draft_s, launch_s)
+    assert min(device.run(200) for _ in range(3)) > least
+
+
+def times(pace: Pace, steps: list[tuple[float, int]], ahead: int, plain: float = 0.0) -> list[Measured]:
+    """Measurements of steps of 4 rows, each given as the seconds until the next plan and its drafts."""
+    now, found = 0.0, []
+    for seconds, drafts in steps:
+        planned = Planned(now, 4, drafts, ahead)
+        now += seconds
+        found += pace.ended(planned, now, plain)
+    return found
+
+
+def test_the_time_between_plans_is_a_step_s_if_none_is_in_flight() -> None:
+    found = times(Pace(), [(1.0, 0), (1.5, 3), (1.0, 0)], ahead=0)
+    assert found == [(4, 0, 1.0, 1), (4, 3, 1.5, 1), (4, 0, 1.0, 1)]
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 3.0), (3.0, 1.0)], ids=["the device", "the launch"])
+def test_a_step_s_time_is_found_in_the_next_plan_s(seconds: tuple[float, float]) -> None:
+    """Whether the device or the launch takes long."""
+    first, second = seconds
+    found = times(Pace(), [(1.0, 0), (first, 3), (second, 0), (1.0, 0)], ahead=1, plain=1.0)
+    assert found == [(4, 0, 1.0, 1), (4, 3, 3.0, 1), (4, 0, 1.0, 1)]
+
+
+def test_steps_with_drafts_in_a_row_are_measured_together() -> None:
+    """Eight, then the rest of them."""
+    found = times(Pace(), [(1.0, 2), *[(2.0, 2)] * 9, (2.0, 0), (1.0, 0)], ahead=1, plain=1.0)
+    assert found == [(4, 2, 15 / 8, 8), (4, 2, 2.0, 2), (4, 0, 1.0, 1)]
+
+
+def test_an_interruption_is_forgotten() -> None:
+    pace = Pace()
+    assert not times(pace, [(1.0, 2), (2.0, 2)], ahead=1)
+    pace.interrupt()
+    assert times(pace, [(1.0, 0)], ahead=1) == [(4, 0, 1.0, 1)]
+
+
+def test_a_trial_that_fails_is_repeated_late() -> None:
+    together = Together(5)
+    assert together.limit(10) == 2
+    together.measured(12, 1, saved=2.0, took=4.0)
+    assert [together.limit(step) for step in (11, 100, 411, 412)] == [0, 0, 0, 2]
+
+
+def test_the_number_of_drafts_goes_where_it_gains_the_most() -> None:
+    together, seen = Together(5), []
+    for step in range(40):
+        limit = together.limit(step)
+        seen.append(limit)
+        together.measured(step, 8, saved=8 * {1: 1.1, 2: 1.3, 3: 1.6, 4: 1.5, 5: 1.4}[limit], took=8.0)
+    assert seen[:6] == [2, 3, 4, 3, 3, 3]
+    assert set(seen[6:]) <= {2, 3, 4}
