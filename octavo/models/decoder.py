@@ -17,6 +17,7 @@ from octavo.native.builder import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder, Re
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
@@ -228,7 +229,7 @@ class CausalLM(nn.Module):
     def pack(self) -> None:
         """Convert all weights to the CPU kernels' format, for `emit`; `forward` can't be used afterwards."""
         for layer in self.modules():
-            if isinstance(layer, Projection | Norm):
+            if isinstance(layer, Projection | ExpertLayer | Norm):
                 layer.pack()
         if not isinstance(self.head, TiedHead):
             self.embedding.pack()

@@ -22,6 +22,7 @@ from octavo.native.program import Pool, Program
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.cached import CachedLayer
 from octavo.nn.embedding import Embedding
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.nn.quant.packed import NAMES
 from octavo.nn.quant.panels import PANEL
@@ -122,7 +123,9 @@ class NativeDecoder:
 
     @property
     def _stored(self) -> set[Dtype]:
-        return {layer.matrix.dtype for layer in self.source.modules() if isinstance(layer, Projection)}
+        matrices = (layer.matrix for layer in self.source.modules() if isinstance(layer, Projection))
+        experts = (layer.packed for layer in self.source.modules() if isinstance(layer, ExpertLayer))
+        return {matrix.dtype for matrix in matrices}.union(*(one.dtypes for one in experts))
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +202,7 @@ class NativeDecoder:
         layer.emit(b, RESIDUAL, Dtype.FLOAT, LOGITS)
         step, x = StepArgs(tokens=len(x)), x.contiguous()
         step.external[RESIDUAL], step.external[LOGITS] = x.data_ptr(), y.data_ptr()
-        Program(self._pool, b.ops, b.widths, b.kept).run(0, len(b.ops), step)
+        Program(self._pool, b).run(0, len(b.ops), step)
         return layer.in_order(y)
 
     def lay_out(self, batch: Decode) -> Tensor:
@@ -255,7 +258,7 @@ class NativeDecoder:
         they may have deltas."""
         replace_weights(self.source, other.source, in_place=False)
         for mine, its in zip(weight_layers(self.source), weight_layers(other.source), strict=True):
-            if isinstance(mine, Projection | Embedding):
+            if isinstance(mine, Projection | ExpertLayer | Embedding):
                 mine.take_packed(its)
         self.forget_caches()
         self.adoptions += 1
@@ -292,7 +295,7 @@ class NativeDecoder:
         b = ProgramBuilder.make(self.spec.hidden_size * 4, self._logits_width * 4, self._planes, query_width * 4)
         self.source.emit(b)
         caches = [attention.cache for attention in self.attention_layers]
-        program = Program(self._pool, b.ops, b.widths, b.kept)
+        program = Program(self._pool, b)
         if self._spans is not None:
             program.watch(self._spans)
         layers = [b.marks[f"layer {i}"] for i in range(len(self.source.layers))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Collection
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
@@ -21,6 +22,13 @@ class OpKind(IntEnum):
     MERGE = 5
     QUANTIZE = 6
     SHRINK = 7
+    ROUTE = 8
+    PLACE = 9
+    GATHER = 10
+    EXPAND = 11
+    ROUND = 12
+    REDUCE = 13
+    COMBINE = 14
 
 
 class Dtype(IntEnum):
@@ -42,7 +50,8 @@ class Epilogue(IntEnum):
 
 class Function(IntEnum):
     """What a product's results become, once multiplied with a factor: as they are (with GATE, silu of the first half),
-    an activation of `nn/ops/activation.py`, limit * tanh(x / limit), or x within [-limit, limit]."""
+    an activation of `nn/ops/activation.py`, limit * tanh(x / limit), or x within [-limit, limit]. CLAMPED_GATE is for
+    GATE only, and computes `nn/experts_spec.py`'s gate of both halves, with the factor as alpha."""
 
     PLAIN = 0
     IDENTITY = 1
@@ -53,6 +62,7 @@ class Function(IntEnum):
     RELU2 = 6
     CAP = 7
     CLIP = 8
+    CLAMPED_GATE = 9
 
 
 class Op(ctypes.Structure):
@@ -67,7 +77,7 @@ class Op(ctypes.Structure):
         ),
         *((name, c_int32) for name in ("own_weights", "by_position", "cache_dtype", "group", "beside", "chunked")),
         *((name, c_float) for name in ("eps", "scale", "soft_cap", "limit")),
-        *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel", "low_rank")),
+        *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel", "low_rank", "code", "details")),
     )
 
 
@@ -128,7 +138,37 @@ _ENTRIES = {
     "blocks": "octavo_multiply_blocks",
     "words": "octavo_multiply_words",
 }
-"""Separate library -> its function that operations point to."""
+"""Separate library -> its function that operations of the main library point to."""
+
+_APART = {
+    OpKind.ROUTE: "experts",
+    OpKind.PLACE: "experts",
+    OpKind.GATHER: "experts",
+    OpKind.EXPAND: "experts",
+    OpKind.ROUND: "experts",
+    OpKind.REDUCE: "experts",
+    OpKind.COMBINE: "experts",
+}
+"""Operation that the main library lacks -> the separate library that has it. Its function octavo_<library>_code returns
+the operation's `OpCode`."""
+
+
+def code_of(op: Op, isa: str = "auto") -> int | None:
+    """Return the address of an operation's `OpCode`, for `Op.code`; None if the main library has the operation.
+
+    Raises:
+        NativeBuildError: its library can't be compiled or loaded on this machine.
+    """
+    source = _APART.get(OpKind(op.kind))
+    return None if source is None else _code(source, op.kind, isa)
+
+
+@functools.cache
+def _code(source: str, kind: int, isa: str) -> int:
+    function = getattr(load_separate(source, isa), f"octavo_{source}_code")
+    function.argtypes, function.restype = [c_int], c_void_p
+    found: int = function(kind)
+    return found
 
 
 def kernel_of(op: Op, isa: str = "auto") -> int | None:
@@ -143,6 +183,11 @@ def kernel_of(op: Op, isa: str = "auto") -> int | None:
         source = "attention_int8"
     else:
         return None
+    return _entry(source, isa)
+
+
+@functools.cache
+def _entry(source: str, isa: str) -> int | None:
     return ctypes.cast(getattr(load_separate(source, isa), _ENTRIES[source]), c_void_p).value
 
 
@@ -155,7 +200,10 @@ def open_library(isa: str = "auto", separate: Collection[str] = ()) -> ctypes.CD
     library = load_library(isa, separate)
     library.octavo_pool_create.argtypes, library.octavo_pool_create.restype = [c_int], c_void_p
     library.octavo_pool_destroy.argtypes, library.octavo_pool_destroy.restype = [c_void_p], None
-    library.octavo_program_create.argtypes = [c_void_p, POINTER(Op), c_int, POINTER(c_int64), c_int]
+    library.octavo_program_create.argtypes = [
+        *(c_void_p, POINTER(Op), c_int, POINTER(c_int64), POINTER(c_int32)),
+        c_int,
+    ]
     library.octavo_program_create.restype = c_void_p
     library.octavo_program_destroy.argtypes, library.octavo_program_destroy.restype = [c_void_p], None
     library.octavo_program_run.argtypes = [c_void_p, c_int, c_int, POINTER(StepArgs)]

@@ -74,41 +74,57 @@ def activated(activation: str, dtype: Dtype, *, gated: bool) -> Results:
 
 @dataclass(slots=True)
 class ProgramBuilder:
-    """Collects operations and the buffers between them. Every buffer has one row per token.
+    """Collects operations and the buffers between them, which have one or more rows per token.
 
     Pointers are addresses of memory that must outlive the program. Norm weights and biases are float32, biases padded
     with zeros to whole panels of 16.
 
     Attributes:
+        widths, rows: bytes of a row of each buffer, and its rows per token.
         planes: bytes of an integer activation, 1 or 2; 0 if integer weights are multiplied with bfloat16 activations.
         marks: name -> number of operations before it: places where a caller may interrupt the program.
         kept: objects that must outlive the program, since operations point to them.
+        nested: products that other operations run.
     """
 
     ops: list[Op]
     widths: list[int]
+    rows: list[int]
     planes: int = 1
     marks: dict[str, int] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
+    nested: list[ctypes.Array[Op]] = field(default_factory=list)
     _scratch: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def make(cls, hidden_bytes: int, logits_bytes: int, planes: int = 1, attended_bytes: int = 0) -> ProgramBuilder:
         """Create a builder with the external buffers, whose rows have these sizes in bytes."""
-        return cls([], [hidden_bytes, logits_bytes, attended_bytes], planes)
+        return cls([], [hidden_bytes, logits_bytes, attended_bytes], [1] * EXTERNALS, planes)
 
-    def buffer(self, row_bytes: int) -> int:
-        """Add a buffer, whose rows start on cache lines; return its index."""
+    def buffer(self, row_bytes: int, rows: int = 1) -> int:
+        """Add a buffer with this number of rows per token, which start on cache lines; return its index."""
         self.widths.append(_aligned(row_bytes))
+        self.rows.append(rows)
         return len(self.widths) - 1
 
-    def scratch(self, name: str, row_bytes: int) -> int:
-        """Return the index of the buffer with this name, which all layers share, with rows of at least `row_bytes`."""
+    def scratch(self, name: str, row_bytes: int, rows: int = 1) -> int:
+        """Return the index of the buffer with this name, which all layers share, with at least this number of rows per
+        token, of at least `row_bytes`."""
         if name not in self._scratch:
-            self._scratch[name] = self.buffer(row_bytes)
+            self._scratch[name] = self.buffer(row_bytes, rows)
         found = self._scratch[name]
         self.widths[found] = max(self.widths[found], _aligned(row_bytes))
+        self.rows[found] = max(self.rows[found], rows)
         return found
+
+    def inner(self) -> ProgramBuilder:
+        """Return a builder of operations on the same buffers, for `nest`."""
+        return ProgramBuilder([], self.widths, self.rows, self.planes, _scratch=self._scratch)
+
+    def nest(self, inner: ProgramBuilder) -> int:
+        """Keep the products of an inner builder for an operation that runs them; return their address."""
+        self.nested.append((Op * len(inner.ops))(*inner.ops))
+        return ctypes.addressof(self.nested[-1])
 
     def mark(self, name: str) -> None:
         """Mark the place before the next operation; a later mark of the same name replaces it."""
@@ -134,7 +150,7 @@ class ProgramBuilder:
     ) -> None:
         """Add an operation: look up rows of a table [V, columns] by token, plain or packed in panels, as float32 times
         `scale`."""
-        self._add(
+        self.add(
             OpKind.EMBED,
             dtype,
             0,
@@ -150,7 +166,7 @@ class ProgramBuilder:
     def add_positions(self, weight: int, dtype: Dtype, columns: int, output: int) -> None:
         """Add an operation: add rows of a plain table [positions, columns], by position, to float32 rows."""
         places: dict[str, int | float] = {"epilogue": Epilogue.ADD, "by_position": 1, "scale": 1.0}
-        self._add(OpKind.EMBED, dtype, 0, output, columns=columns, weight=weight, **places)
+        self.add(OpKind.EMBED, dtype, 0, output, columns=columns, weight=weight, **places)
 
     def norm(
         self,
@@ -177,7 +193,7 @@ class ProgramBuilder:
         self._norm(buffer, buffer, Dtype.FLOAT, norm, groups=groups, begin=begin)
 
     def _norm(self, source: int, output: int, dtype: Dtype, norm: NormArgs, **fields: int | float) -> None:
-        self._add(
+        self.add(
             OpKind.NORM,
             dtype,
             source,
@@ -218,7 +234,7 @@ class ProgramBuilder:
         function = results.function
         if function is Function.PLAIN and results.scale != 1.0:
             function = Function.IDENTITY
-        self._add(
+        self.add(
             OpKind.LINEAR,
             dtype,
             source,
@@ -248,7 +264,7 @@ class ProgramBuilder:
         """
         own = norm or NormArgs(columns, 0.0, 0)
         self.kept.append(low_rank)
-        self._add(
+        self.add(
             OpKind.SHRINK,
             dtype,
             source,
@@ -288,7 +304,7 @@ class ProgramBuilder:
             group: the cache group whose slots give the cells of keys and values.
             norms: the weights of the heads' own norms.
         """
-        self._add(
+        self.add(
             OpKind.ROPE,
             dtype,
             source,
@@ -328,7 +344,7 @@ class ProgramBuilder:
             slopes, sinks: addresses of the heads' linear biases and of their sinks, float32; 0 for none.
         """
         for kind in (OpKind.ATTEND, OpKind.MERGE):
-            self._add(
+            self.add(
                 kind,
                 dtype,
                 source,
@@ -354,14 +370,15 @@ class ProgramBuilder:
         Args:
             order: address of int32 [columns]: value i of a result is value order[i] of the row; 0 for the same order.
         """
-        self._add(OpKind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point, third=order)
+        self.add(OpKind.QUANTIZE, dtype, source, output, columns=columns, zero_point=zero_point, third=order)
 
     def narrow(self, source: int, output: int, columns: int) -> None:
         """Add an operation: convert float32 rows to bfloat16."""
-        self._add(OpKind.QUANTIZE, Dtype.FLOAT, source, output, columns=columns)
+        self.add(OpKind.QUANTIZE, Dtype.FLOAT, source, output, columns=columns)
         self.ops[-1].planes = 0
 
-    def _add(self, kind: OpKind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
+    def add(self, kind: OpKind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
+        """Add an operation of any kind; the fields are those of `Op`."""
         self.ops.append(Op(kind=kind, dtype=dtype, input=source, output=output, planes=self.planes, **fields))
 
 

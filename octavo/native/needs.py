@@ -8,6 +8,9 @@ from octavo.hub.gguf_file import read_gguf
 INTEGER_KINDS = frozenset({2, 3, 6, 7, 8, 12, 13})
 """ggml's type numbers of the formats kept as integers (Q4_0 to Q8_0, Q4_K, Q5_K); see models/load/gguf_blocks.py."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configurations."""
+
 
 def needed_libraries(
     files: ModelFiles, dtype: str, load_format: str, kv_cache_dtype: str, activation_dtype: str
@@ -20,6 +23,7 @@ def needed_libraries(
         ModelFileError: a GGUF file can't be read.
     """
     needed = ["attention_int8"] if kv_cache_dtype.startswith("int8") else []
+    needed += ["experts"] if _has_experts(files) else []
     if files.format != "gguf" or dtype != "auto" or load_format == "dummy" or activation_dtype == "bfloat16":
         return [*needed, "words"]
     matrices = {tensor.kind for tensor in read_gguf(files.path).tensors.values() if len(tensor.shape) > 1}
@@ -28,3 +32,8 @@ def needed_libraries(
         *(["blocks"] if matrices & INTEGER_KINDS else []),
         *(["words"] if matrices - INTEGER_KINDS else []),
     ]
+
+
+def _has_experts(files: ModelFiles) -> bool:
+    counts = (files.config.get(name) for name in EXPERTS)
+    return any(isinstance(count, int) and count > 1 for count in counts)

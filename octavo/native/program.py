@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import time
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 from octavo.core.spans import Label, Spans
-from octavo.native.bindings import Decode, Dtype, Op, OpKind, StepArgs, kernel_of, open_library
+from octavo.native.bindings import Decode, Dtype, Op, OpKind, StepArgs, code_of, kernel_of, open_library
 from octavo.native.build import level_of
+from octavo.native.builder import ProgramBuilder
 
 
 class Pool:
@@ -40,18 +40,18 @@ class Program:
         NativeBuildError: a kernel in a separate library can't be compiled or loaded.
     """
 
-    def __init__(self, pool: Pool, ops: Sequence[Op], widths: Sequence[int], kept: Sequence[object] = ()) -> None:
-        """
-        Args:
-            kept: objects that the operations point to, as `ProgramBuilder.kept`.
-        """
+    def __init__(self, pool: Pool, b: ProgramBuilder) -> None:
         self._pool = pool
-        self._kept = kept
-        for op in ops:
-            op.kernel = kernel_of(op, pool.isa)
-        self._ops = (Op * len(ops))(*ops)
-        sizes = (ctypes.c_int64 * len(widths))(*widths)
-        self._handle = pool.kernels.octavo_program_create(pool.handle, self._ops, len(ops), sizes, len(widths))
+        self._kept = (b.kept, b.nested)
+        for op in b.ops:
+            op.kernel, op.code = kernel_of(op, pool.isa), code_of(op, pool.isa)
+        for ops in b.nested:
+            for op in ops:
+                op.kernel = kernel_of(op, pool.isa)
+        self._ops, count = (Op * len(b.ops))(*b.ops), len(b.widths)
+        sizes, rows = (ctypes.c_int64 * count)(*b.widths), (ctypes.c_int32 * count)(*b.rows)
+        create = pool.kernels.octavo_program_create
+        self._handle = create(pool.handle, self._ops, len(b.ops), sizes, rows, count)
         self._run = pool.kernels.octavo_program_run
         self._decode = pool.kernels.octavo_decode
 

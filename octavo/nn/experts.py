@@ -11,7 +11,8 @@ from torch import Tensor
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.base import Part
-from octavo.nn.quant.experts import ExpertsScheme, FusingExperts
+from octavo.nn.quant.experts import ExpertsScheme, FusingExperts, SeparateExperts
+from octavo.nn.quant.packed_experts import PackedExperts
 from octavo.nn.shard import COL, ROW, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
@@ -51,6 +52,7 @@ class ExpertLayer(WeightLayer):
         self._gate_up = [Part(name, hidden, size, form.bias) for name in ((GATE, UP) if form.gated else (UP,))]
         self._down = [Part(DOWN, size, hidden, biased)]
         self.superseded = tuple(self._elsewhere())
+        self._packed: PackedExperts | None = None
 
     def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
         """Choose the experts of tokens with these logits [T, num_experts]; see `route` in `nn/ops/routing.py`."""
@@ -122,6 +124,23 @@ class ExpertLayer(WeightLayer):
             found[suffix] = tensor
         return found
 
+    def pack(self) -> None:
+        """Convert the weights to the CPU kernels' format, expert by expert, for `emit`; the other methods can't be used
+        afterwards."""
+        assert isinstance(self.scheme, SeparateExperts)
+        self._packed = PackedExperts(self.form, self.scheme.gate_ups, self.scheme.downs)
+
+    def take_packed(self, other: WeightLayer) -> None:
+        """Take over the packed weights of another layer of this kind, which must not be used any more."""
+        assert isinstance(other, ExpertLayer)
+        self._packed = other._packed
+
+    @property
+    def packed(self) -> PackedExperts:
+        """The weights for a native program."""
+        assert self._packed is not None, "the layer is not packed"
+        return self._packed
+
     @property
     def recordable(self) -> bool:
         """Whether steps can be recorded in graphs, since no data passes between host and device."""
@@ -133,7 +152,7 @@ class ExpertLayer(WeightLayer):
 
     @property
     def nbytes(self) -> int:
-        return self.scheme.nbytes
+        return self.scheme.nbytes if self._packed is None else self._packed.nbytes
 
     def extra_repr(self) -> str:
         form = self.form

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from octavo.native.bindings import Dtype, Epilogue, LowRank
+from octavo.native.bindings import Dtype, Epilogue
 from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results, row_bytes
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
@@ -184,7 +184,7 @@ class Projection(WeightLayer):
             if delta is not None:
                 b.run_beside()
         low_rank = None if delta is None else delta.emit(b, source, given, matrix.columns)
-        self._emit(b, rounded, output, results, low_rank)
+        matrix.emit(b, rounded, output, results, low_rank)
 
     def emit_after_norm(self, b: ProgramBuilder, norm: Norm, output: int, results: Results = STORED) -> None:
         """Add the product of the normalized residual stream to a native program."""
@@ -199,7 +199,7 @@ class Projection(WeightLayer):
                 b.run_beside()
             normalizes = norm.kernel_args() is not None
             low_rank = self.delta.emit(b, RESIDUAL, Dtype.FLOAT, matrix.columns, norm if normalizes else None)
-        self._emit(b, normed, output, results, low_rank)
+        matrix.emit(b, normed, output, results, low_rank)
 
     def emit_into(
         self, b: ProgramBuilder, source: int, given: Dtype, norm: Norm | None = None, scale: float = 1.0
@@ -217,29 +217,6 @@ class Projection(WeightLayer):
     def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
         """Add a look-up of rows of the weights, into the residual stream, to a native program."""
         emit_lookup(b, self.matrix, in_panels=True, scale=scale)
-
-    def _emit(
-        self,
-        b: ProgramBuilder,
-        source: int,
-        output: int,
-        results: Results,
-        low_rank: LowRank | None,
-    ) -> None:
-        matrix = self.matrix
-        b.linear(
-            source,
-            output,
-            matrix.dtype,
-            matrix.rows,
-            matrix.columns,
-            matrix.weight.data_ptr(),
-            results=results,
-            bias=0 if matrix.bias is None else matrix.bias.data_ptr(),
-            zero_point=matrix.zero_point,
-            minima=matrix.minima,
-            low_rank=low_rank,
-        )
 
     @property
     def _fusing(self) -> Fusing | None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from octavo.models.attention import widest_attention
 from octavo.models.decoder import CausalLM
+from octavo.models.mixers.spec import SelfAttention
 from octavo.models.model import compiled
 from octavo.models.native import NativeDecoder
 from octavo.nn.attention.base import BackendRequest
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.select import BACKENDS
 from octavo.nn.build import AnyBackend
-from octavo.nn.experts import ExpertLayer
 from octavo.nn.latent.base import LatentSpec
 from octavo.nn.latent.cpu import TorchLatents
 from octavo.nn.latent.layer import PagedLatents
@@ -54,10 +54,11 @@ def prompts(pair: tuple[Any, CausalLM]) -> list[list[int]]:
 
 def runner_with(model: CausalLM, name: str, seed: int) -> PagedRunner:
     """The model on an attention backend; with the native one as a native program, if it keeps nothing but keys and
-    values, and has no experts."""
+    values, and attention has no temperature (Llama 4's)."""
     plain = all(isinstance(layer, PagedAttention) for layer in model.cached_layers)
+    tempered = any(isinstance(mixer, SelfAttention) and mixer.temperature for mixer in model.spec.mixers)
     backend = backend_for(model, name)
-    program = name == "native" and plain and not any(isinstance(layer, ExpertLayer) for layer in model.modules())
+    program = name == "native" and plain and not tempered
     if program:
         assert backend.name == "native"
         model = copy.deepcopy(model)

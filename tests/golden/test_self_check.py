@@ -84,7 +84,7 @@ def swapped_values(weight: QuantizedBlocks) -> Tensor:
 
 
 PACK = blocks.pack_blocks
-ADD = ProgramBuilder._add
+ADD = ProgramBuilder.add
 
 
 def shifted(self: ProgramBuilder, *args: Any, zero_point: int = 0, **fields: Any) -> None:
@@ -121,7 +121,7 @@ def gptq(tmp_path: Path) -> Path:
 
 def test_an_engine_with_a_wrong_kernel_does_not_start(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"kv_cache_memory_bytes": 1 << 22, "threads": 1, "skip_tokenizer_init": True}
-    monkeypatch.setattr(ProgramBuilder, "_add", shifted)
+    monkeypatch.setattr(ProgramBuilder, "add", shifted)
     with pytest.raises(SelfCheckError) as caught:
         LLM(str(gptq), **settings)
     assert "o_proj.weight, stored as 4-bit integers with minima, deviate" in str(caught.value)

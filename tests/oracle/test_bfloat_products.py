@@ -57,7 +57,7 @@ def multiply(
     b.linear(0, 1, Dtype.BFLOAT, outputs, columns, panels.data_ptr(), results=Results(epilogue, gated), bias=address)
     step = StepArgs(tokens=len(x))
     step.external[:2] = (x.data_ptr(), result.data_ptr())
-    Program(pool, b.ops, b.widths).run(0, 1, step)
+    Program(pool, b).run(0, 1, step)
     return result if epilogue is Epilogue.GATE else result[:, :outputs]
 
 

@@ -33,7 +33,7 @@ def generator():
 def run(pool: Pool, builder: ProgramBuilder, source: Tensor, result: Tensor, count: int) -> Tensor:
     step = StepArgs(tokens=count)
     step.external[:2] = (source.data_ptr(), result.data_ptr())
-    Program(pool, builder.ops, builder.widths, builder.kept).run(0, len(builder.ops), step)
+    Program(pool, builder).run(0, len(builder.ops), step)
     return result
 
 

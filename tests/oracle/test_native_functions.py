@@ -51,7 +51,7 @@ def run(pool: Pool, builder: ProgramBuilder, source: Tensor, result: Tensor, **b
     """All of the builder's operations over the rows of `source`, the first external buffer; `result` is the second."""
     step = StepArgs(tokens=source.shape[0], **batch)
     step.external[:2] = (source.data_ptr(), result.data_ptr())
-    Program(pool, builder.ops, builder.widths).run(0, len(builder.ops), step)
+    Program(pool, builder).run(0, len(builder.ops), step)
     return result
 
 

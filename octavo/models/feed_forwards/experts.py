@@ -11,10 +11,13 @@ from torch import Tensor
 from octavo.models.feed_forwards.base import FeedForward
 from octavo.models.feed_forwards.mlp import Mlp
 from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
+from octavo.native.bindings import Dtype
+from octavo.native.builder import RESIDUAL, ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.norm import Norm
 from octavo.nn.ops.routing import Routing
+from octavo.nn.quant.packed_experts import Beside, routing_args
 from octavo.nn.shard import NONE
 from octavo.nn.stream import Stream, Summands
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
@@ -77,6 +80,29 @@ class Experts(FeedForward):
         if self.shared is not None and one.shared is not None:
             self.shared.out.into(stream, one.shared)
         self._fusing.add_rows(one.inner, one.routing, stream.writable())
+
+    def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
+        x = norm.emit(b, RESIDUAL, b.scratch("experts: input", self.hidden_size * 4), Dtype.FLOAT)
+        if x != RESIDUAL:
+            b.run_beside()
+        logits = b.scratch("experts: logits", self.router.matrix.rows * 4)
+        self.router.emit_after_norm(b, norm, logits)
+        beside = Beside()
+        if self.shared is not None:
+            beside = Beside(b.scratch("experts: shared", self.hidden_size * 4))
+            self.shared.emit_product(b, norm, beside.shared)
+        if self.shared_gate is not None:
+            beside = Beside(beside.shared, b.scratch("experts: shared gate", self.shared_gate.matrix.rows * 4))
+            self.shared_gate.emit_after_norm(b, norm, beside.gate)
+        correction = self.correction.bias if self.correction else None
+        args = routing_args(self.routing, self.experts.form.num_experts, correction, beside)
+        norm_args = None if after is None else after.kernel_args()
+        if norm_args is None:
+            self.experts.packed.emit(b, args, logits, x, RESIDUAL, add=scale)
+            return
+        total = b.scratch("product", self.hidden_size * 4)
+        self.experts.packed.emit(b, args, logits, x, total)
+        b.norm(total, RESIDUAL, Dtype.FLOAT, norm_args, add=scale)
 
 
 class OneToken(NamedTuple):

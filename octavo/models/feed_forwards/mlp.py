@@ -53,8 +53,18 @@ class Mlp(FeedForward):
         return self.out(self.gate_up.gated(x) if self.gated else self.activation(self.gate_up(x)))
 
     def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
+        inner, dtype = self._emit_inner(b, norm)
+        self.out.emit_into(b, inner, dtype, after, scale)
+
+    def emit_product(self, b: ProgramBuilder, norm: Norm, output: int) -> None:
+        """Write `of` the normalized stream to a buffer of float32 [T, hidden_size], in a native program."""
+        inner, dtype = self._emit_inner(b, norm)
+        self.out.emit(b, inner, dtype, output)
+
+    def _emit_inner(self, b: ProgramBuilder, norm: Norm) -> tuple[int, Dtype]:
+        """Compute what `down` multiplies; return its buffer, and the dtype of its rows."""
         down = self.out.matrix
         dtype = Dtype.BFLOAT if b.meets(down.dtype) is Dtype.BFLOAT else Dtype.FLOAT
         inner = b.scratch("inner", down.columns * 4)
         self.gate_up.emit_after_norm(b, norm, inner, activated(self.gate_up.activation, dtype, gated=self.gated))
-        self.out.emit_into(b, inner, dtype, after, scale)
+        return inner, dtype

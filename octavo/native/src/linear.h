@@ -1,6 +1,9 @@
 // Common parts of the products of all weight formats: tasks, and the epilogue of a finished tile.
 #pragma once
 
+#include <algorithm>
+
+#include "blocks.h"
 #include "program.h"
 #include "results.h"
 #include "tile.h"
@@ -15,6 +18,25 @@ inline int64_t pairs_of(const OctavoOp& op) { return (panels_of(op) + kPair - 1)
 
 // Sizes of weights; records of integers are described in blocks.h.
 int64_t panel_bytes(const OctavoOp& op);
+
+constexpr int64_t kChunkBytes = 384 << 10;  // of a task's inputs, which stay in the second-level cache
+
+// Of a task that unpacks its weights first; the more rows, the less often they are unpacked.
+constexpr int64_t kUnpackedBytes = 1 << 20;
+constexpr int64_t kUnpackedRows = 256;  // with more, the results evict the inputs from the cache
+#if defined(OCTAVO_AMX)
+constexpr int kChunkRows = 2 * amx::kRows;  // chunks are multiples of this, the rows of the largest tile
+#else
+constexpr int kChunkRows = 2 * kWideRows;
+#endif
+
+// Returns the most rows of a task.
+inline int64_t chunk_rows(const OctavoOp& op) {
+    const bool unpacks = has_blocks(op) && op.planes == 0;
+    const int64_t row = has_blocks(op) && !unpacks ? activation_bytes(op) : op.columns * (op.dtype == kFloat ? 4 : 2);
+    const int64_t fit = unpacks ? std::min(kUnpackedBytes / row, kUnpackedRows) : kChunkBytes / row;
+    return std::max<int64_t>(4 * kChunkRows, fit / kChunkRows * kChunkRows);
+}
 
 // x / (1 + e^-x)
 inline Vec silu(Vec x) {

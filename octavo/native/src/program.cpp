@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "blocks.h"
 #include "linear.h"
 #include "results.h"
 #include "simd.h"
@@ -11,27 +12,30 @@ namespace octavo {
 
 namespace {
 
-const OpCode* codes() {
+const OpCode& code_of(const OctavoOp& op) {
     static const OpCode table[kKinds] = {embed_code(),  norm_code(),  linear_code(),  rope_code(),
                                          attend_code(), merge_code(), quantize_code(),
                                          shrink_code()};
-    return table;
+    return op.code != nullptr ? *static_cast<const OpCode*>(op.code) : table[op.kind];
 }
 
 }  // namespace
 
-Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers)
+Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, const int32_t* rows, int buffers)
     : add_low_rank(expand),
       map_results(octavo::map_results),
+      quantize_row(octavo::quantize_row),
       pool_(pool),
       ops_(ops, ops + count),
       widths_(widths, widths + buffers),
+      rows_(buffers, 1),
       bases_(buffers),
       buffers_(buffers),
       thread_scratch_(pool.threads()),
       registers_(pool.threads()),
       shares_(new Share[(size_t)count * pool.threads()]),
       progress_(new Progress[count]) {
+    if (rows != nullptr) rows_.assign(rows, rows + buffers);
     int groups = 1;
     for (const OctavoOp& op : ops_) groups = std::max(groups, op.group + 1);
     attention_.resize(groups);
@@ -47,7 +51,8 @@ void Program::run(int first, int last, const OctavoStep& step) {
 
 void Program::prepare(int first, int last) {
     for (size_t i = 0; i < bases_.size(); i++)
-        bases_[i] = i < kExternals ? step_->external[i] : buffers_[i].need((size_t)step_->tokens * widths_[i]);
+        bases_[i] = i < kExternals ? step_->external[i]
+                                   : buffers_[i].need((size_t)step_->tokens * rows_[i] * widths_[i]);
     for (int i = first * threads(); i < last * threads(); i++) shares_[i].taken.store(0, std::memory_order_relaxed);
     for (int i = first; i < last; i++) progress_[i].done.store(0, std::memory_order_relaxed);
     for (int group = 0; group < (int)attention_.size(); group++) {
@@ -106,7 +111,7 @@ void Program::work(int thread) {
     int since = first_;  // the first operation since the last barrier
     for (int i = first_; i < last_; i++) {
         const OctavoOp& op = ops_[i];
-        const OpCode& code = codes()[op.kind];
+        const OpCode& code = code_of(op);
         const int64_t tasks = code.tasks(*this, op);
         std::atomic<int64_t>& done = progress_[i].done;
         if (const int64_t mine = take(i, tasks, thread)) done.fetch_add(mine, std::memory_order_acq_rel);
@@ -129,14 +134,14 @@ void Program::work(int thread) {
 // Returns whether all tasks of the operations [first, last) are done.
 bool Program::finished(int first, int last) {
     for (int i = first; i < last; i++)
-        if (progress_[i].done.load(std::memory_order_acquire) != codes()[ops_[i].kind].tasks(*this, ops_[i])) return false;
+        if (progress_[i].done.load(std::memory_order_acquire) != code_of(ops_[i]).tasks(*this, ops_[i])) return false;
     return true;
 }
 
 // Runs the unclaimed tasks of operation i; returns their number.
 int64_t Program::take(int i, int64_t tasks, int thread) {
     const OctavoOp& op = ops_[i];
-    const OpCode& code = codes()[op.kind];
+    const OpCode& code = code_of(op);
     int64_t count = 0;
     for (int offset = 0; offset < threads(); offset++) {
         const int owner = (thread + offset) % threads();
@@ -159,8 +164,9 @@ void* octavo_pool_create(int threads) { return new Pool(threads); }
 
 void octavo_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 
-void* octavo_program_create(void* pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers) {
-    return new Program(*static_cast<Pool*>(pool), ops, count, widths, buffers);
+void* octavo_program_create(void* pool, const OctavoOp* ops, int count, const int64_t* widths, const int32_t* rows,
+                            int buffers) {
+    return new Program(*static_cast<Pool*>(pool), ops, count, widths, rows, buffers);
 }
 
 void octavo_program_destroy(void* program) { delete static_cast<Program*>(program); }
@@ -189,7 +195,7 @@ int octavo_self_test() {
     OctavoStep step{};
     step.tokens = kRows, step.external[0] = rows, step.external[1] = result;
     Pool pool(2);
-    Program(pool, &op, 1, widths, kExternals).run(0, 1, step);
+    Program(pool, &op, 1, widths, nullptr, kExternals).run(0, 1, step);
     for (int i = 0; i < kRows; i++)
         if (!std::equal(weight, weight + kSize, result + i * kSize)) return 1;
     return 0;

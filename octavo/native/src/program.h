@@ -39,6 +39,8 @@ struct OctavoOp {
     void* cache;
     const void* kernel;  // its function in a separate library (octavo/native/bindings.py), or null
     const OctavoLowRank* low_rank;  // additions to a product, of which each row may have one; or null for none
+    const void* code;     // of an operation in a separate library: its OpCode; else null
+    const void* details;  // of such an operation: further parameters, in a structure of its library; or null
 };
 
 // One step's batch: pointers to the arrays documented in octavo/nn/step.py. `external`: buffers that the caller owns.
@@ -79,7 +81,7 @@ struct OctavoDecode {
 
 namespace octavo {
 
-enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kKinds };
+enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kKinds };  // of the main library
 enum Dtype { kFloat, kBfloat, kInt8, kInt4 };
 enum Epilogue { kStore, kAdd, kGate };
 constexpr int kExternals = 3;
@@ -148,7 +150,8 @@ struct alignas(64) Progress {
 
 class Program {
 public:
-    Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, int buffers);
+    // `widths`: bytes of a buffer's rows; `rows`: of each token, or null for one.
+    Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, const int32_t* rows, int buffers);
 
     // Runs the operations [first, last).
     void run(int first, int last, const OctavoStep& step);
@@ -161,10 +164,10 @@ public:
     Pool& pool() const { return pool_; }
     int threads() const { return pool_.threads(); }
 
-    // Returns a buffer's row for one token.
+    // Returns a buffer's row: a token's, unless tokens have several.
     template <class T>
-    T* at(int buffer, int64_t token) const {
-        return reinterpret_cast<T*>(static_cast<char*>(bases_[buffer]) + token * widths_[buffer]);
+    T* at(int buffer, int64_t row) const {
+        return reinterpret_cast<T*>(static_cast<char*>(bases_[buffer]) + row * widths_[buffer]);
     }
 
     void* scratch(int thread, size_t bytes) { return thread_scratch_[thread].need(bytes); }
@@ -177,9 +180,11 @@ public:
     // Returns the results of kShrink for one token.
     float* shrunk(int64_t token) const { return static_cast<float*>(shrunk_.get()) + token * by_addition_.width; }
 
-    // `expand` of low_rank.cpp and `map_results` of results.cpp, for kernels in separate libraries.
+    // Functions for kernels in separate libraries: `expand` of low_rank.cpp, `map_results` of results.cpp and
+    // `quantize_row` of quantize.cpp.
     using OfSums = void (*)(const Program&, const OctavoOp&, int panel, int panels, int first, int count, float* sums);
     const OfSums add_low_rank, map_results;
+    void (*const quantize_row)(const float* x, int columns, int planes, int zero_point, void* row);
 
     float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }
     float* partials() const { return static_cast<float*>(partials_.get()); }
@@ -193,6 +198,7 @@ private:
     Pool& pool_;
     std::vector<OctavoOp> ops_;
     std::vector<int64_t> widths_;
+    std::vector<int32_t> rows_;  // of a token, in each buffer
     std::vector<void*> bases_;
     std::vector<Scratch> buffers_, thread_scratch_;
     std::vector<amx::Registers> registers_;  // [thread]

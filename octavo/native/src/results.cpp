@@ -50,6 +50,16 @@ void put(const OctavoOp& op, const float* from, int size, T* to) {
         for (int c = 0; c < size; c += W) store(to + c, load(from + c));
 }
 
+// gpt-oss's gate, of a pair of panels: g * sigmoid(scale * g) * (u + 1), where g is at most the limit, and u within it.
+void clamped_gate(const OctavoOp& op, float* x) {
+    const Vec limit = splat(op.limit);
+    for (int c = 0; c < kPanel; c += W) {
+        const Vec first = minimum(limit, load(x + c)), second = minimum(limit, maximum(-limit, load(x + kPanel + c)));
+        store(x + c, first / (1.0f + exponential(first * -op.scale)));
+        store(x + kPanel + c, second + 1.0f);
+    }
+}
+
 }  // namespace
 
 void map_results(const Program& program, const OctavoOp& op, int panel, int panels, int first, int count, float* sums) {
@@ -59,7 +69,10 @@ void map_results(const Program& program, const OctavoOp& op, int panel, int pane
             const float* bias = static_cast<const float*>(op.second) + panel * kPanel;
             for (int c = 0; c < size; c += W) store(sums + c, load(sums + c) + load(bias + c));
         }
-        apply(op, sums, op.epilogue == kGate ? kPanel : size);
+        if (op.function == kClampedGate)
+            clamped_gate(op, sums);
+        else
+            apply(op, sums, op.epilogue == kGate ? kPanel : size);
         if (op.output_dtype == kBfloat) {
             put(op, sums, size, program.at<bf16>(op.output, first + m) + place);
             continue;

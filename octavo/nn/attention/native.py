@@ -136,7 +136,7 @@ class NativeAttention:
     def _run(self, builder: ProgramBuilder, step: StepInput, source: Tensor, result: Tensor | None) -> None:
         batch: StepArgs = step.attn
         batch.external[:2] = (source.data_ptr(), 0 if result is None else result.data_ptr())
-        Program(self.pool, builder.ops, builder.widths, builder.kept).run(0, len(builder.ops), batch)
+        Program(self.pool, builder).run(0, len(builder.ops), batch)
 
 
 def _slopes(b: ProgramBuilder, spec: AttentionSpec) -> int:

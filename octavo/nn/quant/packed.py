@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.native.bindings import Dtype
-from octavo.native.builder import RESIDUAL, ProgramBuilder
+from octavo.native.bindings import Dtype, LowRank
+from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.panels import interleave, pack_, pack_blocks, pad_bias, whole_halves, whole_words
+from octavo.nn.quant.panels import PANEL, interleave, pack_, pack_blocks, pad_bias, whole_halves, whole_words
 from octavo.nn.weights import Stored, tensor_bytes
 
 DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
@@ -57,6 +57,29 @@ class Matrix:
     def nbytes(self) -> int:
         return tensor_bytes(self.weight, self.bias, self.order)
 
+    def emit(
+        self,
+        b: ProgramBuilder,
+        source: int,
+        output: int,
+        results: Results = STORED,
+        low_rank: LowRank | None = None,
+    ) -> None:
+        """Add the product of a buffer with these weights to a native program; see `ProgramBuilder.linear`."""
+        b.linear(
+            source,
+            output,
+            self.dtype,
+            len(self.weight) * PANEL,  # of halves that alternate, each has whole panels
+            self.columns,
+            self.weight.data_ptr(),
+            results=results,
+            bias=0 if self.bias is None else self.bias.data_ptr(),
+            zero_point=self.zero_point,
+            minima=self.minima,
+            low_rank=low_rank,
+        )
+
 
 def packed(scheme: object, *, paired: bool = False) -> Matrix:
     """Move a scheme's weights into panels; the scheme keeps none.
@@ -65,7 +88,7 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
         paired: alternate the panels of the two halves, for the GATE epilogue.
     """
     assert isinstance(scheme, Unquantized)
-    if paired and scheme.weight is not None:
+    if paired:
         scheme.weight, scheme.bias = whole_halves(scheme.weight), whole_halves(scheme.bias)
     bias = None if scheme.bias is None else pad_bias(scheme.bias)
     if bias is not None and paired:

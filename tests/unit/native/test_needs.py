@@ -54,6 +54,13 @@ def test_a_cache_of_integers_needs_its_attention():
     assert needed_libraries(folder, "auto", "auto", "int8_per_token_head", "int16") == ["attention_int8", "words"]
 
 
+@pytest.mark.parametrize(("count", "needed"), [(8, ["experts", "words"]), (1, ["words"])])
+def test_experts_have_a_library_of_their_own(count, needed):
+    config = {"num_local_experts": count}
+    folder = ModelFiles(name="m", path=Path("m"), format="safetensors", weights=(), config=config)
+    assert needed_libraries(folder, "auto", "auto", "auto", "int16") == needed
+
+
 @pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
 def test_the_kinds_that_stay_integers_are_those_that_the_loader_keeps(kind):
     row = torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)
