@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import secrets
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
 
@@ -24,6 +26,7 @@ from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank_group import AnyRank, RankGroup
 from octavo.engine.rank_process import RankProcess
+from octavo.engine.ray_nodes import BACKEND, RayNodes
 from octavo.engine.remote_rank import NodeListener
 from octavo.engine.ring import RingHandles
 from octavo.features import FeatureContext, build_worker_halves, other_implementation, payload_types
@@ -36,7 +39,7 @@ from octavo.models.hf_config import CLASSIFIER
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.overrides import blamed
 from octavo.parallel.join import LOCAL, MeetingPoint
-from octavo.text.sources import tokenizer_files
+from octavo.text.sources import model_files, tokenizer_files
 from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.version import __version__
 from octavo.worker.encoder.worker import EncoderWorker
@@ -47,6 +50,8 @@ from octavo.worker.worker import Worker
 
 _ALONE = RankPlace()
 
+StartRank = Callable[[int, RingHandles], AnyRank]
+
 
 def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, FeatureContext]:
     """Start to build a worker, in this process or another as the settings require; also return its features' context.
@@ -56,7 +61,7 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
     """
     if config.parallel.enable_expert_parallel:
         _check_experts(config, files)
-    if config.parallel.num_ranks > 1 or config.device.distributed_executor_backend == "mp":
+    if config.parallel.num_ranks > 1 or config.device.distributed_executor_backend != "uni":
         return begin_ranks(config, files)
     local = build_local(config, files)
     return local, local.context
@@ -88,32 +93,65 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
         ConfigError: the settings can't be used with several processes or devices.
     """
     size, stages = config.parallel.num_ranks, config.parallel.pipeline_parallel_size
-    why = "with distributed_executor_backend='mp' the model runs in a separate process"
+    backend = config.device.distributed_executor_backend
+    why = f"with distributed_executor_backend={backend!r} the model runs in a separate process"
     for own in config.features.values():
         own.check_sendable(why if size == 1 else f"with {size} devices the model runs in separate processes")
     if size > 1:
         _check_divisible(config, files)
-    meeting = MeetingPoint() if size > 1 else None
-    parallel = config.parallel
-    each, nodes = parallel.ranks_per_node, parallel.nnodes
-    host = LOCAL if nodes == 1 else parallel.master_addr
-    listener = NodeListener(parallel.master_port, settings_digest(config, files)) if nodes > 1 else None
-
-    def start(number: int, ring: RingHandles) -> AnyRank:
-        place = RankPlace(number, size, host, meeting.port, stages, each) if meeting else RankPlace()
-        if listener is None or number < each:
-            return rank_process(config, files, place, ring)
-        return listener.admit(number, place, number // each, ring)
-
     answering = next(rank for rank in range(size) if RankPlace(rank, size, stages=stages).answers)
-    with contextlib.closing(listener) if listener else contextlib.nullcontext():
-        ranks = RankGroup(size, start, parallel.rank_timeout_s, keep=meeting, answering=answering)
+    with contextlib.ExitStack() as until_started:
+        kept = until_started.enter_context(contextlib.ExitStack())
+        start = until_started.enter_context(_rank_starter(config, files, kept))
+        ranks = RankGroup(size, start, config.parallel.rank_timeout_s, kept.pop_all(), answering)
     try:
         build = RankBuild(ranks, PlanCodec(payload_types()), stages)
     except BaseException:
         ranks.kill()
         raise
     return build, feature_context(config, files, build.facts)
+
+
+@contextlib.contextmanager
+def _rank_starter(config: EngineConfig, files: ModelFiles, kept: contextlib.ExitStack) -> Iterator[StartRank]:
+    """Yield the function that starts a rank, or admits one of another machine.
+
+    Args:
+        kept: receives what the ranks need until they end.
+    """
+    parallel, on_ray = config.parallel, config.device.distributed_executor_backend == "ray"
+    size, stages = parallel.num_ranks, parallel.pipeline_parallel_size
+    meeting = kept.enter_context(MeetingPoint()) if size > 1 else None
+    host, first, listener = LOCAL, size, None
+    if on_ray:
+        nodes = kept.enter_context(contextlib.closing(RayNodes(size, parallel.nnodes, config.device.device)))
+        parallel = dataclasses.replace(parallel, nnodes=nodes.count, node_key=secrets.token_hex(16))
+        config = dataclasses.replace(config, parallel=parallel)
+        listener = NodeListener(0, settings_digest(config, files), check=nodes.check)
+        host, first = nodes.address, 0
+        nodes.start([_ray_task(config, number, (host, listener.port)) for number in range(nodes.count)])
+    elif parallel.nnodes > 1:
+        listener = NodeListener(parallel.master_port, settings_digest(config, files))
+        host, first = parallel.master_addr, parallel.ranks_per_node
+    each = parallel.ranks_per_node
+
+    def start(number: int, ring: RingHandles) -> AnyRank:
+        place = RankPlace(number, size, host, meeting.port, stages, each) if meeting else RankPlace()
+        if listener is None or number < first:
+            return rank_process(config, files, place, ring)
+        return listener.admit(number, place, number // each, ring)
+
+    with contextlib.closing(listener) if listener else contextlib.nullcontext():
+        yield start
+
+
+def _ray_task(config: EngineConfig, number: int, address: tuple[str, int]) -> Callable[[], int]:
+    """Return what runs on a machine that Ray has reserved: the ranks of one node."""
+    host, port = address
+    parallel = dataclasses.replace(config.parallel, node_rank=number, master_addr=host, master_port=port)
+    device = dataclasses.replace(config.device, distributed_executor_backend="mp")
+    own = dataclasses.replace(config, parallel=parallel, device=device)
+    return partial(serve_node, own, logging.getLogger().getEffectiveLevel())
 
 
 def rank_process(config: EngineConfig, files: ModelFiles, place: RankPlace, ring: RingHandles) -> RankProcess:
@@ -124,6 +162,12 @@ def rank_process(config: EngineConfig, files: ModelFiles, place: RankPlace, ring
     return RankProcess("octavo.rank_main", payload, ring, number=number, prefix=prefix, environment=own)
 
 
+def serve_node(config: EngineConfig, level: int) -> int:
+    """`serve_ranks` of the model that the settings name, in a process without a log of its own."""
+    logging.basicConfig(level=level, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    return serve_ranks(config, model_files(config.model, weights=config.needs_weights))
+
+
 def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
     """Run the ranks of this machine, which is not that of the engine, until the engine ends; return the exit code.
 
@@ -131,6 +175,8 @@ def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
         ConfigError: the engine's machine can't be reached, or has other settings.
     """
     parallel = config.parallel
+    if config.device.distributed_executor_backend == "ray":
+        raise ConfigError(f"--node-rank {parallel.node_rank}: with {BACKEND}, Ray starts the nodes. Leave it out.")
     parallel.check()
     each = parallel.ranks_per_node
     own = range(parallel.node_rank * each, (parallel.node_rank + 1) * each)
@@ -139,8 +185,8 @@ def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
 
 
 def settings_digest(config: EngineConfig, files: ModelFiles) -> str:
-    """Return a digest of what must be equal on all machines that compute a model: Octavo, the model, the settings."""
-    alike = dataclasses.replace(config.parallel, node_rank=0)
+    """Return a digest of what is equal on all machines of a model: Octavo, the model, the settings, the key."""
+    alike = dataclasses.replace(config.parallel, node_rank=0, master_addr="", master_port=0)
     model = dataclasses.replace(config.model, model="")
     data = msgspec.json.encode(
         [__version__, files.config, alike, model, config.cache, config.scheduler], order="sorted"

@@ -41,8 +41,10 @@ class DeviceConfig:
         "let each decoding request read its whole context, instead of reading common prefixes of contexts once "
         "(on a GPU)",
     )
-    distributed_executor_backend: Literal["uni", "mp"] = setting(
-        "uni", "where the model runs: uni in the engine's process, mp in a separate one"
+    distributed_executor_backend: Literal["uni", "mp", "ray"] = setting(
+        "uni",
+        "where the model runs: uni in the engine's process, or in one process per device if there are several; mp "
+        "always in processes of its own; ray in processes that a Ray cluster starts on its machines (docs/parallel.md)",
     )
     record_steps: str | None = setting(
         None,

@@ -77,7 +77,7 @@ _ENGINE: dict[str, Missing | Needless] = {
     "enable-eplb": _switch("balancing experts over ranks is"),
     "disable-custom-all-reduce": Needless("sums over devices are torch's"),
     "max-parallel-loading-workers": Needless("each device's process reads its own part", takes_value=True),
-    "ray-workers-use-nsight": Needless("there are no Ray workers"),
+    "ray-workers-use-nsight": Needless("no model runs in Ray's own processes"),
     "weight-transfer-config": _value("sending weights other than by files is", '{"backend": "disk"}'),
     "worker-cls": _value("another worker is", "auto"),
     "worker-extension-cls": _value("a worker extension is", ""),

@@ -58,6 +58,13 @@ class ParallelConfig:
     )
     master_addr: str = setting("127.0.0.1", "address of node 0, where the other nodes reach it", metavar="ADDRESS")
     master_port: int = setting(29501, "port of node 0 for the other nodes", read=quantities.count, metavar="PORT")
+    node_key: str = setting(
+        "",
+        "secret that all nodes share; without it, a machine that reaches --master-port can join",
+        shown="none",
+        metavar="KEY",
+        env="OCTAVO_NODE_KEY",
+    )
     data_parallel_size: int = setting(
         1,
         "replicas of the model, each an engine of its own with its own devices; a request goes to the one with the "

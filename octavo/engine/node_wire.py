@@ -1,8 +1,8 @@
 """The messages between the engine and the ranks of another machine, in frames over TCP (msgspec's MessagePack).
 
 A rank's machine sends a `Join` and receives the rank's place, or the reason why it is refused. From then on the engine
-sends the bytes of its ring (`rank_wire.py`), and the machine what its rank answers. Nothing is encrypted or
-authenticated, so the machines must be in a network of their own.
+sends the bytes of its ring (`rank_wire.py`), and the machine what its rank answers. Nothing is encrypted; the
+digest of the settings, which includes `--node-key`, is all that a machine has to show.
 """
 
 from __future__ import annotations

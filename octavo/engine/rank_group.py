@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -80,18 +81,20 @@ class RankGroup:
         size: int,
         start: Callable[[int, RingHandles], AnyRank],
         timeout_s: float | None = None,
-        keep: object = None,
+        keep: contextlib.AbstractContextManager[object] | None = None,
         answering: int = 0,
     ) -> None:
         """
         Args:
             start: starts a rank's process, given its number.
             timeout_s: most seconds of a step; None for no limit.
-            keep: what the ranks need while they run.
+            keep: what the ranks need while they run; it is exited when they have ended.
             answering: the rank that sends the steps' outputs.
         """
         self._timeout_s = timeout_s
-        self._kept = keep
+        self._kept = contextlib.ExitStack()
+        if keep is not None:
+            self._kept.push(keep)
         self._answering_rank = answering
         self._sending = threading.Lock()
         self._answering = threading.RLock()
@@ -191,7 +194,7 @@ class RankGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the processes that have not ended, wait for their end, and free the ring."""
+        """Kill the processes that have not ended, wait for their end, and free the ring and what they needed."""
         self._closed.set()
         for process in self.processes:
             process.kill()
@@ -199,6 +202,7 @@ class RankGroup:
             self._ring.close()
             if self._lost is None:
                 self._lost = DeviceLostError("the ranks", "they were ended")
+        self._kept.close()
 
     def _take(self, rank: int, message: wire.FromRank) -> None:
         if isinstance(message, wire.RankReply):

@@ -25,6 +25,7 @@ _PIECE = 1 << 20
 _LOOK_MS = 200
 _GRACE_S = 5.0
 _FIRST_S = 10.0
+_CHECK_S = 1.0
 _GONE = "its node has disconnected"
 
 
@@ -35,6 +36,7 @@ class NodeListener:
         port: 0 for any free one.
         settings: digest of what must be equal on all machines.
         patience_s: how long to wait for a rank.
+        check: raises an error if no rank will come any more; called once a second while one is waited for.
 
     Attributes:
         port: where it listens.
@@ -43,8 +45,11 @@ class NodeListener:
         ConfigError: the port is in use.
     """
 
-    def __init__(self, port: int, settings: str, patience_s: float = 600.0) -> None:
+    def __init__(
+        self, port: int, settings: str, patience_s: float = 600.0, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._settings = settings
+        self._check = check
         self._patience_s = patience_s
         self._arrived: dict[int, socket.socket] = {}
         try:
@@ -69,10 +74,14 @@ class NodeListener:
         if number not in self._arrived:
             log.warning("waiting for node %d, which runs rank %d", node, number)
         while number not in self._arrived:
-            self._listener.settimeout(max(0.0, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            self._listener.settimeout(min(max(0.0, left), _CHECK_S))
             try:
                 peer, _ = self._listener.accept()
             except (TimeoutError, BlockingIOError):
+                self._check()
+                if left > _CHECK_S:
+                    continue
                 raise ConfigError(
                     f"Node {node} with rank {number} did not join within {self._patience_s:g} s. Start it with the "
                     f"same flags and --node-rank {node}, and check that it reaches --master-addr and --master-port."
@@ -91,7 +100,9 @@ class NodeListener:
             peer.close()
             return
         if not isinstance(asked, node_wire.Join) or asked.settings != self._settings:
-            refusal = "its model or its settings differ from those of node 0. Start all nodes with the same flags"
+            refusal = (
+                "its model, its settings or its key differ from those of node 0. Start all nodes with the same flags"
+            )
             with contextlib.suppress(OSError):
                 peer.sendall(node_wire.framed(node_wire.Joined(None, refusal)))
             peer.close()

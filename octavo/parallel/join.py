@@ -24,15 +24,21 @@ _MOST_SENT = 16
 
 
 class MeetingPoint:
-    """The store of one group of ranks, in the process that starts them. Keep it until they have met.
+    """The store of one group of ranks, in the process that starts them. Enter it until they have ended.
 
     Attributes:
         port: where the ranks reach it.
     """
 
     def __init__(self) -> None:
-        self._store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
+        self._store: TCPStore | None = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
         self.port: int = self._store.port
+
+    def __enter__(self) -> MeetingPoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._store = None
 
 
 class TorchLink:

@@ -29,7 +29,9 @@ def test_a_machine_with_other_settings_is_refused() -> None:
         listener.admit(1, RankPlace(1, 2), 1, ring.handles(0))
     node.join()
     assert len(errors) == 1
-    assert errors[0].startswith("Node 0 refuses rank 1: its model or its settings differ from those of node 0.")
+    assert errors[0].startswith(
+        "Node 0 refuses rank 1: its model, its settings or its key differ from those of node 0."
+    )
     listener.close()
     ring.close()
 
