@@ -28,6 +28,7 @@ NOT_IN_TRANSFORMERS = {
     "InternLM3ForCausalLM": "Llama's",
     "Llama4ForConditionalGeneration": "the text model's",
     "MiniCPMForCausalLM": "Granite's",
+    "QWenLMHeadModel": "Qwen2's",
 }
 """Architecture -> whose weights `tests/golden/test_renamed_families.py` gives it."""
 

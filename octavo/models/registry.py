@@ -38,6 +38,7 @@ from octavo.models.families.moe import (
 )
 from octavo.models.families.olmo import olmo, olmo2, olmo3
 from octavo.models.families.phi import phi, phi3
+from octavo.models.families.qwen import qwen1
 from octavo.models.families.qwen2 import qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.qwen3_next import qwen3_next
@@ -103,6 +104,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "PhiForCausalLM": phi,
     "PhiMoEForCausalLM": phi_moe,
     "PhimoeForCausalLM": phi_moe,
+    "QWenLMHeadModel": qwen1,
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,

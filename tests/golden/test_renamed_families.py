@@ -17,6 +17,15 @@ from torch import Tensor
 from octavo.nn.attention.reference import ReferenceAttention
 
 PROMPT = [172, 70, 25, 126, 78, 3, 190, 44]
+QWEN = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_size": 128,
+    "intermediate_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "tie_word_embeddings": False,
+}
+"""Qwen2 as Qwen 1: each head has keys and values."""
 
 
 def internlm2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,6 +64,27 @@ def exaone3(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed(tensors, names)
 
 
+def qwen1(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = {
+        "model.embed_tokens": "transformer.wte",
+        "model.norm": "transformer.ln_f",
+        "model.layers": "transformer.h",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "self_attn.o_proj": "attn.c_proj",
+        "self_attn": "attn",
+        "mlp.up_proj": "mlp.w1",
+        "mlp.gate_proj": "mlp.w2",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    stored = renamed(tensors, names)
+    for i in range(3):
+        for kind in ("weight", "bias"):
+            parts = [stored.pop(f"transformer.h.{i}.attn.{part}_proj.{kind}") for part in "qkv"]
+            stored[f"transformer.h.{i}.attn.c_attn.{kind}"] = torch.cat(parts)
+    return stored
+
+
 def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     def other(name: str) -> str:
         for theirs, ours in names.items():
@@ -81,12 +111,19 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str
             dict,
             {"scale_emb": 3.0, "scale_depth": 0.3 * 3**0.5, "dim_model_base": 16},
         ),
+        (
+            "qwen1",
+            "QWenLMHeadModel",
+            qwen1,
+            {"seq_length": 64, "kv_channels": 32, "rotary_emb_base": 500.0, "layer_norm_epsilon": 1e-6, "no_bias": True}
+            | {"intermediate_size": 2 * QWEN["intermediate_size"], "rope_parameters": None, "rms_norm_eps": None},
+        ),
     ],
 )
 def test_the_same_logits_under_other_names(
     family: str, architecture: str, rename: Callable[[Any], dict[str, Tensor]], fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    theirs = make_checkpoint(family, tmp_path)
+    theirs = make_checkpoint("qwen2", tmp_path, QWEN) if family == "qwen1" else make_checkpoint(family, tmp_path)
     path = tmp_path / "model.safetensors"
     save_file(rename(load_file(path)), path)
     config = json.loads((tmp_path / "config.json").read_text()) | fields | {"architectures": [architecture]}
