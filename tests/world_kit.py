@@ -72,7 +72,8 @@ class Drafter(EngineHook):
 class World:
     """One engine and everything that was ever asked of it. Where it is `faulty`, requests may end with an error.
 
-    `extra` are further features; their method `turn`, if they have one, is called between steps.
+    `extra` are further features; their method `turn`, if they have one, is called between steps. One of them ends each
+    request at the first token of `also_ends`.
     """
 
     rng: random.Random
@@ -88,6 +89,7 @@ class World:
     right_drafts: float = 0.6
     groups: tuple[CacheGroup, ...] = FULL
     extra: tuple[EngineHook, ...] = ()
+    also_ends: frozenset[int] = frozenset()
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: Counter = field(default_factory=Counter)
@@ -179,7 +181,7 @@ class World:
     def check_choice(self, request: GenerateRequest, index: int) -> None:
         key = (request.id, index)
         params, delta = request.params, self.reasons[key]
-        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
+        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS}) | self.also_ends
         expected = toy_generate(request.tokens, params.max_tokens, stop_ids=stops, seed=params.seed + index)
         if request.prompt_only:
             stops, expected = set(), []

@@ -75,6 +75,7 @@ class StepOutput(msgspec.Struct, frozen=True):
         found: row -> feature name -> encoded result of that feature's worker half.
         drafts: row -> number of drafts proposed after its tokens, for rows of `StepPlan.proposals`; a row without an
             entry may have as many as planned.
+        drafted: row -> these drafts, for the same rows, if the plan `reports_drafts`.
         idle_s: seconds for which the device was idle between the previous step, if it was still running, and this one.
         moved: reports of transfers, begun with this step or before it.
     """
@@ -87,6 +88,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     idle_s: float = 0.0
     drafts: dict[int, int] = msgspec.field(default_factory=dict)
     moved: list[Moved] = []
+    drafted: dict[int, list[int]] = msgspec.field(default_factory=dict)
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):

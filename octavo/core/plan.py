@@ -89,6 +89,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         repeats: the rows equal those of the previous plan, which was launched, and `new` is empty; a worker may reuse
             its layout. Never set on the first plan after a failed step.
         proposals: row -> the most drafts to propose after its tokens, for sampling rows that get drafts.
+        reports_drafts: the step's output must have the drafts themselves: a feature's engine half reads them.
         transfers: blocks to load and to store; None for none. A plan without rows has nothing else: it begins
             transfers, or asks for their reports, while nothing is computed.
         sampled: (slot, token) of earlier steps, appended before anything else by ranks that did not sample them.
@@ -109,6 +110,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     proposals: dict[int, int] = msgspec.field(default_factory=dict)
     transfers: Transfers | None = None
     sampled: list[tuple[int, int]] = []
+    reports_drafts: bool = False
 
     @property
     def total_tokens(self) -> int:
@@ -138,6 +140,7 @@ class PlanDraft:
     needs_feedback: bool = False
     repeats: bool = False
     proposals: dict[int, int] = field(default_factory=dict)
+    reports_drafts: bool = False
     transfers: Transfers | None = None
 
     def freeze(self, step_id: int, freed: list[int]) -> StepPlan:
@@ -155,5 +158,6 @@ class PlanDraft:
             needs_feedback=self.needs_feedback,
             repeats=self.repeats,
             proposals=self.proposals,
+            reports_drafts=self.reports_drafts,
             transfers=self.transfers,
         )

@@ -247,7 +247,10 @@ class ToyDevice:
             tokens.append(accepted)
         told = plan.proposals if plan.proposals and self._random.random() < 0.5 else {}
         proposed = {row: len(self._slots[plan.slots[row]].drafts) for row in told}
-        step.output = StepOutput(tokens, drafts=proposed, moved=self._mover.take() if self._mover else [])
+        shown = plan.proposals if plan.reports_drafts else {}
+        drafted = {row: list(self._slots[plan.slots[row]].drafts) for row in shown}
+        moved = self._mover.take() if self._mover else []
+        step.output = StepOutput(tokens, drafts=proposed, drafted=drafted, moved=moved)
 
     def _verify(self, state: _Slot, drafts: list[int]) -> list[int]:
         """Return the model's tokens as far as the drafts agree with them, and one more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.cache.cache import KVCache
-from octavo.schedule.hooks import EngineHook, most_drafts
+from octavo.schedule.hooks import EngineHook, hooks_of, most_drafts
 from octavo.schedule.limits import Limits
 from octavo.schedule.request import Request
 
@@ -23,6 +23,7 @@ class DraftBounds:
         self.most = most_drafts(hooks) if all(group.grows for group in cache.groups) else 0
         self.writes_ahead = any(hook.writes_ahead for hook in hooks if hook.max_drafts)
         self._hooks = [hook for hook in hooks if type(hook).drafts is not EngineHook.drafts]
+        self._readers = [hook for hook in hooks if type(hook).on_drafts is not EngineHook.on_drafts]
         self._step_tokens = limits.max_num_batched_tokens
 
     def wanted(self, request: Request) -> int:
@@ -42,3 +43,11 @@ class DraftBounds:
         share = self._step_tokens // num_running - 1
         most = min(self.most, left, share)
         return min(most, self.wanted(request)) if most > 0 else 0
+
+    def reads(self, request: Request) -> bool:
+        """Return whether a feature must see the request's drafts before they are verified."""
+        return bool(self._readers) and bool(hooks_of(request, self._readers))
+
+    def valid(self, request: Request, drafts: Sequence[int]) -> int:
+        """Show the request's drafts to its features; return how many of the first ones all of them leave."""
+        return min((hook.on_drafts(request, drafts) for hook in hooks_of(request, self._readers)), default=len(drafts))

@@ -189,9 +189,18 @@ class EngineHook:
         The smallest bound of all features holds, or the largest `max_drafts` if none of them sets one. Called only if
         some feature has `max_drafts`, then for every request, and possibly more than once a step. While all bounds
         are 0, steps stay as cheap as without the feature. A feature whose worker half masks or changes logits must
-        return 0 for its requests, unless it does so for every draft; see `WorkerHook.allowed`.
+        return 0 for its requests, unless it does so for every draft; see `on_drafts` and `WorkerHook.allowed`.
         """
         return None
+
+    def on_drafts(self, request: Request, drafts: Sequence[int]) -> int:
+        """Read the drafts that the request's next row verifies; return how many of the first ones may be accepted.
+
+        Called after `on_commit` of the token before them, and before `on_plan` or, for a plan with `needs_feedback`,
+        before `before_sample` of the step that verifies them. That step drops the others if it was not launched yet;
+        it may also lack budget for some, see `StepPlan.num_drafts`.
+        """
+        return len(drafts)
 
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Process the result of a row with room for `num_drafts` drafts: its first `num_accepted` were accepted.
@@ -200,7 +209,10 @@ class EngineHook:
         """
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
-        """Process tokens that were just appended. Return True to end the request with its output complete."""
+        """Process tokens that were just appended. Return True to end the request with its output complete.
+
+        Accepted drafts are appended, and passed to this method, one by one: those after the end are dropped.
+        """
         return False
 
     def result(self, request: Request) -> bytes | None:

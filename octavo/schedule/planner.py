@@ -243,6 +243,7 @@ class Planner:
             request.num_drafts = 0
         if request.num_drafts:
             step.draft.proposals[len(step.rows) - 1] = request.num_drafts
+            step.draft.reports_drafts |= self._drafts.reads(request)
 
     def _reserve_drafts(self, step: StepBuilder, request: Request) -> bool:
         """Add the blocks of the sampled token and of the drafts after it; return False if too few are free."""

@@ -29,6 +29,7 @@ from octavo.schedule.hooks import (
     added,
     committed,
     held_blocks,
+    hooks_of,
     lockstep_of,
     measured,
     namespaced,
@@ -82,6 +83,7 @@ class Scheduler:
         self._loads = PageLoads(numbers)
         self._life = uuid4().hex
         self._turning = turning(hooks)
+        self._readers = [hook for hook in hooks if type(hook).on_commit is not EngineHook.on_commit]
         self._requests = Requests(cache, policy, limits, hooks, self._tiers)
         self._drafts = DraftBounds(hooks, limits, cache)
         self._planner = Planner(
@@ -412,6 +414,10 @@ class Scheduler:
             before = request.num_output
             self._append(request, sampled, found)
             self.counters.stats.generation_tokens += request.num_output - before
+            if row in output.drafted and request.finish is None:
+                valid = self._drafts.valid(request, output.drafted[row])
+                if not request.inflight:
+                    request.num_drafts = min(request.num_drafts, valid)
 
     def _report(self, request: Request, found: TokenLogprobs) -> None:
         """Process a sequence's part of a round in lockstep; after the last round all siblings end."""
@@ -439,9 +445,15 @@ class Scheduler:
             self._finish(request, FinishReason.STOP, Last(complete=True, found=found))
 
     def _append(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        tokens, reason = append(request, sampled)
+        tokens: list[int] = []
+        each = len(sampled) > 1 and bool(hooks_of(request, self._readers))  # a feature may end it at any token
+        for part in [[token] for token in sampled] if each else [sampled]:
+            more, reason = append(request, part)
+            tokens += more
+            complete, failed = committed(self._hooks, request, more)
+            if complete or failed is not None or reason is not None:
+                break
         times = times_at_first_token(request)
-        complete, failed = committed(self._hooks, request, tokens)
         kept = None if logprobs is None else logprobs[: len(tokens)]
         if failed is not None:
             self._finish(request, FinishReason.ERROR, Last(tokens, kept, error=failed))

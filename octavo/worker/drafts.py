@@ -7,7 +7,7 @@ other tokens; a count per slot gives their number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -52,6 +52,19 @@ class Drafts:
 
     tokens: Tensor
     counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The drafts that were stored for the next step.
+
+    Attributes:
+        counts: row of the plan -> number of drafts.
+        tokens: row of the plan -> the drafts; empty unless the plan `reports_drafts`.
+    """
+
+    counts: dict[int, int]
+    tokens: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,8 +174,9 @@ class WorkerHook:
         """Return the allowed tokens of rows of logits; row i belongs to `slots[i]`. Called only with a payload.
 
         Cheaper than `apply`, since the samplers apply the masks themselves. A slot with k drafts has 1 + k consecutive
-        rows: for the token after no draft, after the first draft, and so on. A feature that does not know the drafts
-        must not allow any (`EngineHook.drafts`).
+        rows: for the token after no draft, after the first draft, and so on. The engine half knows the drafts if it
+        has `EngineHook.on_drafts`; otherwise it must not allow any (`EngineHook.drafts`). What is drawn after more
+        drafts than were proposed, or after one that is impossible, is never used.
         """
         return None
 

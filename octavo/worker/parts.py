@@ -14,7 +14,7 @@ from octavo.core.spans import Spans
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
-from octavo.worker.drafts import Drafting, Drafts, Following
+from octavo.worker.drafts import Drafting, Drafts, Following, Stored
 from octavo.worker.hooks import Variant
 from octavo.worker.step import PromptRow, Step
 
@@ -65,11 +65,11 @@ class Slots(Protocol):
         """Return the rows that get drafts. Call after the plan's tokens were appended."""
         ...
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
         """Store drafts for the next step, cut to their limits and to the vocabulary.
 
         Returns:
-            Function that waits for their numbers: row of the plan -> drafts.
+            Function that waits for what was stored.
         """
         ...
 

@@ -18,7 +18,7 @@ from octavo.nn.step import StepInput
 from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
 from octavo.sampling.verify import verify
-from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, Stored
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
@@ -164,7 +164,7 @@ class HostSlots:
         tensors = (torch.from_numpy(part) for part in (slots, limits, self.tokens, self.length))
         return Drafting(plan, rows, *tensors)
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
         slots, limits = drafting.slots.numpy(), drafting.limits.numpy()
         counts = np.zeros_like(limits)
         row, order = np.nonzero(np.arange(limits.max()) < limits[:, None])
@@ -176,7 +176,12 @@ class HostSlots:
             chosen[meant] = proposed[row[meant], order[meant]]
         self.tokens[slots[row], self.length[slots[row]] + order] = chosen
         self.num_drafts[slots] = counts
-        return lambda: dict(zip(drafting.rows, counts.tolist(), strict=True))
+        stored = Stored(dict(zip(drafting.rows, counts.tolist(), strict=True)))
+        if drafting.plan.reports_drafts:
+            for at, (place, count) in enumerate(stored.counts.items()):
+                start = self.length[slots[at]]
+                stored.tokens[place] = self.tokens[slots[at], start : start + count].tolist()
+        return lambda: stored
 
     def follow(self, where: Following) -> None:
         """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""

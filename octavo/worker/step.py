@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from octavo.core.output import BAD_LOGITS, StepOutput, TokenLogprobs
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import Event
 from octavo.sampling.drawn import Drawn
+from octavo.worker.drafts import Stored
 from octavo.worker.hooks import Findings, Hooks, gather
 from octavo.worker.mover import Mover
 
@@ -51,7 +53,7 @@ class Step:
         prompted: row -> function that waits for the log-probabilities of its prompt.
         failed: index among the S rows -> error text of a hook.
         findings: feature name -> function that waits for its results.
-        drafts: function that waits for the numbers of proposed drafts, row of the plan -> drafts; None for no drafts.
+        drafts: function that waits for the proposed drafts; None if none were asked for.
         began: event of the step's start on the device; None on devices without events.
         before: the step that was running when this one was launched.
         retired: whether the result was read.
@@ -69,7 +71,7 @@ class Step:
     prompted: dict[int, Callable[[], list[TokenLogprobs]]] | None = None
     failed: Mapping[int, str] | None = None
     findings: Mapping[str, Findings] | None = None
-    drafts: Callable[[], dict[int, int]] | None = None
+    drafts: Callable[[], Stored] | None = None
     began: Event | None = None
     before: Step | None = None
     retired: bool = False
@@ -82,9 +84,11 @@ class Step:
         tokens, errors, logprobs = self._drawn(self.drawn) if self.drawn is not None else self._nothing()
         prompted = {row: wait() for row, wait in self.prompted.items()} if self.prompted else {}
         found, unfound = gather(self.findings) if self.findings else ({}, {})
-        drafts = {} if self.drafts is None else self.drafts()
         moved = [] if self.mover is None else self.mover.take()
-        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle(), drafts, moved)
+        output = StepOutput(tokens, logprobs, errors | unfound, prompted, found, self._idle(), moved=moved)
+        if self.drafts is not None:
+            stored = self.drafts()
+            output = msgspec.structs.replace(output, drafts=stored.counts, drafted=stored.tokens)
         if not self.passed_on:
             self.hooks.after_sample(plan, output)
         self.retired = True

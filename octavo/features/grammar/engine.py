@@ -2,7 +2,8 @@
 
 For each request, a committed token advances the matcher, and the mask is computed before the next token is sampled.
 The masks of a step are computed together, during its forward pass; on a CPU, where a forward pass is synchronous,
-before it if all earlier tokens are known.
+before it if all earlier tokens are known. A row with drafts has a mask for each position: those after a draft are
+computed as if it had been accepted, and the matcher is then rolled back.
 """
 
 from __future__ import annotations
@@ -46,38 +47,51 @@ class _Guided:
     """The rows of one step that sample by a grammar, in the step's order.
 
     Attributes:
+        room: how many drafts each row verifies at most.
         work: each guide's matcher and its place, as the executor takes them.
     """
 
-    __slots__ = ("guides", "requests", "slots", "work")
+    __slots__ = ("guides", "requests", "room", "slots", "work")
 
     def __init__(self, step: PlanDraft, rows: Sequence[Request], guides: dict[Request, _Guide]) -> None:
         chosen = [
-            (slot, request, guide)
-            for slot, samples, request in zip(step.slots, step.samples, rows, strict=True)
+            (slot, request, guide, drafts)
+            for slot, samples, request, drafts in zip(step.slots, step.samples, rows, step.num_drafts, strict=True)
             if samples and request.finish is None and (guide := guides.get(request)) is not None
         ]
-        self.slots = [slot for slot, _, _ in chosen]
-        self.requests = [request for _, request, _ in chosen]
-        self.guides = [guide for _, _, guide in chosen]
+        self.slots = [slot for slot, _, _, _ in chosen]
+        self.requests = [request for _, request, _, _ in chosen]
+        self.guides = [guide for _, _, guide, _ in chosen]
+        self.room = [drafts for _, _, _, drafts in chosen]
+        self.match()
+
+    def match(self) -> None:
+        """Take the guides' matchers."""
         self.work = [(guide.matcher, place) for place, guide in enumerate(self.guides) if guide.matcher is not None]
 
 
 class _Guide:
-    """One request's matcher. `begun` is set by its first token; before that the mask is the grammar's `first`."""
+    """One request's matcher. `begun` is set by its first token; before that the mask is the grammar's `first`.
 
-    __slots__ = ("begun", "compiled", "error", "matcher", "spent")
+    `drafts` are those after its last token, as far as the grammar allows them. It `takes_drafts` unless masks are
+    costly, of which drafts need more.
+    """
+
+    __slots__ = ("begun", "compiled", "drafts", "error", "matcher", "spent", "takes_drafts")
 
     def __init__(self, compiled: Future[CompiledGrammar]) -> None:
         self.compiled = compiled
         self.begun = False
         self.matcher: LLMatcher | None = None
+        self.drafts: list[int] = []
+        self.takes_drafts = True
         self.error = ""
         self.spent = 0.0
 
     def charge(self, seconds: float) -> None:
         """Add the cost of a mask or token; end the request once the total exceeds the limit."""
         if seconds > _COSTLY_S:
+            self.takes_drafts = False
             self.spent += min(seconds, _ALLOWANCE_S / 4)
             if self.spent > _ALLOWANCE_S and not self.error:
                 self.error = (
@@ -133,15 +147,24 @@ class GrammarEngine(EngineHook):
         return None if self._guided is None or self.name in plan.payload else self._masks(self._guided)
 
     def drafts(self, request: Request) -> int | None:
-        """Requests that it concerns have no drafts. Its masks are made for one token at a time."""
-        return 0 if self.name in request.spec.options else None
+        guide = self._guides.get(request)
+        return None if guide is None or guide.takes_drafts else 0
+
+    def on_drafts(self, request: Request, drafts: Sequence[int]) -> int:
+        guide = self._guides.get(request)
+        if guide is None or guide.matcher is None:
+            return len(drafts)
+        guide.drafts = list(drafts[: guide.matcher.validate_tokens(list(drafts))])
+        if guide.matcher.is_error():
+            self._restart(request, guide)
+        return len(guide.drafts)
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         """Return whether the grammar is complete and no token can follow."""
         guide = self._guides.get(request)
         if guide is None or guide.matcher is None:
             return False
-        guide.begun = True
+        guide.begun, guide.drafts = True, []
         began = perf_counter()
         taken = guide.matcher.try_consume_tokens(list(tokens))
         guide.charge(perf_counter() - began)
@@ -170,18 +193,66 @@ class GrammarEngine(EngineHook):
         return guided if guided.guides else None
 
     def _masks(self, guided: _Guided) -> Masks:
-        count, words = len(guided.guides), self._bits.shape[1]
-        if count > len(self._bits):
-            self._bits = np.zeros((2 * count, words), dtype=np.int32)
-        bits = self._bits[:count]
+        if any(guided.room):
+            return self._drafted_masks(guided)
+        bits = self._room_for(len(guided.guides))
         self._fill(bits, guided)
         errors: dict[int, str] = {}
-        for slot, guide in zip(guided.slots, guided.guides, strict=True):
+        for row, guide in enumerate(guided.guides):
             if guide.matcher is not None and guide.matcher.is_error() and not guide.error:
-                guide.error = f"{UNFOLLOWED}the grammar became too complex. {guide.matcher.get_error()}"
+                guide.error = _too_complex(guide.matcher)
             if guide.error:
-                errors[slot] = guide.error
+                errors[row] = guide.error
         return Masks(guided.slots, bits.data.cast("B"), errors)
+
+    def _drafted_masks(self, guided: _Guided) -> Masks:
+        """Compute the masks of rows with drafts: `1 + k` for a row with k of them, all in sequence."""
+        drafts = [guide.drafts[:room] for guide, room in zip(guided.guides, guided.room, strict=True)]
+        slots = [slot for slot, mine in zip(guided.slots, drafts, strict=True) for _ in range(1 + len(mine))]
+        bits = self._room_for(len(slots))
+        errors: dict[int, str] = {}
+        place = 0
+        for request, guide, mine in zip(guided.requests, guided.guides, drafts, strict=True):
+            found = self._fill_drafted(bits[place : place + 1 + len(mine)], request, guide, mine)
+            errors |= {place + position: error for position, error in found.items()}
+            place += 1 + len(mine)
+        return Masks(slots, bits.data.cast("B"), errors)
+
+    def _fill_drafted(
+        self, bits: NDArray[np.int32], request: Request, guide: _Guide, drafts: list[int]
+    ) -> dict[int, str]:
+        """Fill the masks of a row's positions; return the first position that can have none, with the reason.
+
+        A position after a draft that the grammar's end excludes is never used, whatever its mask.
+        """
+        matcher, read = guide.matcher, 0
+        if guide.error or not guide.begun or matcher is None:
+            bits[0] = guide.compiled.result().first
+            return {0: guide.error} if guide.error else {}
+        began = perf_counter()
+        for position, mask in enumerate(bits):
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                self._restart(request, guide)
+                return {position: _too_complex(matcher)}
+            read += matcher.try_consume_tokens(drafts[position : position + 1])
+        matcher.rollback(read)
+        guide.charge((perf_counter() - began) / len(bits))
+        return {0: guide.error} if guide.error else {}
+
+    def _restart(self, request: Request, guide: _Guide) -> None:
+        """Replace a matcher in an error, which it can't leave, by one that has read the output."""
+        guide.matcher = guide.compiled.result().matcher.deep_copy()
+        guide.matcher.try_consume_tokens(request.tokens[request.num_prompt :])
+        guide.takes_drafts, guide.drafts = False, []
+        if self._guided is not None:
+            self._guided.match()
+
+    def _room_for(self, count: int) -> NDArray[np.int32]:
+        """Return memory for as many masks."""
+        if count > len(self._bits):
+            self._bits = np.zeros((2 * count, self._bits.shape[1]), dtype=np.int32)
+        return self._bits[:count]
 
     def _fill(self, bits: NDArray[np.int32], guided: _Guided) -> None:
         """Compute the masks in sequence, or on native threads after a slow step."""
@@ -211,6 +282,10 @@ def _fill_one_by_one(bits: NDArray[np.int32], work: Sequence[tuple[LLMatcher, in
         guides[place].charge(now - before)
         longest, before = max(longest, now - before), now
     return longest
+
+
+def _too_complex(matcher: LLMatcher) -> str:
+    return f"{UNFOLLOWED}the grammar became too complex. {matcher.get_error()}"
 
 
 def build_engine(context: FeatureContext) -> GrammarEngine:

@@ -19,10 +19,16 @@ class GrammarWorker(WorkerHook):
         self.name = name
 
     def allowed(self, slots: Sequence[int], payload: Masks) -> Allowed:
-        row_of = {slot: row for row, slot in enumerate(slots)}
+        first: dict[int, int] = {}
+        for row, slot in enumerate(slots):
+            first.setdefault(slot, row)
+        rows, before, row = [], -1, 0
+        for slot in payload.slots:
+            row = row + 1 if slot == before else first[slot]
+            rows.append(row)
+            before = slot
         words = np.frombuffer(payload.bits, dtype=np.int32).reshape(len(payload.slots), -1)
-        errors = {row_of[slot]: error for slot, error in payload.errors.items()}
-        return Allowed([row_of[slot] for slot in payload.slots], words, errors)
+        return Allowed(rows, words, {rows[mask]: error for mask, error in payload.errors.items()})
 
 
 def build_worker(context: FeatureContext) -> GrammarWorker:

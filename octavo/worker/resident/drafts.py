@@ -5,7 +5,7 @@ Until a step's tokens have arrived, the host's counts are upper bounds, as if al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import download, upload_parts
 from octavo.sampling.verify import verify
-from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints, Stored
 
 if TYPE_CHECKING:
     from octavo.worker.resident.slots import DeviceSlots
@@ -41,7 +41,7 @@ class DeviceDrafts:
         numbers, limits = (part.long() for part in upload_parts(parts, slots.device))
         return Drafting(plan, rows, numbers, limits, slots.tokens, slots.length)
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], dict[int, int]]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
         slots, limits = drafting.slots, drafting.limits
         most = max(drafting.plan.proposals.values())
         order = torch.arange(most, device=slots.device)
@@ -53,8 +53,11 @@ class DeviceDrafts:
             tokens.masked_fill_(order >= counts[:, None], 0)
         self._write(slots, self._slots.length[slots], tokens, limits)
         self._counts[slots] = counts.int()
+        if drafting.plan.reports_drafts:
+            whole = download(torch.cat([counts[:, None], tokens.long()], 1))
+            return lambda: _stored(drafting.rows, whole.wait().tolist())
         sent = download(counts)
-        return lambda: dict(zip(drafting.rows, sent.wait().tolist(), strict=True))
+        return lambda: Stored(dict(zip(drafting.rows, sent.wait().tolist(), strict=True)))
 
     def accept(self, plan: StepPlan, drawn: Tensor) -> tuple[Tensor, Callable[[list[int]], None]]:
         """Verify a step's drafts and append the tokens that are kept.
@@ -93,3 +96,9 @@ class DeviceDrafts:
         meant = order < counts[:, None]
         row = torch.where(meant, slots[:, None], table.num_slots)
         table.tokens[row, torch.where(meant, length[:, None] + order, 0)] = tokens.int()
+
+
+def _stored(rows: Sequence[int], found: list[list[int]]) -> Stored:
+    """Return the drafts of these rows of the plan: a count for each, and its tokens with padding."""
+    counts = {row: count for row, (count, *_) in zip(rows, found, strict=True)}
+    return Stored(counts, {row: one[1 : 1 + one[0]] for row, one in zip(rows, found, strict=True)})

@@ -351,7 +351,7 @@ def test_a_grammar_that_costs_the_others_too_much_ends_its_request(
 
 def test_the_worker_half_finds_each_mask_its_row() -> None:
     words = np.random.default_rng().integers(-(2**31), 2**31, (2, 3), dtype=np.int32)
-    masks = Masks([9, 7], memoryview(words.tobytes()), {7: "why"})
+    masks = Masks([9, 7], memoryview(words.tobytes()), {1: "why"})
     allowed = GrammarWorker("grammar").allowed([7, 4, 9], masks)
     assert (allowed.rows, allowed.errors) == ([2, 0], {0: "why"})
     assert (allowed.words == words).all()
