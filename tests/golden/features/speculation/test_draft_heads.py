@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,16 @@ def random_head(kind: str, folder: Path, **changes: Any) -> tuple[Path, Weights]
     return folder, weights
 
 
-def spied(monkeypatch: pytest.MonkeyPatch, drafter: type[WorkerHook]) -> list[tuple[list[int], list[int]]]:
-    """Return a list that gets what is known and what is drafted, each time that drafts are proposed."""
+Continuation = Callable[[list[int], int], list[int]]
+
+
+def spied(
+    monkeypatch: pytest.MonkeyPatch, drafter: type[WorkerHook], right: Continuation | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """Return a list that gets what is known and what is drafted, each time that drafts are proposed.
+
+    With `right`, what is proposed in their place begins with up to as many right tokens as there are drafts.
+    """
     proposed: list[tuple[list[int], list[int]]] = []
     propose = drafter.propose
 
@@ -103,32 +112,51 @@ def spied(monkeypatch: pytest.MonkeyPatch, drafter: type[WorkerHook]) -> list[tu
         for row, slot in enumerate(drafting.slots.tolist()):
             known = drafting.tokens[slot, : int(drafting.length[slot])].tolist()
             proposed.append((known, drafts.tokens[row, : int(drafts.counts[row])].tolist()))
+            if right is not None and (count := len(proposed) % (1 + int(drafts.counts[row]))):
+                drafts.tokens[row, :count] = torch.tensor(right(known, count))
         return drafts
 
     monkeypatch.setattr(drafter, "propose", noting)
     return proposed
 
 
+def greedy(model: transformers.LlamaForCausalLM) -> Continuation:
+    """What the model writes after some tokens."""
+
+    def following(known: list[int], count: int) -> list[int]:
+        tokens = list(known)
+        with torch.no_grad():
+            while len(tokens) < len(known) + count:
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(known) :]
+
+    return following
+
+
+@pytest.mark.parametrize("accepted", [False, True], ids=["rejected", "accepted"])
 @pytest.mark.parametrize("backend", [None, "torch"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_drafts_are_the_references(
-    kind: str, backend: str | None, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, backend: str | None, accepted: bool, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also after steps of which none, some or all drafts were accepted."""
     folder, model = target
     head, weights = random_head(kind, tmp_path / "head")
     if kind == "eagle":
         weights["lm_head.weight"] = model.lm_head.weight.detach()
-    proposed = spied(monkeypatch, HeadDrafter)
+    proposed = spied(monkeypatch, HeadDrafter, greedy(model) if accepted else None)
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
     own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=12 if accepted else 9, temperature=0, ignore_eos=True)
     asked = [
         GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + n + size)), params=params)
         for n, size in enumerate((1, 7, 25))
     ]
     found = tokens_of(drive(loop, asked))
-    assert len(proposed) > 15
+    assert len(proposed) > (6 if accepted else 15)
+    counts = {one.name: sum(one.values.values()) for one in loop.stats().features}
+    assert counts["spec_decode_num_accepted_tokens"] > 8 or not accepted
     for known, drafts in proposed:
         with torch.no_grad():
             states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
