@@ -26,7 +26,6 @@ NOT_IN_TRANSFORMERS = {
     "ExaoneForCausalLM": "Llama's",
     "InternLM2ForCausalLM": "Llama's",
     "InternLM3ForCausalLM": "Llama's",
-    "Llama4ForConditionalGeneration": "the text model's",
     "MiniCPMForCausalLM": "Granite's",
     "QWenLMHeadModel": "Qwen2's",
 }

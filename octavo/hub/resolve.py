@@ -18,6 +18,7 @@ from octavo.hub.progress import Progress
 from octavo.hub.pull import pull
 from octavo.hub.repository import fetch_repository, looks_like_repository
 from octavo.hub.safetensors_files import INDEX, SINGLE, check_safetensors, safetensors_files
+from octavo.hub.text_config import text_config
 
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _TOKENIZER_FILE = "tokenizer.json"
@@ -76,7 +77,7 @@ def resolve(
 def eos_token_ids(files: ModelFiles) -> list[int]:
     """Return the end-of-sequence tokens: those of the generation config, then those of the model's config."""
     found: list[int] = []
-    for config in (files.generation_config, files.config, files.config.get("text_config") or {}):
+    for config in (files.generation_config, files.config, text_config(files.config)):
         value = config.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
             if isinstance(token, int) and token not in found:

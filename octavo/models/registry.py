@@ -22,7 +22,7 @@ from octavo.models.families.gpt_oss import gpt_oss
 from octavo.models.families.granite import granite, granite_hybrid, minicpm
 from octavo.models.families.lfm2 import lfm2, lfm2_moe
 from octavo.models.families.llama import ernie, internlm2, internlm3, llama, seed_oss, smollm3
-from octavo.models.families.llama4 import llama4, llama4_with_images
+from octavo.models.families.llama4 import llama4
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
 from octavo.models.families.mistral import mistral
 from octavo.models.families.moe import (
@@ -46,6 +46,7 @@ from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
 from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, num_labels
 from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
+from octavo.models.text_half import text_half
 from octavo.nn.build import AnyBackend, Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
@@ -85,7 +86,6 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2_moe,
     "Llama4ForCausalLM": llama4,
-    "Llama4ForConditionalGeneration": llama4_with_images,
     "LlamaForCausalLM": llama,
     "Mamba2ForCausalLM": mamba2,
     "MambaForCausalLM": mamba,
@@ -118,10 +118,26 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
 }
 
 
+WITH_IMAGES = (
+    "Gemma3ForConditionalGeneration",
+    "InternVLChatModel",
+    "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+"""Architectures whose text half is one of `ARCHITECTURES`."""
+
+
 def is_own(config: Config) -> bool:
     """Return whether a checkpoint's architecture is one of these families."""
     names = config.get("architectures") or []
-    return bool(names) and _with_head(names[0]) in ARCHITECTURES
+    return bool(names) and (names[0] in WITH_IMAGES or _with_head(names[0]) in ARCHITECTURES)
 
 
 def _with_head(name: str) -> str:
@@ -146,9 +162,13 @@ def spec_of(config: Config) -> DecoderSpec:
             "The model's config has no 'architectures', so Octavo can't tell what kind of model it is. "
             "Get the config.json that belongs to the model."
         )
+    if names[0] in WITH_IMAGES:
+        method_of(config)
+        spec = spec_of(text_half(config, ARCHITECTURES))
+        return replace(spec, stored=replace(spec.stored, nested=True))
     name = _with_head(names[0])
     if name not in ARCHITECTURES:
-        known = sorted([*ARCHITECTURES, *ENCODERS])
+        known = sorted([*ARCHITECTURES, *WITH_IMAGES, *ENCODERS])
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"The model's architecture is {names[0]}; the nearest that Octavo has is {near}. "

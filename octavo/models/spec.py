@@ -138,7 +138,8 @@ class StoredNames:
         modules: those with other names or arrangements; all others keep their names.
         ignored: ends of names of tensors that are not weights.
         stacks: tensors that hold those of all experts of a layer.
-        foreign: beginnings of names of tensors that the decoder does not use, such as an image encoder's.
+        foreign: beginnings of names of tensors that the decoder does not use, such as an audio encoder's.
+        nested: the checkpoint is of a model with images, of which this is the text half.
     """
 
     root: str = "model"
@@ -146,6 +147,7 @@ class StoredNames:
     ignored: tuple[str, ...] = ()
     stacks: tuple[StoredStack, ...] = ()
     foreign: tuple[str, ...] = ()
+    nested: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from octavo.core.worker_info import RankPlace
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
+from octavo.hub.text_config import stored_dtype
 from octavo.models.hf_config import Config
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.load import open_checkpoint
@@ -96,7 +97,7 @@ class Worker:
         self._implementation = implementation
         self.files, self.load_format = files, config.load_format
         self.spec: ModelSpec = self.spec_of(files.config)
-        self.dtype = self.device.pick_dtype(config.dtype, files.config.get("dtype") or files.config.get("torch_dtype"))
+        self.dtype = self.device.pick_dtype(config.dtype, stored_dtype(files.config))
         online_of(config, files, self.device)  # raises the errors of its setting
         self.kv_dtype = kv_dtype(cache.kv_cache_dtype, self.dtype)
         if is_fp8(self.kv_dtype) and not self.device.resident:

@@ -136,15 +136,53 @@ def test_the_same_logits_under_other_names(
     assert_like(logits, theirs)
 
 
-def test_the_text_half_of_a_model_with_images(tmp_path: Path) -> None:
-    theirs = make_checkpoint("llama4", tmp_path)
+def nested(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def nested_inside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "rename", "nesting", "image"),
+    [
+        ("llama4", "Llama4ForConditionalGeneration", nested, "text_config", "vision_model.class_embedding"),
+        ("llama", "LlavaForConditionalGeneration", nested, "text_config", "vision_tower.embeddings"),
+        ("llama", "LlavaNextForConditionalGeneration", nested_inside, "text_config", "model.image_newline"),
+        ("qwen2", "LlavaOnevisionForConditionalGeneration", nested, "text_config", "image_newline"),
+        ("mistral", "Mistral3ForConditionalGeneration", nested, "text_config", "multi_modal_projector.norm.weight"),
+        ("gemma3", "Gemma3ForConditionalGeneration", nested, "text_config", "vision_tower.embeddings"),
+        ("qwen2", "Qwen2VLForConditionalGeneration", dict, "", "visual.patch_embed.proj.weight"),
+        (
+            "qwen2",
+            "Qwen2_5_VLForConditionalGeneration",
+            nested_inside,
+            "text_config",
+            "model.visual.norm.weight",
+        ),
+        ("qwen3", "Qwen3VLForConditionalGeneration", nested_inside, "text_config", "model.visual.pos_embed.weight"),
+        ("qwen2", "InternVLChatModel", nested, "llm_config", "mlp1.0.weight"),
+        ("qwen3", "InternVLForConditionalGeneration", nested_inside, "text_config", "model.vision_tower.norm.weight"),
+    ],
+)
+def test_the_text_half_of_a_model_with_images(
+    family: str,
+    architecture: str,
+    rename: Callable[[Any], dict[str, Tensor]],
+    nesting: str,
+    image: str,
+    tmp_path: Path,
+) -> None:
+    theirs = make_checkpoint(family, tmp_path)
     path = tmp_path / "model.safetensors"
-    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path).items()}
-    images = {"vision_model.class_embedding": torch.ones(3), "multi_modal_projector.linear_1.weight": torch.ones(3, 3)}
-    save_file(tensors | images, path)
+    save_file(rename(load_file(path)) | {image: torch.ones(3)}, path)
     text = json.loads((tmp_path / "config.json").read_text())
-    config = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]} if "VL" in architecture else None
+    if "VLFor" in architecture and nesting:
+        text["architectures"] = [architecture]
+    outer = {nesting: text} if nesting else text | {"model_type": "qwen2_vl"}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"architectures": [architecture]}))
     runner = PagedRunner(load_model(model_files(tmp_path), ReferenceAttention()), num_blocks=4, block_size=4)
     assert_like(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True), theirs)
 

@@ -7,6 +7,7 @@ from octavo.features import FeatureContext
 from octavo.features.speculation.config import DraftConfig
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import resolve
+from octavo.hub.text_config import text_config
 from octavo.text.tokenizers.tokenizer import load_tokenizer
 
 
@@ -29,7 +30,7 @@ def check_vocabulary(files: ModelFiles, context: FeatureContext) -> None:
     Raises:
         ConfigError: the vocabularies differ.
     """
-    size = (files.config.get("text_config") or files.config).get("vocab_size")
+    size = text_config(files.config).get("vocab_size")
     if context.files is not None and _has_tokenizer(files) and _has_tokenizer(context.files):
         theirs, ours = (one.backend.get_vocab() for one in (load_tokenizer(files), context.load_tokenizer()))
         if theirs == ours:

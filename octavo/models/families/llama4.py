@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
-from octavo.models.hf_config import Config, require, value_or, whole
+from octavo.models.hf_config import Config, value_or, whole
 from octavo.models.hf_decoder import activation, bias_set, decoder_spec, rms_norm
 from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.mixers.spec import SelfAttention, Temperature
@@ -24,27 +24,12 @@ _STACKS = tuple(
     for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
 )
 _TEXT = StoredNames(modules=renamed(_MODULES), stacks=_STACKS)
-_WITH_IMAGES = StoredNames(
-    root="language_model.model",
-    modules=renamed({**_MODULES, "language_model.lm_head": "lm_head"}),
-    stacks=_STACKS,
-    foreign=("vision_model.", "multi_modal_projector."),
-)
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
 def llama4(config: Config) -> DecoderSpec:
     """Llama 4 (https://ai.meta.com/blog/llama-4-multimodal-intelligence/), its text half: attention in chunks, layers
     without rotary positions, experts."""
-    return _llama4(config, _TEXT)
-
-
-def llama4_with_images(config: Config) -> DecoderSpec:
-    """The text half of Llama 4 with images."""
-    return _llama4(require(config, "text_config"), _WITH_IMAGES)
-
-
-def _llama4(config: Config, stored: StoredNames) -> DecoderSpec:
     layers, head_dim = whole(config, "num_hidden_layers"), whole(config, "head_dim", 128)
     rope = rope_spec(config, head_dim, theta=500000.0, interleaved=True)
     interval, chunk = whole(config, "no_rope_layer_interval", 4), config.get("attention_chunk_size", 8192)
@@ -65,7 +50,7 @@ def _llama4(config: Config, stored: StoredNames) -> DecoderSpec:
         chunked=True,
         mlps=_feed_forwards(config, layers),
         biases=bias_set(config, mlp=""),
-        stored=stored,
+        stored=_TEXT,
     )
 
 

@@ -13,7 +13,7 @@ from octavo.hub.gguf_names import is_gguf
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.gguf_latents import with_joined_latents
 from octavo.models.load.gguf_layout import gguf_names
-from octavo.models.load.renamed import with_root
+from octavo.models.load.renamed import with_root, with_text_half
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
@@ -132,10 +132,12 @@ def arranged(checkpoint: Checkpoint, spec: DecoderSpec) -> Checkpoint:
     if is_gguf(checkpoint.names()):
         checkpoint = with_joined_latents(checkpoint)
         return ArrangedCheckpoint(checkpoint, spec, gguf_names(spec, checkpoint.names()))
+    if spec.stored.nested:
+        checkpoint = with_text_half(checkpoint)
     if spec.stored.root == ROOT:
         checkpoint = with_root(checkpoint, ROOT)
-    ropes = (spec.rope_of(layer) for layer in range(spec.num_layers))
-    if not checkpoint.names() or (spec.stored == StoredNames() and all(rope.order is None for rope in ropes)):
+    plain = replace(spec.stored, nested=False) == StoredNames()
+    if not checkpoint.names() or (plain and all(spec.rope_of(i).order is None for i in range(spec.num_layers))):
         return checkpoint
     return ArrangedCheckpoint(checkpoint, spec, spec.stored)
 

@@ -10,14 +10,18 @@ from octavo.hub.gguf_names import bert_name, is_gguf
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
+_TEXT_HALVES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+"""Where checkpoints have their text model -> where a text model's checkpoint has it."""
+_TEXT = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
+
 
 class RenamedCheckpoint:
-    """A view of `source` in which each tensor has the name `rename(name)`."""
+    """A view of `source` in which each tensor has the name `rename(name)`, without those for which that is None."""
 
-    def __init__(self, source: Checkpoint, rename: Callable[[str], str]) -> None:
+    def __init__(self, source: Checkpoint, rename: Callable[[str], str | None]) -> None:
         self.origin = source.origin
         self._source = source
-        self._stored = {rename(name): name for name in source.names()}
+        self._stored = {new: name for name in source.names() if (new := rename(name)) is not None}
 
     def names(self) -> Set[str]:
         return self._stored.keys()
@@ -33,6 +37,18 @@ class RenamedCheckpoint:
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         return self._source.tensor(self._stored[name], spec, index)
+
+
+def with_text_half(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the text half of a checkpoint of a model with images, with the names of a text model's checkpoint."""
+    return RenamedCheckpoint(checkpoint, _in_text_half) if checkpoint.names() else checkpoint
+
+
+def _in_text_half(name: str) -> str | None:
+    for outer, inner in _TEXT_HALVES:
+        if name.startswith(outer):
+            return inner + name.removeprefix(outer)
+    return name if name.startswith(_TEXT) else None
 
 
 def with_root(checkpoint: Checkpoint, root: str) -> Checkpoint:

@@ -9,6 +9,7 @@ from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
+from octavo.hub.text_config import stored_dtype
 from octavo.models.encoders.registry import build_encoder, encoder_spec
 from octavo.models.load import open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ class EncoderWorker:
             )
         self.spec = encoder_spec(files.config)
         # A configuration without a dtype means float32.
-        stored = files.config.get("dtype") or files.config.get("torch_dtype") or "float32"
+        stored = stored_dtype(files.config) or "float32"
         self.dtype = self.device.pick_dtype(config.dtype, stored)
         self._config = config
         self._files = files

@@ -202,6 +202,7 @@ def test_llama4_as_published() -> None:
         interleave_moe_layer_step=2,
         use_qk_norm=False,
     )
+    text["model_type"] = "llama4_text"
     spec = spec_of({"architectures": ["Llama4ForConditionalGeneration"], "text_config": text})
     assert spec.chunked
     assert spec.windows == (8192, 8192, 8192, None)
@@ -210,6 +211,33 @@ def test_llama4_as_published() -> None:
     assert spec.head_norms is None
     assert spec.max_position == 10485760
     assert {rope.max_position for rope in spec.within(1000).ropes} == {1000}
+
+
+def test_a_text_half_of_gemma3_as_published() -> None:
+    """Its configuration states only what differs from Transformers' defaults."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    spec = spec_of({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    assert spec.windows[:6] == (1024,) * 5 + (None,)
+    assert spec.tied
+    assert spec.stored.nested
+
+
+def test_an_unknown_text_half_is_named() -> None:
+    outer = {"architectures": ["LlavaForConditionalGeneration"], "text_config": config("OlmoForCausalLM")}
+    assert spec_of(outer).stored.nested
+    outer["text_config"]["architectures"] = ["RwkvForCausalLM"]
+    with pytest.raises(
+        ConfigError, match=r"LlavaForConditionalGeneration: its text half is RwkvForCausalLM\. Octavo has"
+    ):
+        spec_of(outer)
 
 
 def test_soft_caps_of_gemma2_can_be_switched_off() -> None:

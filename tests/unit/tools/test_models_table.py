@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.models.registry import WITH_IMAGES
+
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "models_table.py"
 
 
@@ -17,3 +19,8 @@ def test_the_docs_list_every_architecture_as_it_is() -> None:
     spec.loader.exec_module(module)
     docs = module.DOCS.read_text(encoding="utf-8")
     assert module.rewrite(docs) == docs, "run PYTHONPATH=.:tests python tools/models_table.py"
+
+
+def test_the_docs_list_every_model_with_images() -> None:
+    docs = (SCRIPT.parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [name for name in WITH_IMAGES if f"`{name}`" not in docs] == []
