@@ -134,10 +134,7 @@ struct NarrowSums {
     template <class Rows>
     __attribute__((always_inline)) void add(const Word (&columns)[V], int w, const Rows& row) {
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            const Word x = splat(row(m).words[0][w]);
-            for (int v = 0; v < V; v++) sums[m][v] = multiply_add_pairs(sums[m][v], columns[v], x);
-        }
+        for (int m = 0; m < M; m++) add_row_pairs(sums[m], columns, row(m).words[0][w]);
     }
 
     __attribute__((always_inline)) Int total(int m, int v) const {

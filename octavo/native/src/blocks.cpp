@@ -113,11 +113,14 @@ struct Product {
         if constexpr (Planes == 1) {
             for (int m = 0; m < M; m++) tile.sums[m][j] += ((Vec)sums.total(m, v) - row(m, b).origin) * scale;
         } else {
-            for (int m = 0; m < M; m++)
-                tile.sums[m][j] += __builtin_convertvector(sums.total(m, v), Vec) * row(m, b).scale * scale;
-            if (!op.minima) return;
+            const auto product = [&](int m) { return __builtin_convertvector(sums.total(m, v), Vec) * row(m, b).scale; };
+            if (!op.minima) {
+                for (int m = 0; m < M; m++) tile.sums[m][j] += product(m) * scale;
+                return;
+            }
             const Vec minimum = load_half(scales + kPanel);
-            for (int m = 0; m < M; m++) tile.sums[m][j] += minimum * row(m, b).scaled_sum;
+            for (int m = 0; m < M; m++)
+                tile.sums[m][j] = (tile.sums[m][j] + product(m) * scale) + minimum * row(m, b).scaled_sum;
         }
     }
 

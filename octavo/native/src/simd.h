@@ -294,6 +294,33 @@ inline Short multiply_add_pairs(Short acc, Word u, Word s) {
 }
 #endif
 
+#if defined(__AVX2__)
+// sums[v] += products of columns[v] with one word of a row, as multiply_add_pairs. With AVX2 they are spelled out, since
+// GCC stores the broadcast words of all rows in memory, where that takes as long as the products.
+template <int V>
+__attribute__((always_inline)) inline void add_row_pairs(Short (&sums)[V], const Word (&columns)[V],
+                                                         const uint32_t& word) {
+#if !defined(__AVX512F__)
+    if constexpr (V == 2) {
+        Short first = sums[0], second = sums[1];
+        Word x, y;
+        asm("vpbroadcastd %4, %2\n\t"
+            "vpmaddubsw %2, %5, %3\n\t"
+            "vpmaddubsw %2, %6, %2\n\t"
+            "vpaddw %3, %0, %0\n\t"
+            "vpaddw %2, %1, %1"
+            : "+x"(first), "+x"(second), "=&x"(x), "=&x"(y)
+            : "m"(word), "x"(columns[0]), "x"(columns[1]));
+        sums[0] = first;
+        sums[1] = second;
+        return;
+    }
+#endif
+    const Word x = splat(word);
+    for (int v = 0; v < V; v++) sums[v] = multiply_add_pairs(sums[v], columns[v], x);
+}
+#endif
+
 // Products of words of bytes: the second factor is signed, or the first.
 struct UnsignedBySigned;
 struct SignedByUnsigned;
