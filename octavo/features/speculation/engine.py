@@ -119,7 +119,7 @@ class SpeculationEngine(EngineHook):
 
     def _measure(self, step: Planned, now: float) -> None:
         plain = self._costs.plain(step.rows)
-        for found in self._pace.ended(step, now, plain):
+        for found in self._pace.ended(step, now):
             for _ in range(found.steps):
                 self._costs.add(found.rows, found.drafts, found.seconds)
             if found.drafts:

@@ -38,8 +38,8 @@ class Pace:
 
     In a busy engine, one step is planned in the time that one takes. If a step is launched while others are in flight,
     the host then waits for an earlier one, so the time until the next plan is that one's, unless the launch itself
-    takes longer. Steps with drafts in a row are therefore measured together: from the first one's plan until as many
-    steps without drafts as are in flight have followed, less the usual time of these.
+    takes longer. Steps with drafts in a row are therefore measured together, until as many steps without drafts as are
+    in flight have followed: as many times between plans as there are steps, those in a row that take the longest.
     """
 
     def __init__(self) -> None:
@@ -48,51 +48,49 @@ class Pace:
     def interrupt(self) -> None:
         """Forget the steps in flight: the time until the next plan may be idle or another kind of step's."""
         self._chain: list[Planned] = []
-        self._seconds = 0.0
+        self._times: list[float] = []
+        """Seconds from the plan of each step of the chain, and after it, to the next."""
         self._shifted = False
-        """Whether the chain's first seconds are those of steps with drafts before it, and so its last ones missing."""
+        """Whether the first of them are those of steps with drafts before the chain."""
         self._settling = 0
         """Steps without drafts in whose time others ran."""
 
-    def ended(self, step: Planned, now: float, plain: float) -> Iterator[Measured]:
-        """Return what is known when the step after this one is planned.
-
-        Args:
-            plain: usual seconds of a step of as many rows without drafts; 0.0 if unknown.
-        """
+    def ended(self, step: Planned, now: float) -> Iterator[Measured]:
+        """Return what is known when the step after this one is planned."""
         if step.drafts:
             return self._drafted(step, now - step.began)
-        return self._plain(step, now - step.began, plain)
+        return self._plain(step, now - step.began)
 
     def _drafted(self, step: Planned, seconds: float) -> Iterator[Measured]:
         if self._chain and (self._chain[0].rows != step.rows or self._settling < self._chain[-1].ahead):
             self._begin(shifted=True)
         self._chain.append(step)
-        self._seconds += seconds
+        self._times.append(seconds)
         self._settling = step.ahead
         if not step.ahead or len(self._chain) == _LONGEST:
             yield self._mean()
             self._begin(shifted=step.ahead > 0)
 
-    def _plain(self, step: Planned, seconds: float, plain: float) -> Iterator[Measured]:
+    def _plain(self, step: Planned, seconds: float) -> Iterator[Measured]:
         if not self._settling:
             yield Measured(step.rows, 0, seconds)
             return
         self._settling -= 1
         if not self._shifted:
-            self._seconds += seconds - plain
+            self._times.append(seconds)
         if self._chain and (self._shifted or not self._settling):
-            if plain:
-                yield self._mean()
+            yield self._mean()
             self._begin(shifted=self._settling > 0)
         elif not self._settling:
             self._shifted = False
 
     def _begin(self, *, shifted: bool) -> None:
         """Begin the next chain."""
-        self._chain, self._seconds, self._shifted = [], 0.0, shifted
+        self._chain, self._times, self._shifted = [], [], shifted
 
     def _mean(self) -> Measured:
-        steps = len(self._chain)
+        steps, longest = len(self._chain), 0.0
+        for first in range(len(self._times) - steps + 1):
+            longest = max(longest, sum(self._times[first : first + steps]))
         drafts = sum(one.drafts for one in self._chain) / steps
-        return Measured(self._chain[0].rows, drafts, max(0.0, self._seconds / steps), steps)
+        return Measured(self._chain[0].rows, drafts, longest / steps, steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TRIAL = 2
 """Drafts of each row of a trial."""
-_PAUSE, _LONGEST_PAUSE = 64, 4096
+_PAUSE, _LONGEST_PAUSE = 64, 2048
 """Steps from one trial to the next while drafts don't pay; each failed trial doubles it."""
 _LOSS = 200
 """Least steps from a trial to the next, for each step without drafts whose time it cost: half a percent."""
@@ -12,6 +12,9 @@ _STEPS = 8
 """Least steps of a measurement, except a trial's."""
 _AGE = 8
 """Measurements after which those of other limits are forgotten."""
+_ODD, _SOON, _FEW = 8.0, 16, 3
+"""A trial that takes as long as this many steps may have loaded kernels: it is repeated after that many steps, at most
+so often."""
 _MARGIN = 1.01
 """Least gain of drafts that pay."""
 
@@ -31,6 +34,7 @@ class Together:
         self._pause = _PAUSE
         self._try_at = 0
         self._tries = False
+        self._odd = 0
         self._paid = 0
         """Measurements in a row that gained."""
         self._steps, self._saved, self._took = 0, 0.0, 0.0
@@ -57,14 +61,16 @@ class Together:
         self._steps, self._saved, self._took = self._steps + steps, self._saved + saved, self._took + took
         if self._limit and self._steps < _STEPS:
             return
-        self._tries = False
+        trial, self._tries = self._tries, False
         limit, gain, loss = self._limit or min(TRIAL, self._most), self._saved / self._took, self._took - self._saved
         self._gains[limit] = (self._gains.get(limit, gain) + gain) / 2
         if max(self._gains.values()) >= _MARGIN:
             self._go_on(limit)
+        elif trial and gain < 1 / _ODD and self._odd < _FEW:
+            self._gains, self._try_at, self._odd = {}, step + _SOON, self._odd + 1
         else:
             self._gains, self._limit, self._paid = {}, 0, 0
-            self._try_at = step + max(self._pause, int(_LOSS * loss))
+            self._try_at = step + min(max(self._pause, int(_LOSS * loss)), _LONGEST_PAUSE)
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._steps, self._saved, self._took = 0, 0.0, 0.0
 
