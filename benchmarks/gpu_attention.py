@@ -40,8 +40,9 @@ KINDS = {"bf16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float
 PAGE = 16
 DECODING = ((32, 8192), (256, 512), (64, 1024), (8, 2048), (1, 1024))
 VERIFYING = ((32, 8192), (256, 512), (256, 2048), (64, 1024), (16, 4096), (8, 2048), (1, 8192), (1, 1024))
-QUERIES = (2, 4, 8)
-"""Of a row that verifies drafts."""
+TAIL = 5
+"""Keys by which these contexts are shorter: few contexts end with a tile of keys."""
+QUERIES = (1, 2, 4, 8)
 PROMPTS = ((1, 8192, 0), (2, 4096, 0), (4, 2048, 0), (8, 1024, 0), (4, 2048, 6144))
 """(rows, tokens computed, tokens in the cache before)."""
 
@@ -62,7 +63,8 @@ def main() -> None:
     if args.libraries:
         runs["libraries"] = functools.partial(through_libraries, names=args.libraries)
     if args.sweep:
-        compile_all(spec, [name for name in runs if name != "libraries"])
+        names = {name: [name] for name in runs} | {"verify": ["verify", "verify_one"], "libraries": []}
+        compile_all(spec, [name for run in runs for name in names[run]])
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ceilings": ceilings(), "spec": str(spec)}
     print(json.dumps(report), flush=True)
     for name, run in runs.items():
@@ -88,19 +90,14 @@ def decoding(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
 def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
     for rows, length in VERIFYING:
         nbytes = rows * length * 2 * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
-        lengths, copies = [length] * rows, max(1, (1 << 30) // nbytes)
-        one = 0.0
-        for queries in (1, *QUERIES):
-            work = Work(spec, DTYPE, lengths, [queries] * rows, copies)
-            tried = [
-                (shape, options)
-                for shape, options in SHAPES["verify"]
-                if options["num_splits"] == 1 or 200 <= rows * spec.num_kv_heads * options["num_splits"] <= 2100
-            ]
-            for label, seconds in timed(work, "decode_shape", tried if sweep and queries == 8 else []):
+        copies, one = max(1, (1 << 30) // nbytes), 0.0
+        for queries in QUERIES:
+            work = Work(spec, DTYPE, [length - TAIL] * rows, [queries] * rows, copies)
+            tried = SHAPES["verify_one" if queries == 1 else "verify"] if sweep and queries in (1, 8) else []
+            for label, seconds in timed(work, "decode_shape", tried):
                 one = one or seconds
                 rate = {"tb_s": round(nbytes / seconds / 1e12, 3), "of_one_query": round(one / seconds, 3)}
-                yield show(f"verify {rows} x {length}, {queries} queries {label}", seconds, rate)
+                yield show(f"verify {rows} x {length - TAIL}, {queries} queries {label}", seconds, rate)
             del work
 
 
@@ -188,10 +185,11 @@ SHAPES: dict[str, list[tuple[Shape, dict[str, Any]]]] = {
         for splits in (1, 2, 4, 8, 16, 32)
         for means in (2,)
     ],
+    "verify_one": [(Shape(16, *shape), {"one_loop": one}) for shape in ((32, 1, 3), (32, 1, 4)) for one in (0, 1)],
     "verify": [
-        (Shape(32, *shape), {"num_splits": splits})
-        for shape in ((32, 2, 3), (32, 2, 5), (64, 2, 3), (64, 4, 3), (64, 4, 5), (32, 4, 5), (128, 4, 3))
-        for splits in (1, 2, 4, 8, 16, 32)
+        (Shape(32, *shape), {"one_loop": one})
+        for shape in ((32, 2, 4), (32, 2, 5), (64, 2, 3), (64, 4, 5))
+        for one in (0, 1)
     ],
     "prefill": [
         (Shape(*shape), {})
@@ -296,14 +294,18 @@ def compile_all(spec: AttentionSpec, names: list[str]) -> None:
         if options.get("num_splits", 1) < 4
         and kind != "fp8_e5m2"
         and (kind == "fp8_e4m3" or options.get("means_of", 2) == 2)
-        and (dtype == DTYPE or name != "verify")
+        and (dtype == DTYPE or not name.startswith("verify"))
     ]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.starmap(compile_one, jobs, chunksize=2)
 
 
+COMPILED = {"decode": (64, 1), "verify_one": (60, 1), "verify": (60, 8), "prefill": (256, 192)}
+"""Keys and queries of the rows for which shapes are compiled."""
+
+
 def compile_one(spec: AttentionSpec, name: str, dtype: torch.dtype, shape: Shape, options: dict[str, Any]) -> None:
-    lengths, count = {"decode": (64, 1), "verify": (64, 8), "prefill": (256, 192)}[name]
+    lengths, count = COMPILED[name]
     lengths, counts = [lengths] * 2, [count] * 2
     try:
         with Replaced("prefill_shape" if name == "prefill" else "decode_shape", shape, options):

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from octavo.nn.attention.base import AttentionSpec
-from octavo.nn.attention.fp8 import form_of, means_of, tile_width
+from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_arguments import as_words, head_terms, scales_of, two_strides
 from octavo.nn.attention.triton_decode import COMMON, REST, WHOLE, decode_kernel, merge_kernel
 from octavo.nn.attention.triton_shapes import decode_shape
@@ -64,6 +64,17 @@ def most_sharing(group: int) -> int:
     return max(1, _SHARED_HEADS // group)
 
 
+def tile_rows(group: int, queries: int, form: int) -> int:
+    """Return the rows of a tile for this many queries of `group` query heads. Two warps, of 16 each, load faster than
+    one, even if a row verifies so few drafts that one would do."""
+    return max(32 if queries > 1 and form == PLAIN else 16, triton.next_power_of_2(group * queries))
+
+
+def one_loop(queries: int) -> bool:
+    """Return whether all tiles of keys are masked."""
+    return False
+
+
 def attend_few(
     q: Tensor,
     cache: Tensor,
@@ -78,7 +89,7 @@ def attend_few(
     it does with linear biases, which differ from row to row."""
     shared = few.shared if spec.shares_prefixes else None
     rows = few.rows if few.rows is not None else step.query_start
-    splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device)
+    splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device, few.queries)
     divided = splits if splits > 1 else 0
     if shared is None:
         parts = _parts(divided, few, spec, out)
@@ -120,7 +131,7 @@ def _read(
     form, cells = as_words(cache)
     group = spec.num_heads // spec.num_kv_heads
     block_d = tile_width(spec.head_dim, form)
-    shape = decode_shape(q.dtype, block_d, form, max(16, triton.next_power_of_2(group * reading.queries)))
+    shape = decode_shape(q.dtype, block_d, form, tile_rows(group, reading.queries, form))
     last = (reading.splits, reading.items) if reading.kind == COMMON.value else (reading.items, reading.splits)
     decode_kernel[(spec.num_kv_heads, *last)](
         q,
@@ -161,6 +172,7 @@ def _read(
         HAS_TABLE_ROWS=step.table_rows is not None,
         FORM=form,
         MEANS=means_of(q.device),
+        ONE_LOOP=one_loop(reading.queries),
         num_warps=shape.warps,
         num_stages=shape.stages,
         maxnreg=shape.registers,
@@ -188,9 +200,11 @@ def _merge(
     )
 
 
-def num_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
-    """Return the number of parts of each context, a power of two: enough to fill the GPU, none below 256 keys."""
-    return _power_of_two(8 * _multiprocessors(device) // max(programs, 1), max_seq_len)
+def num_splits(programs: int, max_seq_len: int, device: torch.device, queries: int = 1) -> int:
+    """Return the number of parts of each context, a power of two: enough to fill the GPU, none below 256 keys. Programs
+    for several queries have two warps, and more outputs to merge."""
+    each = 8 if queries == 1 else 4
+    return _power_of_two(each * _multiprocessors(device) // max(programs, 1), max_seq_len)
 
 
 def _common_splits(programs: int, max_seq_len: int, device: torch.device) -> int:

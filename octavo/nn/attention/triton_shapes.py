@@ -32,6 +32,8 @@ def decode_shape(dtype: torch.dtype, block_d: int, form: int, queries: int) -> S
     """Return the shape for tiles of `queries` queries times heads. Programs of one warp need no synchronization, and
     many of them fit."""
     itemsize = dtype.itemsize if form == PLAIN else 1
+    if queries == 32 and block_d <= 128 and itemsize == 2:
+        return Shape(queries, 64, 2, 3)  # each warp has the rows of one tile of 16
     if queries > 16 or block_d > 128 or itemsize == 4:
         return Shape(queries, max(16, min(64, 16384 // (block_d * itemsize))), 4, 3)
     return Shape(queries, 32, 1, 3 if form == PLAIN else 5)
