@@ -67,7 +67,7 @@ def most_sharing(group: int) -> int:
 def tile_rows(group: int, queries: int, form: int) -> int:
     """Return the rows of a tile for this many queries of `group` query heads. Two warps, of 16 each, load faster than
     one, even if a row verifies so few drafts that one would do."""
-    return max(32 if queries > 1 and form == PLAIN else 16, triton.next_power_of_2(group * queries))
+    return max(32 if queries > 1 and form == PLAIN else 16, int(triton.next_power_of_2(group * queries)))
 
 
 def one_loop(queries: int) -> bool:
