@@ -139,7 +139,7 @@ PUBLIC = (
     ),
     public("models/families/deepseek.py", "lora", "q_lora_rank kv_lora_rank", "fields of configurations"),
     public(
-        "hub/gguf_experts.py",
+        "hub/gguf_latent.py",
         "lora",
         "q_lora_rank kv_lora_rank attention.q_lora_rank attention.kv_lora_rank",
         "fields of configurations",

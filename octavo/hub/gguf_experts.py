@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.hub.gguf_keys import Keys
+from octavo.hub.gguf_latent import latent
 
 _SIGMOID = 2
 """llama.cpp's number of a router with sigmoids (`expert_gating_func`)."""
@@ -45,6 +46,10 @@ def qwen3(keys: Keys) -> dict[str, Any]:
     return qwen(keys, normalized=True)
 
 
+def phi(keys: Keys) -> dict[str, Any]:
+    return {**counts(keys), "lm_head_bias": keys.has("output.bias")}
+
+
 def olmoe(keys: Keys) -> dict[str, Any]:
     return {**counts(keys), "norm_topk_prob": False, "clip_qkv": keys.get("attention.clamp_kqv")}
 
@@ -74,24 +79,16 @@ def glm4(keys: Keys) -> dict[str, Any]:
 
 
 def deepseek(keys: Keys) -> dict[str, Any]:
-    """DeepSeek V2, and V3 by its router with sigmoids. Newer converters store latent attention as that of one key per
-    token, and give the sizes of heads apart."""
-    fields, rotated = after_dense(keys), keys.need("rope.dimension_count")
+    """DeepSeek V2, and V3 by its router with sigmoids."""
+    fields = after_dense(keys)
     later = fields["scoring_func"] == "sigmoid"
     names = ("DeepseekV3ForCausalLM", "deepseek_v3") if later else ("DeepseekV2ForCausalLM", "deepseek_v2")
     return {
         **fields,
+        **latent(keys),
         "architectures": [names[0]],
         "model_type": names[1],
         "topk_method": "group_limited_greedy" if fields["n_group"] > 1 else "greedy",
-        "q_lora_rank": keys.get("attention.q_lora_rank") or None,
-        "kv_lora_rank": keys.need("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": (keys.get("attention.key_length_mla") or keys.need("attention.key_length")) - rotated,
-        "v_head_dim": keys.get("attention.value_length_mla") or keys.need("attention.value_length"),
-        "head_dim": None,
-        "num_key_value_heads": keys.need("attention.head_count"),
-        "partial_rotary_factor": 1.0,
         "rope_parameters": _deepseek_rope(keys),
     }
 

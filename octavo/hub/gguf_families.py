@@ -13,6 +13,7 @@ from octavo.core.errors import ModelFileError
 from octavo.hub import gguf_experts as experts
 from octavo.hub import gguf_recurrent as recurrent
 from octavo.hub.gguf_keys import Keys
+from octavo.hub.gguf_latent import minicpm3
 
 Fields = Callable[[Keys], dict[str, Any]]
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -213,6 +214,8 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family("MistralForCausalLM", "mistral"),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "qwen2vl": Family("Qwen2ForCausalLM", "qwen2"),
+    "qwen3vl": Family("Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", bias="qkv_bias", fields=experts.qwen2, experts=True),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", fields=experts.qwen3, experts=True),
     "bert": Family("BertModel", "bert", "layer_norm_eps", fields=_bert),
@@ -250,6 +253,7 @@ FAMILIES: Mapping[str, Family] = {
     "mamba2": Family("Mamba2ForCausalLM", "mamba2", "layer_norm_epsilon", fields=recurrent.mamba2),
     "llama4": Family("Llama4ForCausalLM", "llama4_text", fields=experts.llama4, experts=True),
     "minicpm": Family("MiniCPMForCausalLM", "minicpm", paired=True, fields=_minicpm),
+    "minicpm3": Family("MiniCPM3ForCausalLM", "minicpm3", fields=minicpm3, latent=True),
     "nemotron": Family("NemotronForCausalLM", "nemotron", "norm_eps"),
     "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", "layer_norm_epsilon", fields=recurrent.nemotron_h),
     "nemotron_h_moe": Family(
@@ -260,6 +264,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": Family("OlmoeForCausalLM", "olmoe", fields=experts.olmoe, experts=True),
     "phi2": Family("PhiForCausalLM", "phi", "layer_norm_eps"),
     "phi3": Family("Phi3ForCausalLM", "phi3"),
+    "phimoe": Family("PhimoeForCausalLM", "phimoe", fields=experts.phi, experts=True),
     "seed_oss": Family("SeedOssForCausalLM", "seed_oss", fields=_seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", "smollm3", paired=True),
     "stablelm": Family("StableLmForCausalLM", "stablelm", "layer_norm_eps", "use_qkv_bias", fields=_stablelm),

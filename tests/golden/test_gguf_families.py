@@ -279,7 +279,22 @@ CASES |= {
             "attention__chunk_size": 12,
         },
     ),
+    "minicpm3": (
+        "minicpm3",
+        "minicpm3",
+        {"attention_bias": False, "scale_depth": 1.4, "dim_model_base": 256},
+        {
+            "attention__kv_lora_rank": 24,
+            "attention__q_lora_rank": 20,
+            "attention__key_length": 20,
+            "attention__value_length": 10,
+            "rope__dimension_count": 8,
+        },
+    ),
     "olmoe": ("olmoe", "olmoe", {}, _COUNTS),
+    "phimoe": ("phi-moe", "phimoe", {"router_jitter_noise": 0.01}, {**_COUNTS, "rope__scaling__attn_factor": 1.2}),
+    "qwen2vl": ("qwen2", "qwen2vl", {}, {"rope__dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": ("qwen3", "qwen3vl", {}, {"rope__dimension_sections": [6, 5, 5, 0]}),
 }
 """Name -> tiny configuration, architecture of the file, changed fields, and metadata that only this family has."""
 
