@@ -44,14 +44,14 @@ def prefill_shape(dtype: torch.dtype, head_dim: int, longest: int, device: torch
     if dtype.itemsize == 4:
         return Shape(32, 32, 4, 1)
     if head_dim > 128:
-        return Shape(128, 64, 8, 2) if _has_large_tiles(device) else Shape(64, 32, 8, 2)
-    if longest > 4096 and head_dim == 128 and _has_large_tiles(device):
+        return Shape(128, 64, 8, 2) if has_large_tiles(device) else Shape(64, 32, 8, 2)
+    if longest > 4096 and head_dim == 128 and has_large_tiles(device):
         return Shape(128, 128, 8, 3, bulk=True)
     # Two programs per multiprocessor: one multiplies while the other computes exponentials.
     return Shape(128, 64, 8, 2, 128)
 
 
 @functools.cache
-def _has_large_tiles(device: torch.device) -> bool:
+def has_large_tiles(device: torch.device) -> bool:
     """Return whether there are a copy engine and memory for three tiles of 64 KiB: data-center Hopper and Blackwell."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -17,7 +17,7 @@ from octavo.nn.latent.base import LatentNorm, LatentSpec
 from octavo.nn.latent.triton_absorbed import absorbed_kernel
 from octavo.nn.latent.triton_expanded import expanded_kernel
 from octavo.nn.latent.triton_plan import Expanded, LatentLaunches, Pieces, Tiles, divide
-from octavo.nn.latent.triton_shapes import absorbed_shape, expanded_shape, tile_queries
+from octavo.nn.latent.triton_shapes import ExpandedShape, absorbed_shape, expanded_shape, tile_queries
 from octavo.nn.latent.triton_write import latent_write_kernel
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import StepInput
@@ -51,7 +51,8 @@ class TritonLatents:
             lengths = counts + np.asarray(step.past_lens, dtype=np.int32)
         else:
             lengths = np.asarray(step.seq_lens.tolist(), dtype=np.int32)
-        return divide(step, counts, lengths, expanded_shape(self._dtype).queries, block_size, self._spec)
+        queries = _expanded_shape(self._dtype, self._spec, step.device).queries
+        return divide(step, counts, lengths, queries, block_size, self._spec)
 
     def store(
         self,
@@ -271,7 +272,7 @@ def _expand(
     resumes: bool,
     pauses: bool,
 ) -> None:
-    shape = expanded_shape(q.dtype)
+    shape = _expanded_shape(q.dtype, spec, q.device)
     expanded_kernel[(spec.num_heads, tiles.count)](
         q,
         made,
@@ -302,6 +303,10 @@ def _expand(
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
+
+
+def _expanded_shape(dtype: torch.dtype, spec: LatentSpec, device: torch.device) -> ExpandedShape:
+    return expanded_shape(dtype, sum(map(_padded, (spec.nope_dim, spec.rope_dim, spec.value_dim))), device)
 
 
 def _padded(extent: int) -> int:

@@ -7,8 +7,12 @@ from typing import NamedTuple
 import torch
 import triton
 
+from octavo.nn.attention.triton_shapes import has_large_tiles
+
 _MOST_ROWS = 64
 """Heads times queries of a tile: the height of Hopper's matrix instruction."""
+_CHANNELS = 320
+"""Most channels of a key and a value of which two tiles fit the shared memory beside the queries."""
 
 
 class AbsorbedShape(NamedTuple):
@@ -50,5 +54,8 @@ class ExpandedShape(NamedTuple):
     stages: int
 
 
-def expanded_shape(dtype: torch.dtype) -> ExpandedShape:
-    return ExpandedShape(32, 32, 4, 1) if dtype.itemsize == 4 else ExpandedShape(128, 64, 8, 2)
+def expanded_shape(dtype: torch.dtype, channels: int, device: torch.device) -> ExpandedShape:
+    """Return the shape for this many channels of a key and a value."""
+    if dtype.itemsize == 4:
+        return ExpandedShape(32, 32, 4, 1)
+    return ExpandedShape(128, 64, 8, 3 if channels <= _CHANNELS and has_large_tiles(device) else 2)

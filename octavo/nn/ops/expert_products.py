@@ -327,9 +327,10 @@ def _tiling(x: Tensor, mean: float, inputs: int, *, first: bool, gated: bool) ->
         height = next((height for most, height in _HEIGHTS.items() if mean <= most), 64)
         width, depth, stages = (64, 128, 3) if gated else (128, 128, 3) if height == 16 else (128, 64, 4)
         return Tiling(height, width, depth, 4, stages, turned=True, copies=copies, copies_rows=copies and not first)
-    width, stages = 128 if gated else 256, 4 if copies else 3
-    rows = copies and not first
-    return Tiling(128, width, 64, 8, stages, side_by_side=4, halves=True, copies=copies, copies_rows=rows)
+    if not first:  # two programs share a multiprocessor, and one multiplies while the other begins or ends a tile
+        return Tiling(128, 128, 64, 4, 3, side_by_side=4, halves=True, copies=copies, copies_rows=copies)
+    width = 128 if gated else 256
+    return Tiling(128, width, 64, 8, 4 if copies else 3, side_by_side=4, halves=True, copies=copies)
 
 
 def _interpreted(mean: float, inputs: int) -> Tiling:

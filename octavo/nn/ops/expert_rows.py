@@ -144,5 +144,5 @@ def row_plans(form: ExpertsForm, device: torch.device) -> tuple[RowPlan, RowPlan
     """Return the fastest division of both products of single rows, as measured on an H200."""
     if device.type != "cuda":
         return RowPlan(32, 64, 1), RowPlan(32, 64, 1)
-    before = RowPlan(2, 2048, 4) if form.hidden_size >= 2048 else RowPlan(2, 1024, 4)
+    before = RowPlan(1, 2048, 4) if form.hidden_size >= 2048 else RowPlan(2, 1024, 4)
     return before, RowPlan(2, min(1024, triton.next_power_of_2(form.size)), 4)
