@@ -1,81 +1,206 @@
-"""GPT-2 small's shape with random weights on a CPU: as a native program, and layer by layer in torch.
+"""Models' shapes with random weights on a CPU: as a native program, and layer by layer in torch.
 
-    python benchmarks/cpu_families.py
+    python benchmarks/cpu_families.py [--models gpt2 olmoe qwen3-moe]
 
 Milliseconds of a step of one token for each request, after 32 tokens each, in bfloat16 on two threads: the medians of
-steps in which the two forms take turns.
+steps in which the two forms take turns. Beside them, what the step must read: all weights but the embeddings, of the
+experts only those that its tokens chose, and how long the machine takes to read as much. The figures of other models in
+the output file are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from machine import describe
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from paged import PagedRunner
-from tiny import load_model, model_files
+from paged import PagedRunner, Row
 
+from octavo.models.decoder import CausalLM
+from octavo.models.feed_forwards.experts import Experts
+from octavo.models.load.dummy import DummyCheckpoint
+from octavo.models.load.weights import load_weights, weight_layers
 from octavo.models.model import compiled
+from octavo.models.registry import build_model, spec_of
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.ops.routing import Routing
+from octavo.nn.pages import LargePages
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.nn.weights import fused
 
 RESULTS = Path(__file__).resolve().parent / "results"
 THREADS, PROMPT, STEPS, WARMUP = 2, 32, 14, 2
 BATCHES = (1, 16)
+NATIVE, TORCH = "native program", "layers in torch"
 
 
-def runners(folder: Path) -> dict[str, PagedRunner]:
-    made = {}
-    for form in ("native program", "layers in torch"):
-        backend = NativeAttention(Pool(THREADS))
-        model: Any = load_model(model_files(folder), backend, torch.bfloat16)
-        model = compiled(model, backend) if form == "native program" else model
-        made[form] = PagedRunner(model, num_blocks=80, block_size=16, dtype=torch.bfloat16)
-    return made
+class Shape(NamedTuple):
+    """A model: its Transformers configuration, and what of it is left out to fit the machine."""
+
+    kind: Any
+    changes: dict[str, Any]
+    about: str
 
 
-def measured(forms: dict[str, PagedRunner], batch: int) -> dict[str, float]:
-    rows = {form: [runner.row([7 + i] * PROMPT, 64) for i in range(batch)] for form, runner in forms.items()}
-    for form, runner in forms.items():
-        runner.step(rows[form], [PROMPT] * batch)
+SHAPES = {
+    "gpt2": Shape(transformers.GPT2Config, {"bos_token_id": None, "eos_token_id": None}, "GPT-2 small"),
+    "olmoe": Shape(
+        transformers.OlmoeConfig,
+        {"num_hidden_layers": 4, "num_experts_per_tok": 8, "num_experts": 64, "intermediate_size": 1024},
+        "OLMoE-1B-7B, 4 of 16 layers: 64 experts of 1,024, 8 for a token",
+    ),
+    "qwen3-moe": Shape(
+        transformers.Qwen3MoeConfig,
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "vocab_size": 32000,
+        },
+        "Qwen3-30B-A3B, 3 of 48 layers and a vocabulary of 32,000: 128 experts of 768, 8 for a token",
+    ),
+}
+
+
+def source_of(shape: Shape, form: str) -> CausalLM:
+    """A model with random weights, stored as a server would for this form."""
+    config = shape.kind(**shape.changes)
+    architecture = transformers.AutoModelForCausalLM._model_mapping[shape.kind].__name__
+    spec = spec_of({**config.to_dict(), "architectures": [architecture]})
+    native = form == NATIVE
+    scheme = OneDNN if not native and packing_works(torch.bfloat16) else Unquantized
+    keep = LargePages().keep if native else fused
+    attention = NativeAttention(Pool(THREADS))
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "attention": attention}
+    model = build_model(spec, **place, scheme=scheme, keep=keep)
+    load_weights(model, DummyCheckpoint(0))
+    return model
+
+
+class Measured(NamedTuple):
+    """One form's runner, and its requests of each batch."""
+
+    runner: PagedRunner
+    rows: list[Row]
+
+
+def started(shape: Shape, form: str, batch: int) -> Measured:
+    source = source_of(shape, form)
+    backend = source.attention_layers[0].backend
+    model: Any = compiled(source, backend) if form == NATIVE else source
+    runner = PagedRunner(model, num_blocks=5 * batch, block_size=16, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, source.spec.vocab_size, (batch, PROMPT), generator=generator)
+    rows = [runner.row(prompt, 64) for prompt in tokens.tolist()]
+    runner.step(rows, [PROMPT] * batch)
+    return Measured(runner, rows)
+
+
+def step_once(form: Measured, tokens: Sequence[int]) -> float:
+    """Append a token to each request; return the milliseconds of their step."""
+    for row, token in zip(form.rows, tokens, strict=True):
+        row.tokens.append(token)
+    began = time.perf_counter()
+    form.runner.step(form.rows, [1] * len(form.rows))
+    return 1e3 * (time.perf_counter() - began)
+
+
+def measured(shape: Shape, batch: int) -> dict[str, Any]:
+    forms = {form: started(shape, form, batch) for form in (NATIVE, TORCH)}
+    layers = forms[TORCH].runner.model
+    assert isinstance(layers, CausalLM)
+    chosen = count_chosen(layers)
     times: dict[str, list[float]] = {form: [] for form in forms}
-    for _ in range(WARMUP + STEPS):
-        for form, runner in forms.items():
-            for row in rows[form]:
-                row.tokens.append(5)
-            began = time.perf_counter()
-            runner.step(rows[form], [1] * batch)
-            times[form].append(time.perf_counter() - began)
-    for form, runner in forms.items():
-        for row in rows[form]:
-            runner.free.extend(row.blocks)
-    return {form: round(1e3 * statistics.median(of[WARMUP:]), 2) for form, of in times.items()}
+    read = []
+    tokens = torch.randint(1, 999, (WARMUP + STEPS, batch), generator=torch.Generator().manual_seed(2))
+    for of_step in tokens.tolist():
+        chosen.clear()
+        for form, one in forms.items():
+            times[form].append(step_once(one, of_step))
+        read.append(step_bytes(layers, chosen))
+    steps = {form: round(statistics.median(of[WARMUP:]), 2) for form, of in times.items()}
+    return {**steps, "megabytes read": round(statistics.mean(read[WARMUP:]) / 1e6)}
+
+
+def count_chosen(model: CausalLM) -> list[int]:
+    """Return a list to which each layer of experts appends the number of experts of a step."""
+    counts: list[int] = []
+    for layer in model.modules():
+        if isinstance(layer, Experts):
+            scheme: Any = layer.experts.scheme
+
+            def mix(x: Tensor, routing: Routing, added: Tensor | None = None, whole: Any = scheme.mix) -> Tensor:
+                counts.append(len(routing.experts.unique()))
+                y: Tensor = whole(x, routing, added)
+                return y
+
+            scheme.mix = mix
+    return counts
+
+
+def step_bytes(model: CausalLM, chosen: Sequence[int]) -> float:
+    """Return the bytes of the weights that a step reads."""
+    mixtures = [layer.experts for layer in model.modules() if isinstance(layer, Experts)]
+    dense = sum(layer.nbytes for layer in weight_layers(model) if layer not in mixtures)
+    if not model.spec.tied:
+        dense -= model.embedding.nbytes
+    shares = (layer.nbytes * n / layer.form.num_experts for layer, n in zip(mixtures, chosen, strict=True))
+    return dense + sum(shares)
+
+
+def bytes_per_second() -> float:
+    """Return the machine's best rate of reading, of seven tries."""
+    memory = torch.ones(1 << 28)
+    rates = []
+    for _ in range(7):
+        began = time.perf_counter()
+        memory.sum()
+        rates.append(memory.nbytes / (time.perf_counter() - began))
+    return max(rates)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--output", type=Path, default=RESULTS / "cpu_families_avx2.json")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
-    with tempfile.TemporaryDirectory() as folder:
-        config = transformers.GPT2Config(bos_token_id=None, eos_token_id=None)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        forms = runners(Path(folder))
-        steps = {str(batch): measured(forms, batch) for batch in BATCHES}
-    result = {"benchmark": "cpu_families", **describe(), "model": "gpt2", "milliseconds": steps}
-    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(steps))
+    whole = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
+    models = whole.get("models", {})
+    for name in args.models:
+        steps = {}
+        for batch in BATCHES:
+            steps[str(batch)] = measured(SHAPES[name], batch)
+            gc.collect()
+        rate = bytes_per_second()
+        for step in steps.values():
+            step["reading them"] = round(1e3 * step["megabytes read"] * 1e6 / rate, 2)
+        own = {"shape": SHAPES[name].about, "gigabytes per second": round(rate / 1e9, 1), "milliseconds": steps}
+        models[name] = {**describe(), **own}
+        print(name, json.dumps(own))
+        whole = {"benchmark": "cpu_families", "models": models}
+        args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -57,7 +57,7 @@ class Unquantized:
         return self.apply(x)
 
     def experts(self, form: ExpertsForm) -> ExpertsScheme:
-        return SeparateExperts(form, partial(type(self), self.dtype, self.device))
+        return SeparateExperts(form, partial(type(self), self.dtype, self.device, self._keep))
 
     @property
     def nbytes(self) -> int:
