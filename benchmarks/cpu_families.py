@@ -98,26 +98,30 @@ def source_of(shape: Shape, form: str) -> CausalLM:
     return model
 
 
-class Measured(NamedTuple):
-    """One form's runner, and its requests of each batch."""
+class Form(NamedTuple):
+    """One form of a model, and the requests that it computes."""
 
     runner: PagedRunner
     rows: list[Row]
 
 
-def started(shape: Shape, form: str, batch: int) -> Measured:
+def runner_of(shape: Shape, form: str) -> PagedRunner:
     source = source_of(shape, form)
     backend = source.attention_layers[0].backend
     model: Any = compiled(source, backend) if form == NATIVE else source
-    runner = PagedRunner(model, num_blocks=5 * batch, block_size=16, dtype=torch.bfloat16)
+    return PagedRunner(model, num_blocks=5 * sum(BATCHES), block_size=16, dtype=torch.bfloat16)
+
+
+def started(runner: PagedRunner, batch: int) -> Form:
+    """Compute a prompt of each request."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, source.spec.vocab_size, (batch, PROMPT), generator=generator)
+    tokens = torch.randint(1, 999, (batch, PROMPT), generator=generator)
     rows = [runner.row(prompt, 64) for prompt in tokens.tolist()]
     runner.step(rows, [PROMPT] * batch)
-    return Measured(runner, rows)
+    return Form(runner, rows)
 
 
-def step_once(form: Measured, tokens: Sequence[int]) -> float:
+def step_once(form: Form, tokens: Sequence[int]) -> float:
     """Append a token to each request; return the milliseconds of their step."""
     for row, token in zip(form.rows, tokens, strict=True):
         row.tokens.append(token)
@@ -126,11 +130,9 @@ def step_once(form: Measured, tokens: Sequence[int]) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def measured(shape: Shape, batch: int) -> dict[str, Any]:
-    forms = {form: started(shape, form, batch) for form in (NATIVE, TORCH)}
-    layers = forms[TORCH].runner.model
-    assert isinstance(layers, CausalLM)
-    chosen = count_chosen(layers)
+def measured(runners: dict[str, PagedRunner], chosen: list[int], batch: int) -> dict[str, Any]:
+    forms = {form: started(runner, batch) for form, runner in runners.items()}
+    layers: Any = runners[TORCH].model
     times: dict[str, list[float]] = {form: [] for form in forms}
     read = []
     tokens = torch.randint(1, 999, (WARMUP + STEPS, batch), generator=torch.Generator().manual_seed(2))
@@ -143,7 +145,7 @@ def measured(shape: Shape, batch: int) -> dict[str, Any]:
     return {**steps, "megabytes read": round(statistics.mean(read[WARMUP:]) / 1e6)}
 
 
-def count_chosen(model: CausalLM) -> list[int]:
+def count_chosen(model: Any) -> list[int]:
     """Return a list to which each layer of experts appends the number of experts of a step."""
     counts: list[int] = []
     for layer in model.modules():
@@ -189,10 +191,11 @@ def main() -> int:
     whole = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
     models = whole.get("models", {})
     for name in args.models:
-        steps = {}
-        for batch in BATCHES:
-            steps[str(batch)] = measured(SHAPES[name], batch)
-            gc.collect()
+        runners = {form: runner_of(SHAPES[name], form) for form in (NATIVE, TORCH)}
+        chosen = count_chosen(runners[TORCH].model)
+        steps = {str(batch): measured(runners, chosen, batch) for batch in BATCHES}
+        del runners
+        gc.collect()
         rate = bytes_per_second()
         for step in steps.values():
             step["reading them"] = round(1e3 * step["megabytes read"] * 1e6 / rate, 2)

@@ -15,6 +15,12 @@ from tiny_families import _MSCALE
 from torch import Tensor
 
 from octavo.hub.gguf_families import FAMILIES
+from octavo.models.native import NativeDecoder
+from octavo.native.bindings import Dtype
+from octavo.native.program import Pool
+from octavo.nn.attention.native import NativeAttention
+from octavo.nn.experts import ExpertLayer
+from octavo.nn.quant.blocks import BlockQuantized
 
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95, 198, 1, 77, 12] * 2
 WINDOWS = [True, True, False]
@@ -309,6 +315,24 @@ def test_the_same_logits_from_a_gguf_file(case: str, tmp_path: Path) -> None:
 def test_quantized_matrices_are_arranged_as_well(case: str, tmp_path: Path) -> None:
     logits, expected = logits_of(case, tmp_path, [Kind.Q8_0, Kind.F32])
     assert torch.cosine_similarity(logits, expected, dim=-1).min() > 0.9
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.Q8_0, Dtype.INT8), (Kind.Q4_1, Dtype.INT4)])
+def test_experts_stay_quantized_in_a_native_program(kind: Kind, dtype: Dtype, tmp_path: Path) -> None:
+    family, arch, _, metadata = CASES["granitemoe"]
+    theirs = make_checkpoint(family, tmp_path, {"intermediate_size": 64})
+    files = write_model(tmp_path / "model.gguf", theirs, arch, [kind], **metadata)
+    attention = NativeAttention(Pool(2))
+    model = NativeDecoder(load_model(files, attention, scheme=BlockQuantized), attention.pool)
+    experts = [layer for layer in model.source.modules() if isinstance(layer, ExpertLayer)]
+    assert all(layer.packed.dtypes == {dtype} for layer in experts)
+    quantized = sum(layer.nbytes for layer in experts)
+    assert quantized < 0.3 * sum(one.numel() * 4 for name, one in theirs.state_dict().items() if ".experts." in name)
+    rows, block_size = [], 16
+    for form in (model, load_model(files, reference_of(files))):
+        runner = PagedRunner(form, num_blocks=20, block_size=block_size)
+        rows.append(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True))
+    torch.testing.assert_close(*rows, rtol=5e-3, atol=5e-3)
 
 
 def logits_of(case: str, folder: Path, kinds: list[Kind] | None) -> tuple[Tensor, Tensor]:

@@ -52,8 +52,12 @@ class _Selection:
 
     @property
     def is_plain(self) -> bool:
-        changed = self.transposed or self.run or self.order or self.shift or self.form
-        return not changed and self.entry is None
+        return not self.changes_rows and self.entry is None
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether the stored matrix is another than the decoder's."""
+        return bool(self.transposed or self.run or self.order or self.shift or self.form)
 
     def read(self, source: Checkpoint, spec: TensorSpec) -> Tensor:
         """Return the stored tensor, or its entry."""
@@ -106,11 +110,11 @@ class ArrangedCheckpoint:
         of_entry = stored if selection.entry is None else stored[1:]
         return self._of(name, torch.empty(of_entry, device="meta")).shape
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
         selection = self._selections[name]
-        whole = not selection.transposed and selection.entry is None
-        blocks = self._source.blocks(selection.name) if whole else None
-        if blocks is None or selection.is_plain:
+        assert entry is None, "the decoder's tensors are matrices"
+        blocks = None if selection.transposed else self._source.blocks(selection.name, selection.entry)
+        if blocks is None or not selection.changes_rows:
             return blocks
         rows = self._of(name, torch.arange(len(blocks.values)))
         minima = None if blocks.minima is None else blocks.minima[rows]

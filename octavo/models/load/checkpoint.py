@@ -30,8 +30,12 @@ class Checkpoint(Protocol):
         """Return a stored tensor's shape, without reading it; None from a source that generates tensors."""
         ...
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
-        """Return a quantized matrix in its stored form, if `QuantizedBlocks` can represent the format; else None."""
+    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
+        """Return a quantized matrix in its stored form, if `QuantizedBlocks` can represent the format; else None.
+
+        Args:
+            entry: of a tensor that holds several matrices in its first dimension: which one.
+        """
         ...
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

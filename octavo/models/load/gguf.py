@@ -54,9 +54,13 @@ class GGUFCheckpoint:
         values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
         return values[(slice(None), *index[1:])] if index else values
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
         tensor = self._tensors[name]
-        return as_blocks(self._rows(name), GGMLQuantizationType(tensor.kind))
+        kind = GGMLQuantizationType(tensor.kind)
+        if entry is None:
+            return as_blocks(self._rows(name), kind)
+        stacked = self._rows(name, slice(entry, entry + 1))
+        return as_blocks(stacked.view(tensor.shape[1], -1), kind)
 
     def _rows(self, name: str, wanted: slice = slice(None)) -> Tensor:
         """Return a tensor's bytes [rows, bytes], or those of some rows, in Hugging Face's order. Read rather than

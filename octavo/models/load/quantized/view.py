@@ -37,10 +37,12 @@ class QuantizedCheckpoint:
         module = self._modules.get(name)
         return self._source.shape(name) if module is None else self._method.shape(module)
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
         module = self._modules.get(name)
         if module is None:
-            return self._source.blocks(name)
+            return self._source.blocks(name, entry)
+        if entry is not None:
+            return None
         matrix = self._method.matrix(module)
         return matrix.blocks() if isinstance(matrix, Integers) else None
 
