@@ -32,6 +32,8 @@ def run(settings: dict[str, Any], config: dict[str, Any] = QWEN3) -> tuple[dict[
     return tokens, info.memory["weights"]
 
 
+# Rows of padding hold unwritten memory, whose squares may overflow; a GPU doesn't warn, and nothing uses their results.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fp8", "w8a16", "w4a16"])
 def test_tokens_do_not_depend_on_the_batch(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
