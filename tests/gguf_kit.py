@@ -20,7 +20,7 @@ ARCHS = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in gguf.MODEL_ARCH}
 PAIRED = {"llama", "granite", "granitehybrid", "granitemoe", "minicpm", "internlm2", "olmo", "smollm3"}
 """Architectures whose q and k the converter permutes."""
 MAMBA2 = {"mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe"}
-ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron"}
+ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next"}
 """Architectures to whose norms it adds one."""
 
 
@@ -63,6 +63,10 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
                 writer.add_tensor(f"{layer}.attn_v_b.weight", values.contiguous().numpy())
                 continue
             assert found is not None, f"{arch} has no tensor {name}"
+            if ".in_proj_qkvz." in name and "full_attention_interval" in metadata:  # as newer converters store it
+                for stored_name, part in _by_kind(name, tensor, config):
+                    writer.add_tensor(stored_name, part.contiguous().numpy())
+                continue
             parts = {_with_suffix(found): _converted(arch, config, name, tensor)}
         for stored_name, part in parts.items():
             stored, kind = part.contiguous().numpy(), None
@@ -93,6 +97,16 @@ def _with_suffix(name: str) -> str:
         if name.endswith((*_SUFFIXES, "ssm_a", "ssm_d"))
         else name + (".bias" if "exp_probs_b" in name else ".weight")
     )
+
+
+def _by_kind(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """A gated delta net's queries, keys and values, and its gates, which the model keeps together by key head."""
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    heads = tensor.unflatten(0, (config.linear_num_key_heads, -1))
+    parts = heads.split([config.linear_key_head_dim] * 2 + [values] * 2, dim=1)
+    layer = f"blk.{name.split('.')[2]}"
+    yield f"{layer}.attn_qkv.weight", torch.cat([part.flatten(0, 1) for part in parts[:3]])
+    yield f"{layer}.attn_gate.weight", parts[3].flatten(0, 1)
 
 
 def _shared_tensors(name: str, tensor: Tensor, end: str) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +189,7 @@ def _converted(arch: str, config: Any, name: str, tensor: Tensor) -> Tensor:
     if arch in PAIRED and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return interleaved(tensor, heads)
-    if arch in ONE_MORE and name.endswith("norm.weight"):
+    if arch in ONE_MORE and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return tensor + 1
     if name.endswith(".conv1d.weight") or ("conv.conv" in name and tensor.dim() > 1):
         return tensor.squeeze(1)

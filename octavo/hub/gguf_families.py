@@ -216,6 +216,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
     "qwen2vl": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3vl": Family("Qwen3ForCausalLM", "qwen3"),
+    "qwen3next": Family("Qwen3NextForCausalLM", "qwen3_next", fields=recurrent.qwen3_next, experts=True),
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", bias="qkv_bias", fields=experts.qwen2, experts=True),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", fields=experts.qwen3, experts=True),
     "bert": Family("BertModel", "bert", "layer_norm_eps", fields=_bert),

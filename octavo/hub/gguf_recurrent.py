@@ -107,6 +107,20 @@ def granite_hybrid(keys: Keys) -> dict[str, Any]:
     }
 
 
+def qwen3_next(keys: Keys) -> dict[str, Any]:
+    heads = keys.need("ssm.time_step_rank")
+    return {
+        **experts.qwen3(keys),
+        "num_experts": keys.need("expert_count"),
+        "full_attention_interval": keys.get("full_attention_interval", 4),
+        "linear_num_key_heads": keys.need("ssm.group_count"),
+        "linear_key_head_dim": keys.need("ssm.state_size"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": keys.need("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
+    }
+
+
 def nemotron_h(keys: Keys) -> dict[str, Any]:
     """A layer with neither key-value heads nor a feed-forward is a state space."""
     sizes = keys.each("feed_forward_length")

@@ -117,6 +117,15 @@ _LATENT = {
 }
 _APART = {"attention__key_length": 32, "attention__value_length": 24, "attention__key_length_mla": 20}
 _STATES = {"ssm__conv_kernel": 4, "ssm__inner_size": 128, "ssm__state_size": 8}
+_NEXT = {
+    **_SMALLER,
+    "expert_shared_feed_forward_length": 40,
+    "ssm__conv_kernel": 4,
+    "ssm__inner_size": 96,
+    "ssm__state_size": 16,
+    "ssm__time_step_rank": 4,
+    "ssm__group_count": 2,
+}
 CASES |= {
     "deepseek2-lite": (
         "deepseek-v2-lite",
@@ -299,6 +308,13 @@ CASES |= {
     ),
     "olmoe": ("olmoe", "olmoe", {}, _COUNTS),
     "phimoe": ("phi-moe", "phimoe", {"router_jitter_noise": 0.01}, {**_COUNTS, "rope__scaling__attn_factor": 1.2}),
+    "qwen3next": (
+        "qwen3-next-moe",
+        "qwen3next",
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {**_NEXT, "full_attention_interval": 2},
+    ),
+    "qwen3next-older": ("qwen3-next-moe", "qwen3next", {"layer_types": ["linear_attention"] * 2}, _NEXT),
     "qwen2vl": ("qwen2", "qwen2vl", {}, {"rope__dimension_sections": [2, 3, 3, 0]}),
     "qwen3vl": ("qwen3", "qwen3vl", {}, {"rope__dimension_sections": [6, 5, 5, 0]}),
 }

@@ -10,7 +10,14 @@ from collections.abc import Iterator, Set
 
 from octavo.hub.gguf_names import LAYER, ROOT
 from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
-from octavo.models.mixers.spec import LatentSelfAttention, Mamba2Spec, MambaSpec, ShortConvSpec
+from octavo.models.mixers.spec import (
+    GatedDeltaSpec,
+    LatentSelfAttention,
+    Mamba2Spec,
+    MambaSpec,
+    SelfAttention,
+    ShortConvSpec,
+)
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
 
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -51,6 +58,7 @@ def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:
         *_norms(spec, names),
         *_experts(spec),
         *_recurrent(spec),
+        *_gated(spec),
     )
     further = f"blk.{spec.num_layers}."  # layers that predict further tokens
     return StoredNames("", modules, _FACTORS, _STACKS, (further,))
@@ -116,6 +124,29 @@ def _recurrent(spec: DecoderSpec) -> Iterator[StoredModule]:
         yield StoredModule("blk.{}.ssm_dt.bias", (f"{own}dt_bias",))
     else:
         yield StoredModule("blk.{}.ssm_dt", (f"{own}dt_proj",))
+
+
+def _gated(spec: DecoderSpec) -> Iterator[StoredModule]:
+    """Yield Qwen3-Next's projections, where they differ from others of the same name: gates beside queries, and those
+    of gated delta nets, which older files have as the original checkpoint does."""
+    delta = next((mixer for mixer in spec.mixers if isinstance(mixer, GatedDeltaSpec)), None)
+    if any(isinstance(mixer, SelfAttention) and mixer.gated for mixer in spec.mixers):
+        both = tuple(f"layers.{{}}.self_attn.{part}_proj" for part in ("q", "gate"))
+        yield StoredModule("blk.{}.attn_q", both, (spec.head_dim,) * 2)
+    if delta is None:
+        return
+    own, share = "layers.{}.linear_attn.", delta.heads // delta.key_heads
+    keys, values = delta.key_heads * delta.key_dim, delta.heads * delta.head_dim
+    qkvz = tuple(f"{own}{part}_proj" for part in "qkvz")
+    yield StoredModule("blk.{}.attn_qkv", qkvz[:3], (keys, keys, values))
+    yield StoredModule("blk.{}.attn_gate", qkvz[3:])
+    yield StoredModule("blk.{}.ssm_in", qkvz, (delta.key_dim,) * 2 + (share * delta.head_dim,) * 2)
+    yield StoredModule("blk.{}.ssm_ba", (f"{own}b_proj", f"{own}a_proj"), (share, share))
+    yield StoredModule("blk.{}.ssm_conv1d", (f"{own}conv1d",), form="taps")
+    yield StoredModule("blk.{}.ssm_a", (f"{own}A_log",), form="decay")
+    yield StoredModule("blk.{}.ssm_dt.bias", (f"{own}dt_bias",))
+    yield StoredModule("blk.{}.ssm_norm", (f"{own}norm",))
+    yield StoredModule("blk.{}.ssm_out", (f"{own}out_proj",))
 
 
 def _norms(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
