@@ -24,14 +24,16 @@ _GEMMA3_ROPES = {
 
 _LATENT = {
     "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 20,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
     "num_hidden_layers": 2,
 }
-"""Latent attention with widths that differ from each other."""
+"""Latent attention with widths that differ from each other, in multiples of 16."""
+_ODD = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
+"""Widths that the CPU's native program lacks."""
 _MSCALE = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -46,8 +48,8 @@ _MSCALE = {
 _LATENT_LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
-    "long_factor": [1.0, 1.5, 2.0, 2.5],
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0 + i / 4 for i in range(8)],
+    "short_factor": [1.0 + i / 20 for i in range(8)],
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
@@ -125,6 +127,7 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 7}),
     "youtu": (transformers.YoutuConfig, {**_LATENT, "rope_parameters": _MSCALE}),
     "youtu-direct": (transformers.YoutuConfig, {**_LATENT, "q_lora_rank": None, "rope_interleave": False}),
+    "youtu-odd": (transformers.YoutuConfig, {**_LATENT, **_ODD, "q_lora_rank": 20}),
 }
 
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}

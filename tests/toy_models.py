@@ -43,13 +43,13 @@ LATENT: dict[str, Any] = LLAMA | {
     "architectures": ["YoutuForCausalLM"],
     "model_type": "youtu",
     "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
+    "kv_lora_rank": 32,
     "q_lora_rank": None,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
-LATENT_BYTES_PER_TOKEN = 2 * (24 + 8) * 4
+LATENT_BYTES_PER_TOKEN = 2 * (32 + 16) * 4
 """Layers, channels of the latent and rotated ones, bytes of a float32."""
 
 

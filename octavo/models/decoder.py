@@ -246,7 +246,7 @@ class CausalLM(nn.Module):
             self.positions.emit_positions(b, self.spec.position_offset)
         if self.embedding_norm is not None:
             self.embedding_norm.emit(b, RESIDUAL, RESIDUAL, Dtype.FLOAT)
-        attended = b.scratch("attended", self.spec.num_heads * self.spec.head_dim * 4)
+        attended = b.scratch("attended", self.mixed_width * 4)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             b.mark(f"layer {i}")
@@ -255,6 +255,12 @@ class CausalLM(nn.Module):
         cap, scale = self.spec.logit_cap, self.spec.multipliers.logits
         capped = Results(scale=scale) if cap is None else Results(function=Function.CAP, scale=scale, limit=cap)
         self.head.emit_after_norm(b, self.norm, LOGITS, capped)
+
+    @property
+    def mixed_width(self) -> int:
+        """Values of a token that the widest mixer gives to its output projection. The layers must be packed."""
+        mixers = (layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer))
+        return max((mixer.out.matrix.columns for mixer in mixers if mixer is not None), default=0)
 
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to [S, hidden_size]; return the model's dtype."""

@@ -14,7 +14,7 @@ from octavo.core.spans import Spans, Watched
 from octavo.models.decoder import CausalLM
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.nn.attention.layer import PagedAttention
-from octavo.nn.attention.native import NativeAttention
+from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import AnyBackend
 from octavo.nn.cached import CachedLayer
 from octavo.nn.step import StepInput
@@ -129,11 +129,9 @@ def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
 
 def compiled(model: LayeredModel, attention: AnyBackend, activation_dtype: str = "int16", mesh: Mesh = ALONE) -> Model:
     """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded."""
-    if not isinstance(attention, NativeAttention) or not isinstance(model, CausalLM):
+    if not isinstance(attention, NativeBackend) or not isinstance(model, CausalLM):
         return model
     reason = reason_against(model.spec)
-    if len(model.cached_layers) > len(model.attention_layers):
-        reason = "it has recurrent layers"
     if mesh.size > 1 or not model.is_whole:
         reason = "it is divided over several devices"
     if reason is None:

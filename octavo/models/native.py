@@ -19,7 +19,6 @@ from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Decode, Dtype, StepArgs
 from octavo.native.builder import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
 from octavo.native.program import Pool, Program
-from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.cached import CachedLayer
 from octavo.nn.embedding import Embedding
 from octavo.nn.experts import ExpertLayer
@@ -73,7 +72,7 @@ class NativeDecoder:
 
     Attributes:
         source: the model whose layers emit the programs.
-        attention_layers: the model's layers; the worker binds each one's `cache`, and may bind another later.
+        attention_layers: the model's layers with keys and values.
         taps: keeps states of chosen layers; None keeps none.
         adoptions: number of times the weights were replaced; each replacement invalidates laid-out batches.
     """
@@ -107,8 +106,8 @@ class NativeDecoder:
 
     @property
     def cached_layers(self) -> Sequence[CachedLayer]:
-        """The layers whose `cache` the worker binds: a native program has no others than attention."""
-        return self.attention_layers
+        """The layers whose `cache` the worker binds, and may bind to another later."""
+        return self.source.cached_layers
 
     @property
     def weight_form(self) -> str:
@@ -146,7 +145,7 @@ class NativeDecoder:
             self.forget_caches()
         compiled, rows = self._program, step.hidden_rows
         if self._attended.shape[0] < hidden.shape[0]:
-            self._attended = torch.empty(hidden.shape[0], self._query_width)
+            self._attended = torch.empty(hidden.shape[0], self._mixed_width)
         begin = self._run_taps(compiled, step.attn, hidden)
         if rows is None:
             self._run(begin, compiled.head_from, step.attn, hidden)
@@ -216,7 +215,7 @@ class NativeDecoder:
         if self._residual.shape[0] < rows:
             self._residual = torch.empty(rows, self.spec.hidden_size)
         if self._attended.shape[0] < rows:
-            self._attended = torch.empty(rows, self._query_width)
+            self._attended = torch.empty(rows, self._mixed_width)
         self._bind(batch, self._residual)
         batch.logit_stride, batch.columns = self._logits_width, self.spec.vocab_size
         batch.operations = self._program.end
@@ -237,8 +236,8 @@ class NativeDecoder:
             self._logits = torch.empty(rows, self._logits_width)
 
     @property
-    def _query_width(self) -> int:
-        return self.spec.num_heads * self.spec.head_dim
+    def _mixed_width(self) -> int:
+        return self.source.mixed_width
 
     @property
     def _logits_width(self) -> int:
@@ -287,14 +286,14 @@ class NativeDecoder:
             self._compiled = self._programs[self._variant] = self._compile()
         return self._compiled
 
-    def _bound(self, compiled: _CompiledProgram) -> Iterator[tuple[PagedAttention, Tensor]]:
-        return zip(self.attention_layers, compiled.caches, strict=True)
+    def _bound(self, compiled: _CompiledProgram) -> Iterator[tuple[CachedLayer, Tensor]]:
+        return zip(self.cached_layers, compiled.caches, strict=True)
 
     def _compile(self) -> _CompiledProgram:
-        query_width = self._query_width
-        b = ProgramBuilder.make(self.spec.hidden_size * 4, self._logits_width * 4, self._planes, query_width * 4)
+        mixed_width = self._mixed_width
+        b = ProgramBuilder.make(self.spec.hidden_size * 4, self._logits_width * 4, self._planes, mixed_width * 4)
         self.source.emit(b)
-        caches = [attention.cache for attention in self.attention_layers]
+        caches = [layer.cache for layer in self.cached_layers]
         program = Program(self._pool, b)
         if self._spans is not None:
             program.watch(self._spans)

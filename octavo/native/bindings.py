@@ -29,6 +29,11 @@ class OpKind(IntEnum):
     ROUND = 12
     REDUCE = 13
     COMBINE = 14
+    LATENT_STORE = 20
+    ABSORB = 21
+    LATENT_ATTEND = 22
+    LATENT_MERGE = 23
+    LATENT_EXPAND = 24
 
 
 class Dtype(IntEnum):
@@ -148,6 +153,11 @@ _APART = {
     OpKind.ROUND: "experts",
     OpKind.REDUCE: "experts",
     OpKind.COMBINE: "experts",
+    OpKind.LATENT_STORE: "latent",
+    OpKind.ABSORB: "latent",
+    OpKind.LATENT_ATTEND: "latent",
+    OpKind.LATENT_MERGE: "latent",
+    OpKind.LATENT_EXPAND: "latent",
 }
 """Operation that the main library lacks -> the separate library that has it. Its function octavo_<library>_code returns
 the operation's `OpCode`."""

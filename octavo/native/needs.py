@@ -10,6 +10,8 @@ INTEGER_KINDS = frozenset({2, 3, 6, 7, 8, 12, 13})
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configurations."""
+MIXERS = {"qk_rope_head_dim": "latent"}
+"""Fields of configurations whose models have certain mixers -> the library that these need."""
 
 
 def needed_libraries(
@@ -24,6 +26,7 @@ def needed_libraries(
     """
     needed = ["attention_int8"] if kv_cache_dtype.startswith("int8") else []
     needed += ["experts"] if _has_experts(files) else []
+    needed += dict.fromkeys(library for name, library in MIXERS.items() if files.config.get(name))
     if files.format != "gguf" or dtype != "auto" or load_format == "dummy" or activation_dtype == "bfloat16":
         return [*needed, "words"]
     matrices = {tensor.kind for tensor in read_gguf(files.path).tensors.values() if len(tensor.shape) > 1}

@@ -186,19 +186,22 @@ class Projection(WeightLayer):
         low_rank = None if delta is None else delta.emit(b, source, given, matrix.columns)
         matrix.emit(b, rounded, output, results, low_rank)
 
-    def emit_after_norm(self, b: ProgramBuilder, norm: Norm, output: int, results: Results = STORED) -> None:
-        """Add the product of the normalized residual stream to a native program."""
+    def emit_after_norm(
+        self, b: ProgramBuilder, norm: Norm, output: int, results: Results = STORED, *, source: int = RESIDUAL
+    ) -> None:
+        """Add the product of the normalized residual stream, or of other normalized float32 rows, to a native
+        program."""
         matrix, normed = self.matrix, b.scratch("normed", norm.size * 4)
         if matrix.order is not None:
-            self.emit(b, norm.emit(b, RESIDUAL, normed, Dtype.FLOAT), Dtype.FLOAT, output, results)
+            self.emit(b, norm.emit(b, source, normed, Dtype.FLOAT), Dtype.FLOAT, output, results)
             return
-        normed = norm.emit(b, RESIDUAL, normed, b.meets(matrix.dtype), matrix.zero_point)
+        normed = norm.emit(b, source, normed, b.meets(matrix.dtype), matrix.zero_point)
         low_rank = None
         if self.delta is not None:
-            if normed != RESIDUAL:
+            if normed != source:
                 b.run_beside()
             normalizes = norm.kernel_args() is not None
-            low_rank = self.delta.emit(b, RESIDUAL, Dtype.FLOAT, matrix.columns, norm if normalizes else None)
+            low_rank = self.delta.emit(b, source, Dtype.FLOAT, matrix.columns, norm if normalizes else None)
         matrix.emit(b, normed, output, results, low_rank)
 
     def emit_into(

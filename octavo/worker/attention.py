@@ -9,7 +9,7 @@ import torch
 
 from octavo.core.errors import ConfigError
 from octavo.nn.attention.base import AttentionSpec, BackendRequest
-from octavo.nn.attention.native import NativeAttention
+from octavo.nn.attention.native import NativeBackend
 from octavo.nn.attention.select import select
 from octavo.nn.build import AnyBackend
 from octavo.nn.latent.base import LatentSpec
@@ -40,13 +40,13 @@ def choose_attention(
     """
     backend: AnyBackend
     if isinstance(layer, LatentSpec):
-        latents = backend = select_latents(name, LatentRequest(device, dtype, layer, kv_dtype))
+        latents = backend = select_latents(name, LatentRequest(device, dtype, layer, kv_dtype, isa, libraries))
         shape: CacheShape = partial(latents.cache_shape, layer)
     else:
         request = BackendRequest(device, dtype, layer, block_size, isa, kv_dtype, libraries)
         keys = backend = select(name, request)
         shape = partial(keys.cache_shape, layer)
-    if isa != "auto" and not isinstance(backend, NativeAttention):
+    if isa != "auto" and not isinstance(backend, NativeBackend):
         raise ConfigError(
             f"--cpu-isa {isa} chooses among Octavo's CPU kernels, but attention runs in {backend.name!r} here "
             "(--attention-backend native gives the reason). Leave it out."

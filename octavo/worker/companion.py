@@ -14,7 +14,7 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
 from octavo.models.implementation import OWN, Implementation
-from octavo.nn.attention.native import NativeAttention
+from octavo.nn.attention.native import NativeBackend
 from octavo.nn.cached import CachedLayer
 from octavo.worker.hooks import Capacity, Reserved
 from octavo.worker.runner import Runner
@@ -70,7 +70,7 @@ class Companion(Worker):
         torch.set_num_threads(1)  # the threads of native kernels are shared
         super().prepare_kernels()
         torch.set_num_threads(threads)
-        if isinstance(self.attention, NativeAttention) and isinstance(self._beside.attention, NativeAttention):
+        if isinstance(self.attention, NativeBackend) and isinstance(self._beside.attention, NativeBackend):
             self.attention.pool = self._beside.attention.pool
 
     def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:

@@ -32,7 +32,7 @@ from octavo.native.isa import activation_advice
 from octavo.native.needs import needed_libraries
 from octavo.nn.attention.base import FusedBackend
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
-from octavo.nn.attention.native import NativeAttention
+from octavo.nn.attention.native import NativeBackend
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.build import Build
 from octavo.nn.cached import CachedLayer
@@ -274,7 +274,7 @@ class Worker:
     def _takes_native(self) -> bool:
         """Whether the model will run as a native program."""
         return (
-            isinstance(self.attention, NativeAttention)
+            isinstance(self.attention, NativeBackend)
             and self._place.size == 1
             and isinstance(self.spec, DecoderSpec)
             and reason_against(self.spec) is None
@@ -296,7 +296,7 @@ class Worker:
     def kernels(self) -> str:
         """Names of the kernels, for display."""
         name = self._implementation.name
-        if not isinstance(self.attention, NativeAttention):
+        if not isinstance(self.attention, NativeBackend):
             return f"{self.attention.name}; all but attention in {name}" if name else self.attention.name
         form = f"{self.attention.name}, {self.attention.pool.level}"
         if name:
@@ -306,7 +306,7 @@ class Worker:
     @property
     def advice(self) -> str:
         """A setting that would suit this machine, for display; usually empty."""
-        if not isinstance(self.attention, NativeAttention) or not self._multiplies_integers:
+        if not isinstance(self.attention, NativeBackend) or not self._multiplies_integers:
             return ""
         return activation_advice(self.attention.pool.level, self.config.activation_dtype)
 
@@ -380,9 +380,7 @@ class Worker:
         size, vocab_size, groups = self.block_size, self.spec.vocab_size, len(self.cache_groups)
         slots = HostSlots(room.num_slots, room.max_model_len, size, vocab_size, mode, groups)
         attention = self.attention
-        sampler = (
-            NativeSampler(slots, attention.pool) if isinstance(attention, NativeAttention) else TorchSampler(slots)
-        )
+        sampler = NativeSampler(slots, attention.pool) if isinstance(attention, NativeBackend) else TorchSampler(slots)
         replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
         return slots, sampler, replay
 

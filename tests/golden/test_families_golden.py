@@ -18,6 +18,7 @@ from octavo.models.decoder import CausalLM
 from octavo.models.mixers.spec import SelfAttention
 from octavo.models.model import compiled
 from octavo.models.native import NativeDecoder
+from octavo.native.program import Pool
 from octavo.nn.attention.base import BackendRequest
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.select import BACKENDS
@@ -25,8 +26,10 @@ from octavo.nn.build import AnyBackend
 from octavo.nn.latent.base import LatentSpec
 from octavo.nn.latent.cpu import TorchLatents
 from octavo.nn.latent.layer import PagedLatents
+from octavo.nn.latent.native import NativeLatents
 from octavo.nn.latent.reference import ReferenceLatents
 from octavo.nn.rope_spec import LongRopeScaling
+from octavo.nn.state import StateCache
 
 LENGTHS = (5, 43, 1)
 """Prompts shorter and longer than windows and blocks."""
@@ -53,12 +56,12 @@ def prompts(pair: tuple[Any, CausalLM]) -> list[list[int]]:
 
 
 def runner_with(model: CausalLM, name: str, seed: int) -> PagedRunner:
-    """The model on an attention backend; with the native one as a native program, if it keeps nothing but keys and
-    values, and attention has no temperature (Llama 4's)."""
-    plain = all(isinstance(layer, PagedAttention) for layer in model.cached_layers)
+    """The model on an attention backend; with the native one as a native program, if it has no recurrent layers, no
+    latents of odd widths, and no temperature of attention (Llama 4's)."""
+    plain = not any(isinstance(layer, StateCache) for layer in model.modules())
     tempered = any(isinstance(mixer, SelfAttention) and mixer.temperature for mixer in model.spec.mixers)
     backend = backend_for(model, name)
-    program = name == "native" and plain and not tempered
+    program = name == "native" and plain and not tempered and not has_odd_latents(model)
     if program:
         assert backend.name == "native"
         model = copy.deepcopy(model)
@@ -74,10 +77,17 @@ def backend_for(model: CausalLM, name: str) -> AnyBackend:
     """The backend, or the torch one if it does not support the model's layers."""
     layer = widest_attention(model.spec)
     if isinstance(layer, LatentSpec):
-        return TorchLatents() if name == "torch" else ReferenceLatents()
+        if name == "torch":
+            return TorchLatents()
+        return ReferenceLatents() if has_odd_latents(model) else NativeLatents(Pool(2))
     request = BackendRequest(torch.device("cpu"), torch.float32, layer)
     factories = {factory.name: factory for factory in BACKENDS}
     return factories["torch" if factories[name].supports(request) is not None else name].make(request)
+
+
+def has_odd_latents(model: CausalLM) -> bool:
+    """Whether the model has latent attention of widths that the CPU's kernels lack."""
+    return any(isinstance(layer, PagedLatents) and layer.spec.rank % 16 for layer in model.modules())
 
 
 def expected_logits(theirs: Any, tokens: list[int]) -> Tensor:

@@ -106,8 +106,8 @@ _SHARED = {
     "expert_gating_func": 2,
 }
 _LATENT = {
-    "attention__kv_lora_rank": 24,
-    "rope__dimension_count": 8,
+    "attention__kv_lora_rank": 48,
+    "rope__dimension_count": 16,
     "expert_count": 8,
     "expert_used_count": 3,
     "expert_feed_forward_length": 24,
@@ -115,7 +115,7 @@ _LATENT = {
     "leading_dense_block_count": 1,
     "expert_weights_scale": 1.7,
 }
-_APART = {"attention__key_length": 32, "attention__value_length": 24, "attention__key_length_mla": 20}
+_APART = {"attention__key_length": 64, "attention__value_length": 48, "attention__key_length_mla": 48}
 _STATES = {"ssm__conv_kernel": 4, "ssm__inner_size": 128, "ssm__state_size": 8}
 _NEXT = {
     **_SMALLER,
@@ -131,7 +131,7 @@ CASES |= {
         "deepseek-v2-lite",
         "deepseek2",
         {},
-        {**_LATENT, "attention__key_length": 20, "attention__value_length": 10, "attention__head_count_kv": 4},
+        {**_LATENT, "attention__key_length": 48, "attention__value_length": 48, "attention__head_count_kv": 4},
     ),
     "deepseek2-v3": (
         "deepseek-v3",
@@ -140,9 +140,9 @@ CASES |= {
         {
             **_LATENT,
             **_APART,
-            "attention__value_length_mla": 10,
+            "attention__value_length_mla": 48,
             "attention__head_count_kv": 1,
-            "attention__q_lora_rank": 20,
+            "attention__q_lora_rank": 32,
             "expert_gating_func": 2,
             "expert_weights_norm": True,
             "expert_group_count": 4,
@@ -299,11 +299,11 @@ CASES |= {
         "minicpm3",
         {"attention_bias": False, "scale_depth": 1.4, "dim_model_base": 256},
         {
-            "attention__kv_lora_rank": 24,
-            "attention__q_lora_rank": 20,
-            "attention__key_length": 20,
-            "attention__value_length": 10,
-            "rope__dimension_count": 8,
+            "attention__kv_lora_rank": 48,
+            "attention__q_lora_rank": 32,
+            "attention__key_length": 48,
+            "attention__value_length": 48,
+            "rope__dimension_count": 16,
         },
     ),
     "olmoe": ("olmoe", "olmoe", {}, _COUNTS),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_invariance import FEATURES, requests
+from toy_drafter import runner_of
 from toy_engine import drive, one_by_one, tiny_config, tokens_of
 from toy_graphs import recorded_graphs
 from toy_models import LATENT, LATENT_BYTES_PER_TOKEN, VOCAB, behind, model_files
@@ -18,6 +19,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
+from octavo.worker.native_replay import NativeReplay
 
 CHANGES: dict[str, dict[str, Any]] = {
     name: FEATURES[name] for name in ("overlap", "chunked prefill", "small batches", "large blocks", "priorities")
@@ -25,12 +27,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "preemption": {"memory_bytes": 192 * LATENT_BYTES_PER_TOKEN, "max_model_len": 160},
     "plain attention": {"attention_backend": "reference"},
+    "attention in torch": {"attention_backend": "torch"},
 }
-QUICK = [("overlap",), ("plain attention",), ("large blocks",), ("chunked prefill", "preemption")]
+QUICK = [
+    ("overlap",),
+    ("plain attention",),
+    ("attention in torch",),
+    ("large blocks",),
+    ("chunked prefill", "preemption"),
+]
 NIGHTLY = [
     pair
     for pair in (*((name,) for name in CHANGES), *itertools.combinations(CHANGES, 2))
-    if pair not in QUICK and set(pair) != {"chunked prefill", "small batches"}
+    if pair not in QUICK
+    and set(pair) not in ({"chunked prefill", "small batches"}, {"plain attention", "attention in torch"})
 ]
 PAIRS = [*QUICK, *(pytest.param(pair, marks=pytest.mark.slow) for pair in NIGHTLY)]
 GPU = torch.cuda.is_available()
@@ -48,8 +58,9 @@ def run(
 @cache
 def truth() -> dict[tuple[str, int], list[int]]:
     """The tokens of each request alone, computed whole, with nothing left in the cache by others."""
-    plain = {"enable_prefix_caching": False, "async_scheduling": False, "attention_backend": "torch"}
+    plain = {"enable_prefix_caching": False, "async_scheduling": False, "attention_backend": "native"}
     loop, _ = build_core(tiny_config(**plain, device="cpu"), model_files(LATENT))
+    assert type(runner_of(loop).replay) is NativeReplay
     found = tokens_of(one_by_one(loop, requests()))
     loop.close()
     return found
@@ -105,10 +116,13 @@ def test_other_dtypes_of_the_cache_are_refused() -> None:
 
 
 def test_backends_without_latent_attention_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'native' can't compute latent attention here.*torch: usable"):
-        build_core(tiny_config(attention_backend="native", device="cpu"), model_files(LATENT))
+    with pytest.raises(ConfigError, match=r"'flash_attn' can't compute latent attention here.*torch: usable"):
+        build_core(tiny_config(attention_backend="flash_attn", device="cpu"), model_files(LATENT))
 
 
-def test_the_log_says_that_the_model_runs_in_torch(caplog: pytest.LogCaptureFixture) -> None:
-    build_core(tiny_config(device="cpu"), model_files(LATENT))
-    assert "latent attention and the layers around it run in torch" in caplog.text
+def test_the_log_says_why_a_model_runs_in_torch(caplog: pytest.LogCaptureFixture) -> None:
+    build_core(tiny_config(device="cpu"), model_files(LATENT | {"v_head_dim": 12}))
+    assert (
+        "in torch: the native backend of latent attention needs widths that are multiples of 16, not 32, 16, 16, 12"
+        in caplog.text
+    )

@@ -14,20 +14,22 @@ from octavo.models.model import compiled
 from octavo.models.native import NativeDecoder
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.latent.native import NativeLatents
 
 LENGTHS = (7, 90, 1, 33)
 STRIDES = (3, 41, 1, 16)
 
 
 def native_runner(folder: Path, dtype: torch.dtype) -> PagedRunner:
-    backend = NativeAttention(Pool(2))
+    latent = "kv_lora_rank" in model_files(folder).config
+    backend = NativeLatents(Pool(2)) if latent else NativeAttention(Pool(2))
     model = compiled(load_model(model_files(folder), backend, dtype), backend)
     assert isinstance(model, NativeDecoder)
     return PagedRunner(model, num_blocks=40, block_size=16, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["bloom", "gptj", "gemma", "olmo2", "gpt-oss", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["bloom", "gptj", "gemma", "olmo2", "gpt-oss", "qwen2-moe", "youtu"])
 def test_logits_do_not_depend_on_the_batch_nor_on_chunks(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     runner = native_runner(tmp_path, dtype)
@@ -47,7 +49,7 @@ def test_logits_do_not_depend_on_the_batch_nor_on_chunks(family: str, dtype: tor
     assert torch.equal(torch.cat([torch.cat(parts) for parts in found]), whole)
 
 
-@pytest.mark.parametrize("family", ["gemma", "bloom", "nemotron"])
+@pytest.mark.parametrize("family", ["gemma", "bloom", "nemotron", "minicpm3"])
 def test_bfloat16_stays_near_float32(family: str, tmp_path: Path) -> None:
     """With a gated feed-forward of odd size, too, whose rows end within a word."""
     theirs = make_checkpoint(family, tmp_path)

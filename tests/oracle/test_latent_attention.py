@@ -1,4 +1,5 @@
-"""Every backend of latent attention against float64, on batches that differ with every run.
+"""Every backend of latent attention against float64, on batches that differ with every run; the native one also against
+itself, bit for bit.
 
 Triton's kernels run on the GPU where there is one, else small, under the interpreter.
 """
@@ -6,16 +7,20 @@ Triton's kernels run on the GPU where there is one, else small, under the interp
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 from dataclasses import dataclass
 
 import pytest
 import torch
+from levels import ISAS, needs_isa
 from torch import Tensor
 
+from octavo.native.program import Pool
 from octavo.nn.latent.base import LatentSpec, absorbs
 from octavo.nn.latent.cpu import TorchLatents
+from octavo.nn.latent.native import NativeLatents
 from octavo.nn.latent.reference import ReferenceLatents, attend_expanded
 from octavo.nn.step import StepInput
 
@@ -25,6 +30,11 @@ HALF = torch.bfloat16 if GPU else torch.float16
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SMALL = LatentSpec(num_heads=3, rank=48, rope_dim=8, nope_dim=24, value_dim=20, scale=0.17)
 LITE = LatentSpec(num_heads=16, rank=512, rope_dim=64, nope_dim=128, value_dim=128, scale=192**-0.5)
+WHOLE = (
+    LatentSpec(num_heads=3, rank=48, rope_dim=16, nope_dim=32, value_dim=16, scale=0.17),
+    LatentSpec(num_heads=5, rank=80, rope_dim=32, nope_dim=16, value_dim=48, scale=0.13),
+)
+"""Widths in multiples of 16, which the CPU's kernels need; not of the registers' tiles."""
 ROWS = {
     "few": [(1, 1), (2, 1), (31, 1), (33, 1), (64, 1), (150, 1)],
     "many": [(1, 1), (150, 40), (33, 33), (5, 2), (40, 1), (130, 130), (70, 9)],
@@ -107,8 +117,8 @@ def _step(rows: list[tuple[int, int]], tables: Tensor, block_size: int) -> StepI
     )
 
 
-def run(case: Case, backend) -> Tensor:
-    """Fill the contexts, every other cell being NaN; then compute the step."""
+def run(case: Case, backend, rows: slice | None = None) -> Tensor:
+    """Fill the contexts, every other cell being NaN; then compute the step, or only some rows of it."""
     cache = torch.full(backend.cache_shape(case.spec, case.num_blocks, case.block_size), torch.nan, dtype=case.dtype)
     device = torch.device("cuda" if GPU and backend.name == "triton" else "cpu")
     cache, expansion = cache.to(device), case.expansion.to(device)
@@ -120,7 +130,20 @@ def run(case: Case, backend) -> Tensor:
         step.attn = backend.prepare(step, case.block_size)
         norm = (case.norm[0].to(device), case.norm[1])
         backend.store(q, latents, norm, case.cos_sin.to(device), cache, step, case.spec)
+    if rows is not None:
+        step, q, latents = _some(step, rows, q, latents)
+        step.attn = backend.prepare(step, case.block_size)
     return backend.attend(q, latents, expansion, cache, step, case.spec)
+
+
+def _some(step: StepInput, rows: slice, q: Tensor, latents: Tensor) -> tuple[StepInput, Tensor, Tensor]:
+    """The step of consecutive rows alone."""
+    starts = step.query_start[rows.start : rows.stop + 1]
+    tokens = slice(int(starts[0]), int(starts[-1]))
+    fields = {name: getattr(step, name) for name in StepInput.__slots__}
+    fields |= {name: fields[name][tokens] for name in ("input_ids", "positions", "slot_mapping")}
+    fields |= {name: fields[name][rows].contiguous() for name in ("seq_lens", "block_tables")}
+    return StepInput(**(fields | {"query_start": starts - starts[0]})), q[tokens], latents[tokens]
 
 
 def _moved(step: StepInput, device: torch.device) -> StepInput:
@@ -161,6 +184,52 @@ def test_the_reference_is_attention_over_whole_keys():
 def test_torch(rows, dtype):
     check(case := make_case(rows, SMALL, dtype), TorchLatents())
     assert torch.equal(run(case, TorchLatents()), run(case, TorchLatents()))
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def pool(request) -> Pool:
+    return Pool(2, needs_isa(request.param))
+
+
+@pytest.mark.parametrize("spec", WHOLE, ids=["narrow", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native(pool, spec, dtype):
+    """Contexts of several tiles and parts, and tokens of prompts that attend to some of them."""
+    rng = random.Random(os.urandom(8))
+    drawn = [(n, rng.choice([1, n, rng.randint(1, min(n, 9))])) for n in (rng.randint(1, 1400) for _ in range(3))]
+    check(make_case([*ROWS["many"], *ROWS["drafts"], *drawn], spec, dtype), NativeLatents(pool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_rows_are_the_same_alone_and_in_a_batch_bit_for_bit(dtype):
+    """With any number of threads, which divide heads and contexts differently."""
+    rng = random.Random(os.urandom(8))
+    rows = [(n, rng.choice([1, 1, rng.randint(1, n)])) for n in (rng.randint(1, 1600) for _ in range(5))]
+    case = make_case(rows, rng.choice(WHOLE), dtype, block_size=rng.choice([8, 16, 48]))
+    together = run(case, NativeLatents(Pool(2)))
+    for row, (first, last) in enumerate(itertools.pairwise(case.step.query_start.tolist())):
+        alone = run(case, NativeLatents(Pool(1 + row % 4)), slice(row, row + 1))
+        assert torch.equal(alone, together[first:last]), case.label
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_chunks_give_the_whole_prompts_result_bit_for_bit(dtype):
+    rng = random.Random(os.urandom(8))
+    length = rng.randint(600, 1300)
+    whole = make_case([(length, length)], rng.choice(WHOLE), dtype)
+    backend, spec = NativeLatents(Pool(2)), whole.spec
+    shape = backend.cache_shape(spec, whole.num_blocks, whole.block_size)
+    expected, cache, done = run(whole, backend), torch.full(shape, torch.nan, dtype=dtype), 0
+    q, latents = whole.inputs(length, 2)
+    while done < length:
+        end = min(done + rng.choice([1, 2, rng.randint(1, 500)]), length)
+        step = _step([(end, end - done)], whole.step.block_tables, whole.block_size)
+        step.attn = backend.prepare(step, whole.block_size)
+        own = q[done:end], latents[done:end]
+        backend.store(*own, whole.norm, whole.cos_sin, cache, step, spec)
+        got = backend.attend(*own, whole.expansion, cache, step, spec)
+        assert torch.equal(got, expected[done:end]), f"{whole.label} at {done} to {end}"
+        done = end
 
 
 def test_torch_past_a_chunk_of_keys():

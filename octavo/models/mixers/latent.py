@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo.models.attention import latent_spec
 from octavo.models.mixers.base import Mixer
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.latent.layer import Expansion
 from octavo.nn.linear import Linear
@@ -62,3 +64,13 @@ class LatentAttention(Mixer):
         heads = q.unflatten(-1, (self.spec.num_heads, self.spec.query_dim))
         kept = self.latent_norm.weight, self.latent_norm.eps
         return self.attn(heads, latents, kept, self.rope.cos_sin, self.expansion.weight, step).flatten(1)
+
+    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
+        entry = queries = b.scratch("latent entry", sum(self.entry.sizes) * 4)
+        self.entry.emit_after_norm(b, norm, entry)
+        if self.q is not None and self.q_norm is not None:
+            queries = b.scratch("latent queries", self.q.sizes[0] * 4)
+            self.q.emit_after_norm(b, self.q_norm, queries, source=entry)
+        kept = self.latent_norm.weight, self.latent_norm.eps
+        latents = entry, self.entry.sizes[0]
+        self.attn.emit(b, queries, latents, output, kept, self.rope.cos_sin, self.expansion.weight)

@@ -95,7 +95,8 @@ class LatentSelfAttention(MixerSpec):
 
     @property
     def lacking(self) -> str | None:
-        return "latent attention"
+        widths = (self.rank, self.rope_dim, self.nope_dim, self.value_dim, self.query_rank)
+        return "latent attention with widths that are not multiples of 16" if any(w % 16 for w in widths) else None
 
     @property
     def query_dim(self) -> int:

@@ -121,7 +121,7 @@ void run_merge(Program& program, const OctavoOp& op, int64_t task, int thread) {
 
 }  // namespace
 
-OpCode attend_code() { return {attend_tasks, run_attend}; }
+OpCode attend_code() { return {attend_tasks, run_attend, plan_attention}; }
 
 OpCode merge_code() { return {merge_tasks, run_merge}; }
 

@@ -67,7 +67,8 @@ void plan_shared(const Decodes& decodes, int kv_heads, int most, AttentionPlan& 
 
 }  // namespace
 
-void plan_attention(const OctavoStep& step, const OctavoOp& op, AttentionPlan& plan) {
+void plan_attention(const Program& program, const OctavoOp& op, AttentionPlan& plan) {
+    const OctavoStep& step = program.step();
     const int group = op.heads / op.kv_heads, most = std::max(1, kQueryRows / group);
     Decodes decodes{step, op.group, {}, {}};
     const auto split = [&](int row, int64_t result, int first) {

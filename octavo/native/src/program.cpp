@@ -56,11 +56,11 @@ void Program::prepare(int first, int last) {
     for (int i = first * threads(); i < last * threads(); i++) shares_[i].taken.store(0, std::memory_order_relaxed);
     for (int i = first; i < last; i++) progress_[i].done.store(0, std::memory_order_relaxed);
     for (int group = 0; group < (int)attention_.size(); group++) {
-        const auto attends = [&](const OctavoOp& op) { return op.kind == kAttend && op.group == group; };
+        const auto attends = [&](const OctavoOp& op) { return op.group == group && code_of(op).plan != nullptr; };
         const auto found = std::find_if(ops_.begin() + first, ops_.begin() + last, attends);
         if (found == ops_.begin() + last) continue;
         attention_[group].clear();
-        plan_attention(*step_, *found, attention_[group]);
+        code_of(*found).plan(*this, *found, attention_[group]);
         partials(attention_[group].partial_heads * (found->head_dim + 2));
     }
     by_addition_.find(ops_.data() + first, ops_.data() + last, *step_);

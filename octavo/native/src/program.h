@@ -212,16 +212,18 @@ private:
     int64_t* ends_ = nullptr;
 };
 
-// Number of tasks of an operation in this step, and a function to run one.
+// Number of tasks of an operation in this step, and a function to run one. `plan` divides the step's attention over one
+// cache group into tasks; it is called once a step for each group that has such an operation.
 struct OpCode {
     int64_t (*tasks)(Program&, const OctavoOp&);
     void (*run)(Program&, const OctavoOp&, int64_t task, int thread);
+    void (*plan)(const Program&, const OctavoOp&, AttentionPlan&) = nullptr;
 };
 
 OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantize_code(),
     shrink_code();
 
-// Divides the step's attention over one cache group into tasks; called once a step for each group that has some.
-void plan_attention(const OctavoStep& step, const OctavoOp& op, AttentionPlan& plan);
+// `OpCode::plan` of attention.
+void plan_attention(const Program& program, const OctavoOp& op, AttentionPlan& plan);
 
 }  // namespace octavo

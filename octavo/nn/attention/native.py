@@ -20,7 +20,21 @@ from octavo.nn.step import StepInput
 CACHE_DTYPES = {**DTYPES, torch.int8: Dtype.INT8}
 
 
-class NativeAttention:
+class NativeBackend:
+    """A backend in Octavo's C++ kernels, of which native programs can be made.
+
+    Attributes:
+        pool: the compute threads.
+    """
+
+    pool: Pool
+
+    def prepare(self, step: StepInput, block_size: int) -> StepArgs:
+        """Return the step in the kernels' form."""
+        return native_step(step, block_size)
+
+
+class NativeAttention(NativeBackend):
     """Copies nothing. Results are bitwise independent of the rest of the batch and of a prompt's chunks.
 
     Attributes:
@@ -38,10 +52,6 @@ class NativeAttention:
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return [block, head, key or value, ...]: within a block, both are stored in panels, followed by scales."""
         return (num_blocks, spec.num_kv_heads, 2, block_size, spec.head_dim + (SCALE_BYTES if self.int8 else 0))
-
-    def prepare(self, step: StepInput, block_size: int) -> StepArgs:
-        """Return the step in the kernels' form."""
-        return native_step(step, block_size)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         """Store keys and values with the rope kernel, without rotation."""

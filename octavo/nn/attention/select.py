@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,15 +53,24 @@ def _native_reason(request: BackendRequest) -> str | None:
     reason = _fp8_reason(request) or native.reason_against(
         request.device, request.dtype, request.spec, request.block_size
     )
-    if reason is not None:
-        return reason
+    return reason_against_compiling(request.isa, request.libraries) if reason is None else reason
+
+
+def reason_against_compiling(isa: str, libraries: Sequence[str]) -> str | None:
+    """Compile the CPU kernels; return the reason why they can't be, after logging it; None if they can.
+
+    Args:
+        isa, libraries: as in `BackendRequest`.
+
+    Raises:
+        ConfigError: they can't be compiled for the instruction set that was asked for.
+    """
+    reason = None
     try:
-        open_library(request.isa, request.libraries)
+        open_library(isa, libraries)
     except NativeBuildError as error:
-        if request.isa != "auto":
-            raise ConfigError(
-                f"--cpu-isa {request.isa}: {error}. Leave it out to use the best one that works."
-            ) from error
+        if isa != "auto":
+            raise ConfigError(f"--cpu-isa {isa}: {error}. Leave it out to use the best one that works.") from error
         reason = f"could not be compiled: {error}"
         _advise(reason)
     return reason

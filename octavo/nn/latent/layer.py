@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.cache_groups import CacheGroup
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.latent.base import LatentBackend, LatentNorm, LatentSpec
+from octavo.nn.latent.native import NativeLatents
 from octavo.nn.shard import COL, cut
 from octavo.nn.step import StepInput
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
@@ -96,3 +98,17 @@ class PagedLatents(nn.Module):
         step = step.of(self.group)
         self.backend.store(q, latents, norm, cos_sin, self.cache, step, self.spec)
         return self.backend.attend(q, latents, expansion, self.cache, step, self.spec)
+
+    def emit(
+        self,
+        b: ProgramBuilder,
+        queries: int,
+        latents: tuple[int, int],
+        output: int,
+        norm: LatentNorm,
+        cos_sin: Tensor,
+        expansion: Tensor,
+    ) -> None:
+        """Add the layer to a native program; see `NativeLatents.emit`."""
+        assert isinstance(self.backend, NativeLatents)
+        self.backend.emit(b, queries, latents, output, norm, cos_sin, expansion, self.cache, self.group, self.spec)

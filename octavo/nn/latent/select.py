@@ -5,21 +5,32 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from octavo.core.errors import ConfigError
+from octavo.native.program import Pool
 from octavo.nn.attention.cpu import DTYPES
 from octavo.nn.attention.kv_dtype import name_of
+from octavo.nn.attention.select import reason_against_compiling
+from octavo.nn.latent import native
 from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.latent.cpu import TorchLatents
+from octavo.nn.latent.native import NativeLatents
 from octavo.nn.latent.reference import ReferenceLatents
 
 log = logging.getLogger(__name__)
 
-NAMES = ("torch", "triton", "reference")
-_OTHER_NAMES = {"triton_attn": "triton", "triton_mla": "triton", "torch_sdpa": "torch"}
+NAMES = ("native", "torch", "triton", "reference")
+_OTHER_NAMES = {
+    "triton_attn": "triton",
+    "triton_mla": "triton",
+    "torch_sdpa": "torch",
+    "cpu_attn": "native",
+    "cpu_mla": "native",
+}
 """vLLM's names of backends -> the names here."""
 
 
@@ -29,12 +40,15 @@ class LatentRequest:
 
     Attributes:
         kv_dtype: dtype of stored latents.
+        isa, libraries: as in `BackendRequest`.
     """
 
     device: torch.device
     dtype: torch.dtype
     spec: LatentSpec
     kv_dtype: torch.dtype
+    isa: str = "auto"
+    libraries: Sequence[str] = ()
 
 
 def select_latents(name: str | None, request: LatentRequest) -> LatentBackend:
@@ -60,7 +74,9 @@ def select_latents(name: str | None, request: LatentRequest) -> LatentBackend:
             f"choice out, or take one that can: {listed}."
         )
     if name is None and chosen == "torch":
-        log.warning("latent attention and the layers around it run in torch: Octavo's CPU kernels lack it")
+        log.warning(
+            "the model runs layer by layer in torch: the native backend of latent attention %s", reasons["native"]
+        )
     return _make(chosen, request)
 
 
@@ -68,6 +84,10 @@ def _reason_against(name: str, request: LatentRequest) -> str | None:
     device, dtype = request.device.type, request.dtype
     if name == "reference":
         return None if dtype.is_floating_point else f"needs a floating-point dtype, not {dtype}"
+    if name == "native":
+        return native.reason_against(request.device, dtype, request.spec) or reason_against_compiling(
+            request.isa, request.libraries
+        )
     if dtype not in DTYPES:
         return f"computes in {', '.join(map(str, DTYPES))}, not in {dtype}"
     if name == "torch":
@@ -78,6 +98,8 @@ def _reason_against(name: str, request: LatentRequest) -> str | None:
 
 
 def _make(name: str, request: LatentRequest) -> LatentBackend:
+    if name == "native":
+        return NativeLatents(Pool(torch.get_num_threads(), request.isa))
     if name == "torch":
         return TorchLatents()
     if name == "reference":

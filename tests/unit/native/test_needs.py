@@ -61,6 +61,12 @@ def test_experts_have_a_library_of_their_own(count, needed):
     assert needed_libraries(folder, "auto", "auto", "auto", "int16") == needed
 
 
+def test_latent_attention_has_a_library_of_its_own():
+    config = {"qk_rope_head_dim": 64}
+    folder = ModelFiles(name="m", path=Path("m"), format="safetensors", weights=(), config=config)
+    assert needed_libraries(folder, "auto", "auto", "auto", "int16") == ["latent", "words"]
+
+
 @pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
 def test_the_kinds_that_stay_integers_are_those_that_the_loader_keeps(kind):
     row = torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)
