@@ -73,7 +73,8 @@ class World:
     """One engine and everything that was ever asked of it. Where it is `faulty`, requests may end with an error.
 
     `extra` are further features; their method `turn`, if they have one, is called between steps. One of them ends each
-    request at the first token of `also_ends`.
+    request at the first token of `also_ends`. A client aborts a choice as soon as its output has one of the
+    sequences `stops`, which stand for stop strings, perhaps in the middle of a delta.
     """
 
     rng: random.Random
@@ -90,6 +91,8 @@ class World:
     groups: tuple[CacheGroup, ...] = FULL
     extra: tuple[EngineHook, ...] = ()
     also_ends: frozenset[int] = frozenset()
+    stops: tuple[tuple[int, ...], ...] = ()
+    stopped: set[tuple[str, int]] = field(default_factory=set)
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: Counter = field(default_factory=Counter)
@@ -147,6 +150,18 @@ class World:
             if delta.finish is not None:
                 self.ends[key] += 1
                 self.reasons[key] = delta
+        for key in dict.fromkeys((delta.id, delta.index) for delta in deltas if self.stops):
+            self._stop(key)
+
+    def _stop(self, key: tuple[str, int]) -> None:
+        """Cut an output at the first stop, as a front end does, and abort the choice unless it has ended there."""
+        end = first_stop(self.outputs[key], self.stops)
+        if end is None or key in self.stopped:
+            return
+        self.stopped.add(key)
+        if not self.ends[key]:
+            self.take(self.loop.abort(*key))
+        self.outputs[key] = self.outputs[key][:end]
 
     def run(self, arrivals: list[GenerateRequest], abort_rate: float) -> None:
         arrivals = list(arrivals)
@@ -185,8 +200,13 @@ class World:
         expected = toy_generate(request.tokens, params.max_tokens, stop_ids=stops, seed=params.seed + index)
         if request.prompt_only:
             stops, expected = set(), []
-        fatal = [*request.tokens, *expected[:-1]]
+        end = first_stop(expected, self.stops) if self.stops else None
         assert self.ends[key] == 1
+        if key in self.stopped:
+            assert self.outputs[key] == expected[:end]
+            return
+        fatal = [*request.tokens, *expected[:-1]]
+        assert end is None or delta.finish is FinishReason.ABORT
         if delta.finish is FinishReason.ABORT or (self.faulty and delta.finish is FinishReason.ERROR):
             assert self.outputs[key] == expected[: len(self.outputs[key])]
         elif self.poison in fatal:
@@ -197,6 +217,12 @@ class World:
             stopped = request.prompt_only or expected[-1] in stops
             assert delta.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
             assert not request.prompt_only or request.reads_cache or not delta.num_cached
+
+
+def first_stop(tokens: list[int], stops: tuple[tuple[int, ...], ...]) -> int | None:
+    """Return where the first of these sequences ends; None if there is none."""
+    ends = [end for end in range(1, len(tokens) + 1) for one in stops if tuple(tokens[:end][-len(one) :]) == one]
+    return min(ends, default=None)
 
 
 WINDOW = CacheGroup(GroupKind.WINDOW, window=6)
@@ -219,7 +245,7 @@ def worlds(draw, layouts=(FULL,)):
     return World(
         rng=random.Random(draw(st.integers(0, 2**32))),
         depth=depth,
-        num_drafts=draw(st.sampled_from([0, 0, 1, 3, 7])),
+        num_drafts=draw(st.sampled_from([0, 0, 1, 2, 3, 4, 5, 6, 7])),
         num_blocks=draw(st.sampled_from([9, 14, 20, 80])),
         budget=draw(st.sampled_from([6, 9, 16, 64])),
         policy=draw(st.sampled_from(sorted(POLICIES))),

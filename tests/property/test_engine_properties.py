@@ -17,7 +17,7 @@ from world_kit import BLOCK, LAYOUTS, MAX_LEN, World, random_requests, worlds
 
 from octavo.cache.cache import KVCache
 from octavo.engine.loop import EngineLoop
-from octavo.engine.toy import EOS, ToyDevice, toy_generate
+from octavo.engine.toy import EOS, VOCAB, ToyDevice, toy_generate
 from octavo.schedule.policy import POLICIES, make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 
@@ -25,6 +25,16 @@ from octavo.schedule.scheduler import Limits, Scheduler
 @given(worlds(), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
 @settings(max_examples=1000, deadline=None)
 def test_any_life_of_an_engine(world, count, abort_rate):
+    world.run(random_requests(world.rng, count), abort_rate)
+    world.check()
+
+
+@given(worlds(), st.integers(1, 12), st.sampled_from([0.0, 0.05]))
+@settings(max_examples=200, deadline=None)
+def test_any_life_with_stop_strings_and_drafts(world, count, abort_rate):
+    """A client ends choices by what they say, while drafts of more tokens are accepted or in flight."""
+    stops = tuple(tuple(world.rng.randrange(1, VOCAB) for _ in range(size)) for size in (1, 1, 1, 2))
+    world = replace(world, num_drafts=world.rng.randint(1, 7), stops=stops, rng=random.Random(world.rng.random()))
     world.run(random_requests(world.rng, count), abort_rate)
     world.check()
 
@@ -86,6 +96,18 @@ def test_a_thousand_requests(depth):
     assert stats.num_preemptions > 0
     assert stats.prefix_cache_hits > 0
     assert stats.blocks_copied > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_stop_strings_are_found_within_drafts(depth):
+    world = World(
+        rng=random.Random(depth), depth=depth, num_drafts=7, num_blocks=18, budget=64, policy="fcfs", share=True,
+        right_drafts=0.9, stops=((7,), (9,), (11,), (13, 5)),
+    )  # fmt: skip
+    world.run(random_requests(world.rng, 200), abort_rate=0.0)
+    world.check()
+    assert len(world.stopped) > 20
+    assert world.scheduler.stats().num_preemptions > 0
 
 
 @given(st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 3))
