@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import build, build_worker
 from octavo.core.output import FinishReason, TokenDelta, TokenLogprobs
 from octavo.engine.loop import EngineLoop
 from octavo.schedule.hooks import EngineHook
@@ -102,6 +103,17 @@ def with_drafter(monkeypatch: pytest.MonkeyPatch, engine: DrafterEngine, worker:
     """Engines that are built from now on have this feature, and no other."""
     monkeypatch.setattr("octavo.build.build_engine_halves", lambda _: [engine])
     monkeypatch.setattr("octavo.build_worker.build_worker_halves", lambda _: [worker])
+
+
+def beside_others(monkeypatch: pytest.MonkeyPatch, engine: DrafterEngine, texts: Sequence[Sequence[int]]) -> None:
+    """Engines that are built from now on have this feature besides the others; each rank has a drafter of its own."""
+    engine_halves, worker_halves = build.build_engine_halves, build_worker.build_worker_halves
+    monkeypatch.setattr(build, "build_engine_halves", lambda context: [engine, *engine_halves(context)])
+    monkeypatch.setattr(
+        build_worker,
+        "build_worker_halves",
+        lambda context: [DrafterWorker(texts, context.vocab_size), *worker_halves(context)],
+    )
 
 
 def news_of(deltas: list[TokenDelta]) -> News:

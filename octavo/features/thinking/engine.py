@@ -53,6 +53,13 @@ class Watch:
         """Return whether the last of `pending` unknown tokens may have to be forced."""
         return self._state is _State.ENDING or (not self.done and self._count + pending > self._budget.tokens)
 
+    def drafts_after(self, pending: int) -> int | None:
+        """Return how many drafts may follow `pending` unknown tokens, so that none has to be forced; None for any."""
+        if self.done:
+            return None
+        left = 0 if self._state is _State.ENDING else self._budget.tokens - self._count - pending - 1
+        return max(0, left)
+
     def read(self, token: int) -> None:
         """Advance by the next token of the output."""
         if self._state is _State.ENDING:
@@ -145,8 +152,9 @@ class ThinkingEngine(EngineHook):
         return Forced(forced) if forced else None
 
     def drafts(self, request: Request) -> int | None:
-        """Requests that it concerns have no drafts. What it dictates is for one token at a time."""
-        return 0 if self.name in request.spec.options else None
+        """Leave room for the token that may have to be forced, which must not be a draft."""
+        watch = self._watches.get(request)
+        return None if watch is None else watch.drafts_after(request.pending)
 
     def on_commit(self, request: Request, tokens: Sequence[int]) -> bool:
         watch = self._watches.get(request)

@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from rank_kit import TWO_RANKS, ranks_in_threads
-from toy_drafter import DrafterEngine, DrafterWorker, News, check_same, news_of
+from toy_drafter import DrafterEngine, News, beside_others, check_same, news_of
 from toy_engine import drive, one_by_one, tiny_config
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, behind, model_files
 from toy_tokenizers import byte_level
 
-from octavo import build, build_worker
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
@@ -113,11 +112,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch, expected: News, asked: list[Genera
     prompts = {request.id: request.tokens for request in asked}
     texts = [prompts[name] + tokens for (name, _), (tokens, *_) in expected.items()]
     drafter = Drafter(most)
-    engine_halves, worker_halves = build.build_engine_halves, build_worker.build_worker_halves
-    monkeypatch.setattr(build, "build_engine_halves", lambda context: [drafter, *engine_halves(context)])
-    monkeypatch.setattr(
-        build_worker, "build_worker_halves", lambda context: [DrafterWorker(texts, VOCAB), *worker_halves(context)]
-    )
+    beside_others(monkeypatch, drafter, texts)
     return drafter
 
 
