@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -120,12 +121,32 @@ def draft_config(
         return None
     if merged.get("model") is not None:
         merged = {"method": "draft_model"} | merged
-    if "speculative_token_tree" in merged:
-        raise ConfigError(
-            "speculative_config: speculative_token_tree is not supported: drafts are chains, one token after another. "
-            "Leave it out, and set num_speculative_tokens."
-        )
+    if (tree := merged.pop("speculative_token_tree", None)) is not None:
+        merged["num_speculative_tokens"] = _chain_length(tree, merged.get("num_speculative_tokens"))
     odd = next((key for key in merged if key not in KEYS), None)
     if odd is not None:
         raise ConfigError(f"speculative_config: {odd!r} is not a known key; there are {', '.join(KEYS)}.")
     return DraftConfig(**merged)
+
+
+def _chain_length(tree: Any, count: Any) -> int:
+    """Return the length of a tree of drafts (vLLM's list of paths, or its text) without branches.
+
+    Raises:
+        ConfigError: it has branches, or another length than the given `count`.
+    """
+    try:
+        paths = sorted(tuple(path) for path in (ast.literal_eval(tree) if isinstance(tree, str) else tree))
+    except (ValueError, SyntaxError, TypeError):
+        paths = []
+    if not paths or paths != [(0,) * depth for depth in range(1, len(paths) + 1)]:
+        raise ConfigError(
+            f"speculative_config: speculative_token_tree={tree!r} is not supported: drafts are chains, one token after "
+            "another, such as [(0,), (0, 0)]. Leave it out, and set num_speculative_tokens."
+        )
+    if count not in (None, len(paths)):
+        raise ConfigError(
+            f"speculative_config: speculative_token_tree has {len(paths)} drafts, but num_speculative_tokens={count}. "
+            "Leave one of them out."
+        )
+    return len(paths)

@@ -32,7 +32,16 @@ def context(device: str = "cpu", **settings: Any) -> FeatureContext:
         ({"method": "magic"}, "method='magic' is not supported; choose one of auto, ngram, suffix"),
         ({"method": "eagle"}, "method=eagle needs a change: set model to the folder"),
         ({"method": "mtp", "model": "x"}, "method=mtp needs a change: leave out model='x'"),
-        ({"model": "x", "speculative_token_tree": "[(0,)]"}, "speculative_token_tree is not supported: drafts are"),
+        (
+            {"speculative_token_tree": "[(0,), (1,)]"},
+            "speculative_token_tree='[(0,), (1,)]' is not supported: drafts are",
+        ),
+        ({"speculative_token_tree": [[0], [0, 0], [0, 1]]}, "drafts are chains, one token after another"),
+        ({"speculative_token_tree": "(0"}, "such as [(0,), (0, 0)]. Leave it out, and set num_speculative_tokens"),
+        (
+            {"speculative_token_tree": "[(0,)]", "num_speculative_tokens": 2},
+            "has 1 drafts, but num_speculative_tokens=2",
+        ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a whole number from 1 to 15"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True must be a whole number"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_max=3 must be a whole number from 4 to 64"),
@@ -46,6 +55,12 @@ def test_wrong_settings(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.of(speculative_config=config)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("tree", ["[(0,), (0, 0), (0, 0, 0)]", [[0], [0, 0], [0, 0, 0]], "[(0, 0, 0), (0, 0), (0,)]"])
+def test_a_tree_without_branches_is_a_chain(tree: Any) -> None:
+    settings = SpeculationSettings(speculative_config={"method": "ngram", "speculative_token_tree": tree})
+    assert settings.config() == DraftConfig(method="ngram", num_speculative_tokens=3)
 
 
 def test_short_flags_take_precedence() -> None:
