@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,11 +197,10 @@ def forms_of(rows: int) -> dict[str, AbstractContextManager[None]]:
     if rows == 1:
         return {"own": nullcontext()}
     shapes = [
-        Shape(1, 64, 32, 2, 3, 4),
-        Shape(4, 64, 32, 2, 3, 4),
-        Shape(2, 64, 64, 2, 3, 4),
-        Shape(2, 32, 16, 2, 3, 4),
-        Shape(2, 64, 32, 2, 3, 8),
+        Shape(1, 8, 2, 4, 4, 2, 8),
+        Shape(2, 5, 2, 2, 8, 2, 8),
+        Shape(2, 3, 4, 3, 4, 3, 4),
+        Shape(2, 10, 2, 8, 4, 4, 8),
     ]
     return {"own": nullcontext()} | {
         f"{_tuple(shape)}": replaced(gpu, shape_of=partial(_fixed, shape)) for shape in shapes
@@ -208,7 +208,8 @@ def forms_of(rows: int) -> dict[str, AbstractContextManager[None]]:
 
 
 def _fixed(shape: Shape, rows: int, inputs: int) -> Shape:
-    return shape
+    more = 2 if inputs > 8192 else 1
+    return replace(shape, wide=shape.wide * more, shrink_warps=shape.shrink_warps * more)
 
 
 def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None) -> None:
@@ -326,16 +327,20 @@ def _tuple(shape: Shape) -> tuple[int, ...]:
 
 def sweep_shapes() -> dict[str, list[Shape]]:
     """Shapes in which one kernel differs at a time."""
-    plain = Shape(2, 64, 32, 2, 3, 4)
+    plain = gpu.shape_of(256, WIDTH)
     shrinks = [
-        Shape(split, slots, 32, warps, stages, 4)
-        for split, slots, (warps, stages) in itertools.product(
-            (1, 2, 4, 8), (32, 64), ((1, 1), (2, 1), (2, 3), (4, 1), (4, 3))
-        )
+        replace(plain, wide=wide, shrinks=programs, shrink_warps=warps)
+        for wide, warps, programs in [
+            *((1, 1, n) for n in (4, 8)),
+            *((1, 2, n) for n in (4, 8, 16)),
+            *((2, 2, n) for n in (3, 5, 8)),
+            *((2, 4, n) for n in (2, 3, 6)),
+            *((4, 4, n) for n in (2, 4)),
+        ]
     ]
     expands = [
-        Shape(split, 64, slots, 2, 3, warps)
-        for split, slots, warps in itertools.product((2, 4), (16, 32, 64), (2, 4, 8))
+        replace(plain, wide=wide, expands=programs, gates=programs, expand_warps=warps, gate_warps=warps)
+        for wide, warps, programs in itertools.product((1, 2, 4), (4, 8), (2, 3, 4, 6))
     ]
     return {"shrink": [plain, *shrinks], "expand": [plain, *expands]}
 

@@ -16,6 +16,7 @@ from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kerne
 from octavo.features.lora.triton_shrink import shrink_kernel
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.ops.few_rows import row_plan
+from octavo.nn.ops.gating import multiprocessors
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_PARTS = 3
@@ -30,23 +31,25 @@ class Shape:
     """How launches divide their work.
 
     Attributes:
-        split: inputs of a program that multiplies with A, in tiles; all of a row's splits are added up in their order.
-        shrinks: programs side by side that multiply tiles of rows with A; each takes every so-manieth tile.
-        expands: likewise for B.
-        shrink_warps, expand_warps: warps of a program.
+        wide: tiles of inputs that are multiplied with A at once; all of a row's sums are added up in their order.
+        shrinks: programs that multiply with A, on each multiprocessor.
+        expands, gates: likewise with B; with a gate.
+        shrink_warps, expand_warps, gate_warps: warps of a program.
     """
 
-    split: int
+    wide: int
     shrinks: int
-    expands: int
     shrink_warps: int
-    shrink_stages: int
+    expands: int
     expand_warps: int
+    gates: int
+    gate_warps: int
 
 
 def shape_of(rows: int, inputs: int) -> Shape:
-    """Return the fastest measured shape of launches for so many rows and inputs."""
-    return Shape(2 if inputs <= 8192 else 4, 64, 32, 2, 3, 4)
+    """Return the fastest measured shape of launches for this number of rows and inputs."""
+    wide, shrinks, warps = (2, 5, 2) if inputs <= 8192 else (4, 2, 4)
+    return Shape(wide, shrinks, warps, expands=3, expand_warps=4, gates=2, gate_warps=8)
 
 
 class LowRankDelta(Delta):
@@ -165,28 +168,24 @@ class LowRankDelta(Delta):
         )
 
     def shrink(self, x: Tensor, shape: Shape) -> Tensor:
-        """Return x [T, in] times A, by a row's place in `Assigned.order`: [splits, T, ranks] float32."""
+        """Return x [T, in] times A: [splits, T, ranks] float32, undefined where a row has no such rank."""
         count = x.shape[0]
-        split = shape.split * self._tile
-        splits = triton.cdiv(self._inputs, split)
+        splits = triton.cdiv(self._inputs, shape.wide * self._tile)
         out = torch.empty(splits, count, self._ranks, dtype=torch.float32, device=x.device)
-        if not count:
-            return out
         parts = len(self._sizes)
-        slots = min(shape.shrinks, most_tiles(count, self._tables.max_adapters))
-        shrink_kernel[(splits, parts, slots)](
-            x,
-            *self._addresses(),
-            out,
-            *self._counts(count),
-            K=self._inputs,
-            PARTS=parts,
-            SPLIT=split,
-            num_warps=shape.shrink_warps,
-            num_stages=shape.shrink_stages,
-            **self._fixed,
-            **self._overlap,
-        )
+        if count:
+            shrink_kernel[self._programs(shape.shrinks, count, splits * parts)](
+                x,
+                *self._addresses(),
+                out,
+                *self._counts(count),
+                K=self._inputs,
+                PARTS=parts,
+                WIDE=shape.wide,
+                num_warps=shape.shrink_warps,
+                **self._fixed,
+                **self._overlap,
+            )
         return out
 
     def expand(self, shrunk: Tensor, y: Tensor, shape: Shape) -> None:
@@ -194,10 +193,9 @@ class LowRankDelta(Delta):
         splits, count, _ = shrunk.shape
         if not count:
             return
-        slots = min(shape.expands, most_tiles(count, self._tables.max_adapters))
         columns = sum(triton.cdiv(size, self._tile) for size in self._sizes)
         sizes = [*self._sizes, 0, 0]
-        expand_kernel[(columns, slots)](
+        expand_kernel[self._programs(shape.expands, count, columns)](
             shrunk,
             *self._addresses(),
             y,
@@ -217,25 +215,31 @@ class LowRankDelta(Delta):
         splits, count, _ = shrunk.shape
         size = self._sizes[0]
         out = torch.empty(count, size, dtype=y.dtype, device=y.device)
-        if not count:
-            return out
-        slots = min(shape.expands, most_tiles(count, self._tables.max_adapters))
-        gate_kernel[(triton.cdiv(size, self._tile), slots + triton.cdiv(count, TILE_ROWS))](
-            shrunk,
-            *self._addresses(),
-            self.rows.adapter,
-            y,
-            out,
-            *self._counts(count),
-            count,
-            slots,
-            SIZE=size,
-            SPLITS=splits,
-            num_warps=shape.expand_warps,
-            **self._fixed,
-            **self._overlap,
-        )
+        if count:
+            gate_kernel[self._programs(shape.gates, count, triton.cdiv(size, self._tile), beside=True)](
+                shrunk,
+                *self._addresses(),
+                self.rows.adapter,
+                y,
+                out,
+                *self._counts(count),
+                SIZE=size,
+                SPLITS=splits,
+                num_warps=shape.gate_warps,
+                **self._fixed,
+                **self._overlap,
+            )
         return out
+
+    def _programs(self, each: int, count: int, pieces: int, *, beside: bool = False) -> tuple[int]:
+        """Return the grid of a launch with `each` programs on a multiprocessor, at most one for a piece of a tile.
+
+        Args:
+            count: rows.
+            beside: it also computes rows without an adapter.
+        """
+        tiles = most_tiles(count, self._tables.max_adapters) + (triton.cdiv(count, TILE_ROWS) if beside else 0)
+        return (min(each * multiprocessors(self._pool.device), tiles * pieces),)
 
     def shape(self, rows: int) -> Shape:
         """Return the shape of launches for so many rows."""
@@ -243,10 +247,10 @@ class LowRankDelta(Delta):
 
     def _addresses(self) -> tuple[Tensor, ...]:
         rows = self.rows
-        return self._pool, self._tables.blocks, self._meta, rows.order, rows.tiles
+        return self._pool, self._tables.blocks, self._meta, rows.tiles, rows.used
 
-    def _counts(self, count: int) -> tuple[int, int, int]:
-        return self._pool.shape[1], len(self.rows.tiles), count
+    def _counts(self, count: int) -> tuple[int, int]:
+        return self._pool.shape[1], count
 
 
 class Shrunk(Addition):

@@ -68,13 +68,14 @@ class Tables:
 
 
 class Assigned:
-    """Which adapter each row of a step's tokens, or of its logits, has. Entries past the step's rows are NONE.
+    """Which adapter each row of a step's tokens, or of its logits, has.
 
     Attributes:
-        adapter: [max_rows] int32, each row's adapter; NONE for the base model.
-        order: [max_rows] int32, the rows with an adapter, sorted by adapter; arbitrary past their number.
-        tiles: [most_tiles(max_rows, max_adapters), 3] int32: adapter, first place in `order`, number of rows. A step
-            of n rows, padding included, uses at most the first `most_tiles(n, max_adapters)`, the others are NONE.
+        adapter: [max_rows] int32, each row's adapter; NONE for the base model, and past the step's rows.
+        tiles: [most_tiles(max_rows, max_adapters), 1 + TILE_ROWS] int32: an adapter and rows that have it, then NONE.
+            Arbitrary past those in use.
+        used: [1] int32, the number of tiles in use. A step of n rows, padding included, uses at most
+            `most_tiles(n, max_adapters)`.
         groups: adapter -> its rows, on the host.
     """
 
@@ -82,25 +83,22 @@ class Assigned:
         device = link.torch_device
         self._link = link
         self.adapter = torch.full((max_rows,), NONE, dtype=torch.int32, device=device)
-        self.order = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.tiles = torch.full((most_tiles(max_rows, max_adapters), 3), NONE, dtype=torch.int32, device=device)
+        shape = most_tiles(max_rows, max_adapters), 1 + TILE_ROWS
+        self.tiles = torch.full(shape, NONE, dtype=torch.int32, device=device)
+        self.used = torch.zeros(1, dtype=torch.int32, device=device)
         self.groups: dict[int, NDArray[np.int64]] = {}
-        self._filled = (0, 0)
+        self._filled = 0
 
     def fill(self, adapters: NDArray[np.int32]) -> None:
         """Set the adapter of each row [n]; NONE for the base model."""
-        order, tiles, self.groups = grouped(adapters)
-        before, self._filled = self._filled, (len(adapters), len(tiles))
-        self._send(self.adapter, adapters, before[0])
-        if len(order):
-            self._send(self.order, order, 0)
-        self._send(self.tiles, tiles, before[1])
+        tiles, self.groups = grouped(adapters)
+        before, self._filled = self._filled, len(adapters)
+        rest = np.full(max(0, before - len(adapters)), NONE, dtype=np.int32)
+        self._send(self.adapter, np.concatenate([adapters, rest]))
+        self._send(self.tiles, tiles)
+        self._send(self.used, np.array([len(tiles)], dtype=np.int32))
 
-    def _send(self, into: Tensor, values: NDArray[np.int32], before: int) -> None:
-        """Overwrite the first rows, and with NONE those that were filled before."""
-        rest = before - len(values)
-        if rest > 0:
-            values = np.concatenate([values, np.full((rest, *values.shape[1:]), NONE, dtype=np.int32)])
+    def _send(self, into: Tensor, values: NDArray[np.int32]) -> None:
         if len(values):
             into[: len(values)].copy_(self._link.upload(values))
 
@@ -124,10 +122,8 @@ class Batch:
         return self.logits if target.head or (target.late and self.chosen) else self.tokens
 
 
-def grouped(
-    adapters: NDArray[np.int32],
-) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, NDArray[np.int64]]]:
-    """Return `order`, `tiles` and `groups` of `Assigned` for the adapters of some rows."""
+def grouped(adapters: NDArray[np.int32]) -> tuple[NDArray[np.int32], dict[int, NDArray[np.int64]]]:
+    """Return the used `tiles`, and `groups`, of `Assigned` for the adapters of some rows."""
     order = np.argsort(adapters, kind="stable")
     order = order[np.searchsorted(adapters[order], 0) :]  # those of the base come first
     used, starts, counts = np.unique(adapters[order], return_index=True, return_counts=True)
@@ -137,9 +133,11 @@ def grouped(
     }
     tiles_of = -(-counts // TILE_ROWS)
     owner = np.repeat(np.arange(len(used)), tiles_of)
-    within = (np.arange(len(owner)) - (tiles_of.cumsum() - tiles_of)[owner]) * TILE_ROWS
-    tiles = np.stack([used[owner], starts[owner] + within, np.minimum(counts[owner] - within, TILE_ROWS)], axis=1)
-    return order.astype(np.int32), tiles.astype(np.int32), groups
+    first = (np.arange(len(owner)) - (tiles_of.cumsum() - tiles_of)[owner]) * TILE_ROWS
+    within = first[:, None] + np.arange(TILE_ROWS)
+    places = np.minimum(starts[owner, None] + within, len(order) - 1)
+    rows = np.where(within < counts[owner, None], order[places], NONE)
+    return np.column_stack([used[owner], rows]).astype(np.int32), groups
 
 
 _ABSENT = (-1, -1, 0, -1)

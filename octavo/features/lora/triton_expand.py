@@ -37,20 +37,20 @@ def part_of(
 
 
 @triton.jit
-def expanded(
+def factors(
     shrunk,
     pool,
     blocks,
-    spans,
-    source,
-    used,
-    part,
+    row,
+    begin,
+    rank,
+    ranks,
+    b,
     column,
     size,
     row_tiles,
     num_blocks,
-    places,
-    PARTS: tl.constexpr,
+    num_rows,
     RANKS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE_TILES: tl.constexpr,
@@ -59,43 +59,33 @@ def expanded(
     BLOCK_R: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Return a part's addition to some rows, in a tile of its columns: [BLOCK_M, TILE] float32.
+    """Return the rows' sums of some ranks of a part, [BLOCK_M, BLOCK_R], and B's columns for them, [BLOCK_R, TILE].
 
-    The rows' sums are at `source` [BLOCK_M] in `shrunk`. A row of B takes `row_tiles`, for `size` columns.
+    The part's ranks begin at `begin` in `shrunk`, and its B at tile `b`; a row of B takes `row_tiles`, for `size`
+    columns.
     """
-    r = tl.arange(0, BLOCK_R)
     i = tl.arange(0, TILE)
-    begin = 0
-    for other in tl.static_range(PARTS):
-        begin += tl.where(other < part, tl.load(spans + other * 4 + 2), 0)
-    ranks = tl.load(spans + part * 4 + 2)
-    b = tl.load(spans + part * 4 + 1) + column // TILE
-    acc = tl.zeros([BLOCK_M, TILE], tl.float32)
-    for first in range(0, ranks, BLOCK_R):
-        rank = first + r
-        exists = rank < ranks
-        at = place_of(b + rank * row_tiles, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE)
-        w = tl.load(pool + at[:, None] + i[None, :], mask=exists[:, None] & (column + i < size)[None, :], other=0.0)
-        sums = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for split in tl.static_range(SPLITS):
-            found = shrunk + (split * places.to(tl.int64) + source)[:, None] * RANKS + (begin + rank)[None, :]
-            sums += tl.load(found, mask=used[:, None] & exists[None, :], other=0.0)
-        acc = tl.dot(sums.to(w.dtype), w, acc, input_precision="ieee")
-    return acc
+    exists = rank < ranks
+    at = place_of(b + column // TILE + rank * row_tiles, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE)
+    w = tl.load(pool + at[:, None] + i[None, :], mask=exists[:, None] & (column + i < size)[None, :], other=0.0)
+    sums = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for split in tl.static_range(SPLITS):
+        found = shrunk + (split * num_rows.to(tl.int64) + row)[:, None] * RANKS + (begin + rank)[None, :]
+        sums += tl.load(found, mask=(row >= 0)[:, None] & exists[None, :], other=0.0)
+    return sums.to(w.dtype), w
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_tiles", "places"])
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def expand_kernel(
     shrunk,
     pool,
     blocks,
     meta,
-    order,
     tiles,
+    used,
     y,
     num_blocks,
-    num_tiles,
-    places,
+    num_rows,
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
@@ -111,76 +101,58 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Add to tiles of rows of y [T, SIZE_0 + SIZE_1 + SIZE_2], in programs [tiles of columns, tiles of rows]."""
+    """Add to rows of y [num_rows, SIZE_0 + SIZE_1 + SIZE_2].
+
+    The work [tiles of rows, tiles of columns] is divided evenly over any number of programs.
+    """
     WIDTH: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2
+    COLUMNS: tl.constexpr = (
+        (SIZE_0 + TILE - 1) // TILE + (SIZE_1 + TILE - 1) // TILE + (SIZE_2 + TILE - 1) // TILE
+    )
     m = tl.arange(0, BLOCK_M)
+    r = tl.arange(0, BLOCK_R)
     i = tl.arange(0, TILE)
-    tile = tl.program_id(1)
-    adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
-    part, left, column, size, row_tiles = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, TILE)
+    count = tl.load(used) * COLUMNS
     follow(OVERLAPS)
-    while adapter >= 0:
+    for item in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
+        part, left, column, size, row_tiles = part_of(item % COLUMNS, SIZE_0, SIZE_1, SIZE_2, TILE)
+        tile = tiles + item // COLUMNS * (1 + BLOCK_M)
+        adapter = tl.load(tile)
+        row = tl.load(tile + 1 + m).to(tl.int64)
         spans = meta + adapter * (META_PARTS * 4)
-        if tl.load(spans + part * 4 + 2) > 0:
-            start = tl.load(tiles + 3 * tile + 1)
-            used = m < tl.load(tiles + 3 * tile + 2)
-            row = tl.load(order + start + m, mask=used, other=0).to(tl.int64)
-            acc = expanded(
-                shrunk,
-                pool,
-                blocks + adapter * MAX_BLOCKS,
-                spans,
-                start + m,
-                used,
-                part,
-                column,
-                size,
-                row_tiles,
-                num_blocks,
-                places,
-                PARTS,
-                RANKS,
-                SLICES,
-                SLICE_TILES,
-                TILE,
-                BLOCK_M,
-                BLOCK_R,
-                SPLITS,
-            )
+        begin = 0
+        for other in tl.static_range(PARTS):
+            begin += tl.where(other < part, tl.load(spans + other * 4 + 2), 0)
+        ranks = tl.load(spans + part * 4 + 2)
+        b = tl.load(spans + part * 4 + 1)
+        if ranks > 0:
             target = y + row[:, None] * WIDTH + (left + column + i)[None, :]
-            valid = used[:, None] & (column + i < size)[None, :]
-            acc += tl.load(target, mask=valid, other=0.0).to(tl.float32)
-            tl.store(target, acc.to(y.dtype.element_ty), mask=valid)
-        tile += tl.num_programs(1)
-        adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
+            valid = (row >= 0)[:, None] & (column + i < size)[None, :]
+            before = tl.load(target, mask=valid, other=0.0)
+            acc = tl.zeros([BLOCK_M, TILE], tl.float32)
+            for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
+                sums, w = factors(
+                    shrunk, pool, blocks + adapter * MAX_BLOCKS, row, begin, first + r, ranks, b, column, size,
+                    row_tiles, num_blocks, num_rows,
+                    RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
+                )  # fmt: skip
+                acc = tl.dot(sums, w, acc, input_precision="ieee")
+            tl.store(target, (acc + before.to(tl.float32)).to(y.dtype.element_ty), mask=valid)
 
 
-@triton.jit
-def _gate(y, out, row, valid, at, gate, up, SIZE: tl.constexpr):
-    """Store silu of the first half plus `gate`, times the second half plus `up`, at columns `at`."""
-    source = y + row[:, None] * (2 * SIZE) + at[None, :]
-    gate += tl.load(source, mask=valid, other=0.0).to(tl.float32)
-    up += tl.load(source + SIZE, mask=valid, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row[:, None] * SIZE + at[None, :], value.to(out.dtype.element_ty), mask=valid)
-
-
-@triton.jit(do_not_specialize=["num_blocks", "num_tiles", "places", "num_rows", "slots"])
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def gate_kernel(
     shrunk,
     pool,
     blocks,
     meta,
-    order,
     tiles,
+    used,
     adapters,
     y,
     out,
     num_blocks,
-    num_tiles,
-    places,
     num_rows,
-    slots,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -193,39 +165,50 @@ def gate_kernel(
     SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Gate y [T, 2 SIZE] plus the additions of two parts: out [T, SIZE].
+    """Gate y [num_rows, 2 SIZE] plus the additions of two parts: out [num_rows, SIZE].
 
-    Programs [tiles of columns, slots + tiles of rows]: the first take tiles of rows with adapters, the others the rows
-    of the base model.
+    The work, first [tiles of rows with adapters, tiles of columns], then likewise for all rows, of which only those of
+    the base model are computed, is divided evenly over any number of programs.
     """
-    ROW_TILES: tl.constexpr = (SIZE + TILE - 1) // TILE
+    COLUMNS: tl.constexpr = (SIZE + TILE - 1) // TILE
     m = tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * TILE
-    at = column + tl.arange(0, TILE)
-    if tl.program_id(1) >= slots:
-        row = (tl.program_id(1) - slots) * BLOCK_M + m
-        base = tl.load(adapters + row, mask=row < num_rows, other=0) < 0
-        follow(OVERLAPS)
-        if tl.max(base.to(tl.int32), 0) > 0:
-            zero = tl.zeros([BLOCK_M, TILE], tl.float32)
-            _gate(y, out, row.to(tl.int64), base[:, None] & (at < SIZE)[None, :], at, zero, zero, SIZE)
-    else:
-        tile = tl.program_id(1)
-        adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
-        follow(OVERLAPS)
-        while adapter >= 0:
-            start = tl.load(tiles + 3 * tile + 1)
-            used = m < tl.load(tiles + 3 * tile + 2)
-            row = tl.load(order + start + m, mask=used, other=0).to(tl.int64)
-            spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
-            gate = expanded(
-                shrunk, pool, own, spans, start + m, used, 0, column, SIZE, ROW_TILES, num_blocks, places,
-                2, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
+    r = tl.arange(0, BLOCK_R)
+    i = tl.arange(0, TILE)
+    adapted = tl.load(used)
+    count = (adapted + tl.cdiv(num_rows, BLOCK_M)) * COLUMNS
+    follow(OVERLAPS)
+    for item in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
+        number = item // COLUMNS
+        column = item % COLUMNS * TILE
+        at = column + i
+        adapter = tl.load(tiles + number * (1 + BLOCK_M), mask=number < adapted, other=0)
+        row = tl.load(tiles + number * (1 + BLOCK_M) + 1 + m, mask=number < adapted, other=-1)
+        if number >= adapted:
+            row = (number - adapted) * BLOCK_M + m
+            row = tl.where(tl.load(adapters + row, mask=row < num_rows, other=0) < 0, row, -1)
+        row = row.to(tl.int64)
+        source = y + row[:, None] * (2 * SIZE) + at[None, :]
+        valid = (row >= 0)[:, None] & (at < SIZE)[None, :]
+        gate_before = tl.load(source, mask=valid, other=0.0)
+        up_before = tl.load(source + SIZE, mask=valid, other=0.0)
+        spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
+        gate_ranks, up_ranks = tl.load(spans + 2), tl.load(spans + 6)
+        gate_b, up_b = tl.load(spans + 1), tl.load(spans + 5)
+        gate = tl.zeros([BLOCK_M, TILE], tl.float32)
+        up = tl.zeros([BLOCK_M, TILE], tl.float32)
+        ranks = tl.where(number < adapted, tl.maximum(gate_ranks, up_ranks), 0)
+        for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
+            gate_sums, gate_w = factors(
+                shrunk, pool, own, row, 0, first + r, gate_ranks, gate_b, column, SIZE, COLUMNS, num_blocks, num_rows,
+                RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
             )  # fmt: skip
-            up = expanded(
-                shrunk, pool, own, spans, start + m, used, 1, column, SIZE, ROW_TILES, num_blocks, places,
-                2, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
+            up_sums, up_w = factors(
+                shrunk, pool, own, row, gate_ranks, first + r, up_ranks, up_b, column, SIZE, COLUMNS, num_blocks,
+                num_rows, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
             )  # fmt: skip
-            _gate(y, out, row, used[:, None] & (at < SIZE)[None, :], at, gate, up, SIZE)
-            tile += slots
-            adapter = tl.load(tiles + 3 * tile, mask=tile < num_tiles, other=-1)
+            gate = tl.dot(gate_sums, gate_w, gate, input_precision="ieee")
+            up = tl.dot(up_sums, up_w, up, input_precision="ieee")
+        gate += gate_before.to(tl.float32)
+        up += up_before.to(tl.float32)
+        value = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out + row[:, None] * SIZE + at[None, :], value.to(out.dtype.element_ty), mask=valid)

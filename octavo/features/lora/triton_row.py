@@ -100,7 +100,6 @@ def row_expand_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Multiply the sums by a tile of columns of B, in programs [tiles of columns]: out [all sizes] float32."""
-    invite(OVERLAPS)
     r = tl.arange(0, BLOCK_R)
     i = tl.arange(0, TILE)
     part, left, column, size, row_tiles = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, TILE)
@@ -115,6 +114,7 @@ def row_expand_kernel(
     b = tl.load(spans + part * 4 + 1) + column // TILE
     place = place_of(b + r * row_tiles, own, r < ranks, num_blocks, SLICES, SLICE_TILES, TILE)
     w = tl.load(pool + place[:, None] + i[None, :], mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+    invite(OVERLAPS)  # not earlier: the next launch occupies the memory
     join(OVERLAPS)
     acc = tl.zeros([TILE], tl.float32)
     for first in range(0, ranks, BLOCK_R):

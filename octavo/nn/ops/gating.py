@@ -40,7 +40,7 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     outputs = weight.shape[0] // 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     row_tiles = triton.cdiv(rows, _ROWS)
-    side_by_side = max(1, _multiprocessors(x.device) // row_tiles)
+    side_by_side = max(1, multiprocessors(x.device) // row_tiles)
     wide, slim = divided(outputs, side_by_side)
     tiles = [
         TensorDescriptor(weight, [2, outputs, inputs], [outputs * inputs, inputs, 1], [2, columns, _DEPTH])
@@ -85,5 +85,6 @@ def divided(columns: int, side_by_side: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return their number; for Triton's interpreter a small one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

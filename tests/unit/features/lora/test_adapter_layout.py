@@ -127,11 +127,14 @@ adapters = st.lists(st.integers(-1, 5), max_size=90).map(lambda found: np.array(
 
 @given(adapters)
 def test_tiles_cover_the_rows_of_each_adapter_once(chosen: np.ndarray) -> None:
-    order, tiles, groups = grouped(chosen)
+    tiles, groups = grouped(chosen)
     found: dict[int, list[int]] = {}
-    for index, start, count in tiles.tolist():
-        assert 0 < count <= TILE_ROWS
-        found.setdefault(index, []).extend(order[start : start + count].tolist())
+    for index, *rows in tiles.tolist():
+        assert len(rows) == TILE_ROWS
+        count = TILE_ROWS - rows.count(NONE)
+        assert count > 0
+        assert rows[count:] == [NONE] * (TILE_ROWS - count)
+        found.setdefault(index, []).extend(rows[:count])
     expected = {index: np.flatnonzero(chosen == index).tolist() for index in sorted({*chosen.tolist()} - {NONE})}
     assert found == expected
     assert {index: rows.tolist() for index, rows in groups.items()} == expected
@@ -143,10 +146,10 @@ def test_nothing_is_left_of_a_larger_step(steps: list[np.ndarray]) -> None:
     assigned = Assigned(90, 6, HOST)
     for chosen in steps:
         assigned.fill(chosen)
-    _, tiles, _ = grouped(steps[-1])
+    tiles, _ = grouped(steps[-1])
     assert assigned.adapter.tolist() == steps[-1].tolist() + [NONE] * (90 - len(steps[-1]))
     assert assigned.tiles[: len(tiles)].tolist() == tiles.tolist()
-    assert (assigned.tiles[len(tiles) :] == NONE).all()
+    assert assigned.used.tolist() == [len(tiles)]
 
 
 def test_an_index_taken_by_another_adapter_has_nothing_of_the_first() -> None:
