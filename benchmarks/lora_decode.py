@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from gpu_workloads import files_of
+from machine import describe, describe_gpu
 from safetensors.torch import save_file
 
 from octavo.bench.workloads import Work, workload
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rank": args.rank}
+    report: dict[str, Any] = describe() | {"gpu": describe_gpu(), "rank": args.rank}
     names = [f"adapter{i}" for i in range(max(args.adapters))]
     with tempfile.TemporaryDirectory() as folder:
         config = json.loads((args.model / "config.json").read_text())

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import describe, describe_gpu
 from torch import Tensor
 
 from octavo.device.ahead import Ahead, target_of
@@ -79,7 +80,7 @@ class World:
             own = blocks[index * placed.num_blocks : (index + 1) * placed.num_blocks]
             self.tables.enter(index, own.tolist(), placed)
         self.targets, self.max_rank = targets, max_rank
-        self.rows = Assigned(1024, count, link_of(DEVICE))
+        self.rows = Assigned(8192, count, link_of(DEVICE))
         self.rank = rank
 
     def deltas(self) -> list[dict[str, LowRankDelta]]:
@@ -383,7 +384,8 @@ def main() -> None:
     args = parser.parse_args()
 
     world = World(max(args.adapters), args.rank, args.max_rank)
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rank": args.rank, "adapter_bytes": world.bytes}
+    report: dict[str, Any] = describe() | {"rank": args.rank, "adapter_bytes": world.bytes}
+    report["gpu"] = describe_gpu()
 
     def note(name: str, value: Any) -> None:
         report[name] = value

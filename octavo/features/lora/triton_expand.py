@@ -106,9 +106,7 @@ def expand_kernel(
     The work [tiles of rows, tiles of columns] is divided evenly over any number of programs.
     """
     WIDTH: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2
-    COLUMNS: tl.constexpr = (
-        (SIZE_0 + TILE - 1) // TILE + (SIZE_1 + TILE - 1) // TILE + (SIZE_2 + TILE - 1) // TILE
-    )
+    COLUMNS: tl.constexpr = (SIZE_0 + TILE - 1) // TILE + (SIZE_1 + TILE - 1) // TILE + (SIZE_2 + TILE - 1) // TILE
     m = tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
     i = tl.arange(0, TILE)
