@@ -27,6 +27,21 @@ class Addition(ABC):
         return silu_mul(y)
 
 
+class ExpertsDelta(ABC):
+    """Additions to the products of a mixture's experts, that depend on their inputs and on the rows' requests."""
+
+    @abstractmethod
+    def add_to(self, y: Tensor, x: Tensor, expert: int, rows: Tensor, *, down: bool) -> None:
+        """Add to an expert's product y [N, out], in place.
+
+        Args:
+            x: [N, in], what was multiplied.
+            expert: its index among all experts of the layer.
+            rows: [N], the step's rows that these are.
+            down: y is the product after the gate, not the one before it.
+        """
+
+
 class Delta(ABC):
     """An addition to y = x @ W^T + b that depends on x and on the rows' requests.
 

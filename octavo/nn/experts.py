@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from octavo.nn.delta import ExpertsDelta
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
+from octavo.nn.ops.experts import mix
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.base import Part
-from octavo.nn.quant.experts import ExpertsScheme, FusingExperts, SeparateExperts
+from octavo.nn.quant.experts import ExpertsScheme, FusingExperts, SeparateExperts, SingleExperts
 from octavo.nn.quant.packed_experts import PackedExperts
-from octavo.nn.shard import COL, ROW, cut
+from octavo.nn.shard import COL, ROW, Cut, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -29,6 +31,8 @@ class ExpertLayer(WeightLayer):
 
     Attributes:
         scheme: stores the weights and multiplies with them.
+        delta: additions to the experts' products, such as those of low-rank adapters; None for none. The scheme must be
+            `SingleExperts`, and steps are not recorded with it.
     """
 
     if TYPE_CHECKING:
@@ -45,6 +49,7 @@ class ExpertLayer(WeightLayer):
         """
         super().__init__(path, device)
         self.form, self.scheme, self.mesh = form, scheme, mesh
+        self.delta: ExpertsDelta | None = None
         hidden = form.hidden_size
         self._cuts = ALONE if form.own else mesh
         # If ranks divide an expert, only rank 0 has the bias of its output.
@@ -53,6 +58,7 @@ class ExpertLayer(WeightLayer):
         self._down = [Part(DOWN, size, hidden, biased)]
         self.superseded = tuple(self._elsewhere())
         self._packed: PackedExperts | None = None
+        self._fusing = scheme if mesh.size == 1 and isinstance(scheme, FusingExperts) else None
 
     def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
         """Choose the experts of tokens with these logits [T, num_experts]; see `route` in `nn/ops/routing.py`."""
@@ -65,6 +71,11 @@ class ExpertLayer(WeightLayer):
         Args:
             added: the same on all ranks.
         """
+        if self.delta is not None:
+            scheme = self.scheme
+            assert isinstance(scheme, SingleExperts), "deltas need the products of single experts"
+            y = self.mesh.all_reduce(mix(x, routing, scheme.gate_up_of, scheme.down_of, self.form, self.delta))
+            return y if added is None else y.add_(added)
         if self.mesh.size == 1:
             return self.scheme.mix(x, routing, added)
         y = self.mesh.all_reduce(self.scheme.mix(x, routing))
@@ -73,7 +84,16 @@ class ExpertLayer(WeightLayer):
     @property
     def fusing(self) -> FusingExperts | None:
         """The scheme, if it can fuse operations around its products and nothing comes in between."""
-        return self.scheme if self.mesh.size == 1 and isinstance(self.scheme, FusingExperts) else None
+        return self._fusing if self.delta is None else None
+
+    @property
+    def products(self) -> tuple[list[tuple[Part, Cut]], list[tuple[Part, Cut]]]:
+        """The projections of an expert's two products, before and after the gate, and their features on this rank."""
+        first, second = (
+            [(part, cut(shard, 0, part.out_features, part.in_features, self._cuts)) for part in parts]
+            for parts, shard in ((self._gate_up, COL), (self._down, ROW))
+        )
+        return first, second
 
     def wanted(self) -> list[Wanted]:
         return [want for expert in self.form.owned for want in self._wanted(expert)]
@@ -93,17 +113,15 @@ class ExpertLayer(WeightLayer):
             )
 
     def _wanted(self, expert: int) -> list[Wanted]:
-        shards = [(part, COL) for part in self._gate_up] + [(part, ROW) for part in self._down]
+        first, second = self.products
         return [
             Wanted(
                 f"{self.path}.{expert}.{part.name}.{suffix}",
                 spec,
                 blocks=self.scheme.takes_blocks,
-                index=cut(shard, 0, part.out_features, part.in_features, self._cuts).index(
-                    spec, part.out_features, part.in_features
-                ),
+                index=own.index(spec, part.out_features, part.in_features),
             )
-            for part, shard in shards
+            for part, own in (*first, *second)
             for suffix, spec in self.scheme.stored(part).items()
         ]
 

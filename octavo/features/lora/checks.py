@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,9 @@ _PREFIX = "base_model.model."
 _DTYPES = ("F32", "F16", "BF16")
 
 A, B, MAGNITUDE, WHOLE = "a", "b", "magnitude", "whole"
+STACKED = "stacked"
+"""Not a tensor's role: how A and B hold the matrices of all experts, STRAIGHT or SWAPPED; see `experts.pair_of`."""
+STRAIGHT, SWAPPED = "straight", "swapped"
 _ROLES = {
     ".lora_A.weight": A,
     ".lora_B.weight": B,
@@ -47,7 +50,8 @@ class AdapterFile:
     Attributes:
         weights: the file with its tensors.
         manifest: what it has.
-        tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE.
+        tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE;
+            and STACKED, see there.
         base: name of the base model that it was made for; "" if not stated.
         pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
     """
@@ -120,7 +124,7 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterF
         found.setdefault(hf_name(base).removesuffix(".weight"), {})[A if role == "lora_a" else B] = name
     config = PeftConfig(path, alpha=float(alpha) or None)
     matcher = _Matcher(path, targets, max_rank, "")
-    manifest, tensors = matcher.checked(matcher.placed(found), config, shapes)
+    manifest, tensors = matcher.checked(matcher.placed(found, shapes), config, shapes)
     return AdapterFile(path, manifest, tensors, pairs=is_paired(file.metadata.get("general.architecture")))
 
 
@@ -140,20 +144,28 @@ class _Matcher:
         """Module of the checkpoint, or of the model -> the projections that it holds."""
         self._name: dict[Place, str] = {}
         self._outputs: dict[Place, int] = {}
+        self._stacks: dict[str, dict[str, list[Place]]] = {}
+        """Module of Transformers -> its tensors of all experts -> the projections that each holds."""
+        self._experts: dict[str, int] = {}
+        """The number of experts of each such tensor."""
         for i, target in enumerate(targets):
             for j, part in enumerate(target.parts):
                 stored = target.stored(j)
                 self._name[i, j], self._outputs[i, j] = stored.name, stored.outputs(part.outputs)
                 for name in {stored.name, target.name(j)}:
                     self._places.setdefault(name, []).append((i, j))
+                if part.stack is not None:
+                    module = part.stack.name.rpartition(".")[0]
+                    self._stacks.setdefault(module, {}).setdefault(part.stack.name, []).append((i, j))
+                    self._experts[part.stack.name] = max(self._experts.get(part.stack.name, 0), target.expert + 1)
         # Adapters of a model without a head lack the first part of the path.
         short = {name.partition(".")[2]: places for name, places in self._places.items() if "." in name}
         self._places = short | self._places
 
-    def find(self, names: Iterable[str], config: PeftConfig) -> dict[Place, dict[str, str]]:
+    def find(self, shapes: Mapping[str, tuple[int, ...]], config: PeftConfig) -> dict[Place, dict[str, str]]:
         """Return what a file of PEFT has for each projection: role -> name of the tensor."""
         found: dict[str, dict[str, str]] = {}
-        for name in names:
+        for name in shapes:
             inner = name.removeprefix(_PREFIX)
             end = next((end for end in _ROLES if inner.endswith(end)), None)
             if end is None:
@@ -164,17 +176,20 @@ class _Matcher:
                     continue  # a copy of the base's table, which PEFT saves beside adapters of embeddings
                 raise self._unknown(name)
             found.setdefault(module, {})[role] = name
-        return self.placed(found)
+        return self.placed(found, shapes)
 
-    def placed(self, found: Mapping[str, dict[str, str]]) -> dict[Place, dict[str, str]]:
+    def placed(
+        self, found: Mapping[str, dict[str, str]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[Place, dict[str, str]]:
         """Return the same by place in the model."""
         if not found:
             raise ModelFileError(f"{self._path} has no tensors of an adapter.")
         places: dict[Place, dict[str, str]] = {}
-        for module, roles in found.items():
-            if not self._held(module):
-                raise self._unknown(next(iter(roles.values())))
-            for place in self._held(module):
+        for module, given in found.items():
+            held, roles = self._stack(module, given, shapes) or (self._held(module), given)
+            if not held:
+                raise self._unknown(next(iter(given.values())))
+            for place in held:
                 if place in places:
                     raise ModelFileError(
                         f"{self._path}: {module} and {self._name[place]} are the same weights of the model. Save the "
@@ -183,10 +198,42 @@ class _Matcher:
                 places[place] = roles
                 target, part = self._targets[place[0]], place[1]
                 own = target.name(part)
+                if STACKED in roles:
+                    continue
                 if own != target.stored(part).name and module.endswith(own.removeprefix("model.")):
                     self._name[place] = module
                     self._outputs[place] = target.parts[part].outputs
         return places
+
+    def _stack(
+        self, module: str, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[list[Place], dict[str, str]] | None:
+        """Return the projections of all experts that a pair of matrices holds, and its roles with STACKED; None if it
+        is of another kind. PEFT gives the pairs of a module's tensors names that do not tell which is whose."""
+        name = module.removesuffix(".base_layer")
+        stacks = self._stacks.get(name) or self._stacks.get(name.partition(".")[2])
+        if not stacks or A not in roles or B not in roles:
+            return None
+        a, b = shapes[roles[A]], shapes[roles[B]]
+        for stack, places in stacks.items():
+            part = self._targets[places[0][0]].parts[places[0][1]]
+            assert part.stack is not None
+            sides = part.inputs, part.stack.outputs(part.outputs)
+            straight = (a[-1], b[0]) == sides
+            if not straight and (b[0], a[-1]) != sides:
+                continue
+            if sides[0] == sides[1] and not part.stack.transposed:
+                raise ModelFileError(
+                    f"{self._path}: {stack} has square matrices, of which the file does not tell the inputs from the "
+                    "outputs. Save the adapter with a pair for each expert, or merge it into its base model."
+                )
+            for place in places:
+                self._name[place], self._outputs[place] = stack, sides[1]
+            return places, {**roles, STACKED: STRAIGHT if straight else SWAPPED}
+        raise ModelFileError(
+            f"{self._path}: tensors {roles[A]} and {roles[B]} have shapes {list(a)} and {list(b)}, which fit none of "
+            f"{', '.join(stacks)}. {self._other_base}"
+        )
 
     def _held(self, module: str) -> list[Place]:
         """Return the projections of a module. What comes before the layers in its path may have another name, as it has
@@ -213,6 +260,8 @@ class _Matcher:
             lacks = "A" if A not in roles else "B"
             raise ModelFileError(f"{self._path}: {name} lacks its matrix {lacks}. Save the adapter again.")
         a, b = shapes[roles[A]], shapes[roles[B]]
+        if STACKED in roles:
+            a, b = self._of_one_expert(place, a, b)
         rank = a[0] if len(a) == 2 else 0
         if len(a) != 2 or a[1] != part.inputs:
             raise self._misfit(roles[A], a, f"[rank, {part.inputs}]")
@@ -231,6 +280,11 @@ class _Matcher:
                 f"{self._path}: {name} has rank {rank}, but {CONFIG} makes it {stated} (r, rank_pattern)."
             )
         gain = MAGNITUDE in roles
+        if gain and target.expert >= 0:
+            raise ModelFileError(
+                f"{self._path}: {name} is an expert's projection with magnitudes (use_dora), which Octavo lacks. "
+                "Merge the adapter into its base model."
+            )
         if gain != config.use_dora:
             raise ModelFileError(
                 f"{self._path}: {name} has {'a' if gain else 'no'} magnitude vector, and use_dora in {CONFIG} is "
@@ -243,6 +297,19 @@ class _Matcher:
         if gain and math.prod(shapes[roles[MAGNITUDE]]) != outputs:
             raise self._misfit(roles[MAGNITUDE], shapes[roles[MAGNITUDE]], f"[{outputs}]")
         return Piece(*place, rank=rank, scale=config.scale(name, rank), gain=gain)
+
+    def _of_one_expert(self, place: Place, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of an expert's matrices, given those of a pair for all experts."""
+        stack = self._targets[place[0]].parts[place[1]].stack
+        assert stack is not None
+        experts = self._experts[stack.name]
+        if a[0] % experts or b[1] != a[0]:
+            raise ModelFileError(
+                f"{self._path}: the matrices for {stack.name} have {a[0]} and {b[1]} ranks, which must be the same "
+                f"multiple of its {experts} experts. {self._other_base}"
+            )
+        part = self._targets[place[0]].parts[place[1]]
+        return (a[0] // experts, part.inputs), (self._outputs[place], a[0] // experts)
 
     def _saved(self, place: Place, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Piece:
         """Return the piece of a saved module."""
@@ -270,10 +337,23 @@ class _Matcher:
     def _check_complete(self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig) -> None:
         """Raise if the configuration names projections of the model that the file lacks, as with another base."""
         for place, name in self._name.items():
-            if place not in found and config.targets(name, linear=not self._targets[place[0]].embedding):
+            target = self._targets[place[0]]
+            if target.expert >= 0:
+                continue  # in Transformers 5, experts are no modules that target_modules could name
+            if place not in found and config.targets(name, linear=not target.embedding):
                 raise ModelFileError(
                     f"{self._path} has nothing for {name}, which {CONFIG} names (target_modules). "
                     f"{self._other_base} Or the file is incomplete: save the adapter again."
+                )
+        changed = {self._name[place] for place in found}
+        for name in config.parameters:
+            stacks = [stack for stack in self._experts if stack.endswith(name)]
+            lacking = next((stack for stack in stacks if stack not in changed), None)
+            if not stacks or lacking:
+                raise ModelFileError(
+                    f"{self._path}: {CONFIG} names {name} (target_parameters), "
+                    + (f"but there is nothing for {lacking}." if lacking else "which is no tensor of experts here.")
+                    + f" {self._other_base}"
                 )
 
     @property
@@ -284,8 +364,9 @@ class _Matcher:
     def _unknown(self, name: str) -> ModelFileError:
         if "experts" in name.split("."):
             return ModelFileError(
-                f"{self._path}: tensor {name} belongs to experts, for which Octavo takes no adapters. Merge the "
-                "adapter into its base model, or train one without experts among its target_modules."
+                f"{self._path}: tensor {name} belongs to experts, which adapters can't change here: the CPU's kernels "
+                "and experts that are quantized on a GPU lack it. On a CPU, set --attention-backend torch. Otherwise "
+                "merge the adapter into its base model."
             )
         return ModelFileError(
             f"{self._path}: tensor {name} belongs to no layer of the model that adapters can change. {self._other_base}"

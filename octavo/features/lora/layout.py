@@ -56,6 +56,16 @@ class StoredPart(msgspec.Struct, frozen=True):
         return own // (self.end - self.begin) * self.run if self.run else own
 
 
+class StackedPart(StoredPart, frozen=True):
+    """The tensor that holds a projection of all experts, in its first dimension.
+
+    Attributes:
+        transposed: each expert's matrix is [inputs, outputs].
+    """
+
+    transposed: bool = False
+
+
 class TargetPart(msgspec.Struct, frozen=True):
     """One projection of a target, as the model names it.
 
@@ -64,6 +74,7 @@ class TargetPart(msgspec.Struct, frozen=True):
         inputs, outputs: features of the whole projection. An embedding's inputs are the token ids.
         own_inputs, own_outputs: those of one rank.
         stored: where the checkpoint has it; None if it has the same name and rows there.
+        stack: of an expert's projection, where Transformers has it; None if it is on its own.
     """
 
     name: str
@@ -72,6 +83,7 @@ class TargetPart(msgspec.Struct, frozen=True):
     own_inputs: int
     own_outputs: int
     stored: StoredPart | None = None
+    stack: StackedPart | None = None
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -83,6 +95,7 @@ class Target(msgspec.Struct, frozen=True):
         head: it maps the states of the tokens that get logits.
         late: it comes after the last attention and computes only the chosen tokens of a step, if some are chosen
             (`StepInput.hidden_rows`).
+        expert: index of the expert whose product it is; -1 for a layer of its own.
     """
 
     path: str
@@ -90,6 +103,7 @@ class Target(msgspec.Struct, frozen=True):
     embedding: bool = False
     head: bool = False
     late: bool = False
+    expert: int = -1
 
     def name(self, part: int) -> str:
         """Return a part's full name, in the model's names."""
@@ -131,7 +145,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def general(self, targets: Sequence[Target]) -> bool:
         """Return whether it has more than low-rank additions to linear layers, so that steps are not recorded."""
-        return any(piece.gain or piece.whole or targets[piece.target].embedding for piece in self.pieces)
+        changed = ((piece, targets[piece.target]) for piece in self.pieces)
+        return any(one.gain or one.whole or target.embedding or target.expert >= 0 for one, target in changed)
 
     def changes_keys(self, targets: Sequence[Target]) -> bool:
         """Return whether keys or values depend on the adapter; if not, its requests share the base's prefixes."""

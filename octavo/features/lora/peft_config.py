@@ -19,7 +19,6 @@ T = TypeVar("T")
 _MERGE = "Merge the adapter into its base model and serve the result."
 _REFUSED = {
     "layer_replication": "it repeats layers of the base model",
-    "target_parameters": "it changes parameters that are not in linear layers",
     "trainable_token_indices": "it changes single rows of the embedding",
     "alora_invocation_tokens": "it is active only behind its invocation tokens (activated LoRA)",
     "use_qalora": "its inputs are pooled (QA-LoRA)",
@@ -45,6 +44,7 @@ class PeftConfig:
         r: rank of projections without a pattern; None if not stated.
         modules: names, or one regular expression, of the changed modules; empty if not stated.
         excluded: the same for modules that are left out.
+        parameters: names of the changed tensors of experts.
         layers: indices of the changed layers; empty for all.
         layer_names: names of the lists of layers that `layers` refers to; empty for any.
         saved: last names of modules with weights of their own.
@@ -56,6 +56,7 @@ class PeftConfig:
     r: int | None = None
     modules: Sequence[str] | str = ()
     excluded: Sequence[str] | str = ()
+    parameters: Sequence[str] = ()
     layers: Sequence[int] = ()
     layer_names: Sequence[str] = ()
     saved: Sequence[str] = ()
@@ -94,6 +95,7 @@ class PeftConfig:
             r=_rank(fields.get("r"), "r", path),
             modules=_names(fields, "target_modules", path),
             excluded=_names(fields, "exclude_modules", path),
+            parameters=_listed(fields, "target_parameters", path),
             layers=() if whole is None else [whole] if isinstance(whole, int) else list(whole),
             layer_names=() if not names else [names] if isinstance(names, str) else list(names),
             saved=tuple(fields.get("modules_to_save") or ()),
@@ -161,6 +163,13 @@ def _names(fields: Mapping[str, Any], key: str, path: Path) -> Sequence[str] | s
     if isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)):
         return value
     raise ModelFileError(f"{path}: {key} is {value!r}; it must be a list of names or a regular expression.")
+
+
+def _listed(fields: Mapping[str, Any], key: str, path: Path) -> Sequence[str]:
+    value = _names(fields, key, path)
+    if isinstance(value, str):
+        raise ModelFileError(f"{path}: {key} is {value!r}; it must be a list of names.")
+    return value
 
 
 def _table(fields: Mapping[str, Any], key: str, path: Path) -> list[tuple[str, Any]]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.checks import MAGNITUDE, WHOLE, A, AdapterFile, B, read_adapter
-from octavo.features.lora.layout import Geometry, Layout, Piece, Span, TargetPart, layout
+from octavo.features.lora.checks import MAGNITUDE, STACKED, SWAPPED, WHOLE, A, AdapterFile, B, read_adapter
+from octavo.features.lora.experts import pair_of
+from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
 from octavo.features.lora.payload import Reading
 from octavo.features.lora.targets import Targets
 from octavo.hub.gguf_file import read_gguf
@@ -114,9 +115,12 @@ class Reader:
         if file.pairs:
             a, b = self._as_stored_by_peft(piece, a, b)
         part = target.parts[piece.part]
-        b = _in_order(_selected(b, part), order)
+        if STACKED in roles:
+            a, b = pair_of(a, b, target.expert, piece.rank, swapped=roles[STACKED] == SWAPPED)
+        b = _in_order(_selected(b, part, part.stack if STACKED in roles else part.stored), order)
         if piece.gain:
-            made = self.gains(piece, a, b, _in_order(_selected(tensors(roles[MAGNITUDE]).flatten(), part), order))
+            magnitudes = _selected(tensors(roles[MAGNITUDE]).flatten(), part, part.stored)
+            made = self.gains(piece, a, b, _in_order(magnitudes, order))
             self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
         a, b = _cut(a, None, cut.inputs), _cut(b, cut.outputs, None)
         inputs, outputs = self.geometry.row_tiles(part.own_inputs), self.geometry.row_tiles(part.own_outputs)
@@ -175,9 +179,8 @@ def _small(matrix: Tensor) -> Iterator[Tensor]:
         yield from part.split(_ALONE, dim=1)
 
 
-def _selected(outputs: Tensor, part: TargetPart) -> Tensor:
-    """Return a projection's rows of the matrix for the module that holds it; see `StoredPart`."""
-    stored = part.stored
+def _selected(outputs: Tensor, part: TargetPart, stored: StoredPart | None) -> Tensor:
+    """Return a projection's rows of the matrix for the module that holds it."""
     if stored is None or not stored.run or len(outputs) == part.outputs:
         return outputs
     runs: Tensor = outputs.unflatten(0, (-1, stored.run))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 from torch import nn
 
-from octavo.features.lora.layout import StoredPart, Target, TargetPart
+from octavo.features.lora.layout import StackedPart, StoredPart, Target, TargetPart
 from octavo.models.decoder import DecoderLayer
-from octavo.models.load.arranged import rotated_order, stored_module
+from octavo.models.load.arranged import rotated_order, stored_module, stored_stack
 from octavo.models.spec import DecoderSpec
 from octavo.nn.embedding import Embedding, TiedHead
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Linear, Projection
+from octavo.nn.quant.base import Part
+from octavo.nn.quant.experts import SingleExperts
 from octavo.nn.shard import Cut
 
-Layer = Projection | Embedding
+Layer = Projection | Embedding | ExpertLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +38,40 @@ class Targets:
     orders: tuple[tuple[tuple[int, ...] | None, ...], ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Targets:
-        """Return the targets of a model, in the order of its modules."""
+    def of(cls, model: nn.Module, *, experts: bool = True) -> Targets:
+        """Return the targets of a model, in the order of its modules.
+
+        Args:
+            experts: include the products of experts, where their weights allow it.
+        """
         late = _after_mixer(model)
         spec = getattr(model, "spec", None)
-        found = [
-            (_stored(_target(layer, head=layer is getattr(model, "head", None), late=layer in late), spec), layer)
-            for layer in model.modules()
-            if isinstance(layer, Linear | TiedHead | Embedding)
-        ]
-        targets, layers = zip(*found, strict=True) if found else ((), ())
-        orders = tuple(_orders(target, spec) for target in targets)
-        return cls(targets, layers, tuple(_cuts(layer) for layer in layers), orders)
+        targets: list[Target] = []
+        layers: list[Layer] = []
+        cuts: list[tuple[Cut, ...]] = []
+
+        def add(target: Target, layer: Layer, cut: tuple[Cut, ...]) -> None:
+            targets.append(_stored(target, spec))
+            layers.append(layer)
+            cuts.append(cut)
+
+        for layer in model.modules():
+            if isinstance(layer, Linear | TiedHead | Embedding):
+                add(_target(layer, head=layer is getattr(model, "head", None), late=layer in late), layer, _cuts(layer))
+            elif experts and isinstance(layer, ExpertLayer) and isinstance(layer.scheme, SingleExperts):
+                for target, cut in _of_experts(layer, late=layer in late):
+                    add(target, layer, cut)
+        return cls(tuple(targets), tuple(layers), tuple(cuts), tuple(_orders(target, spec) for target in targets))
 
 
 def _after_mixer(model: nn.Module) -> set[nn.Module]:
     """Return the layers that compute only the chosen tokens of a step."""
     layers = getattr(model, "layers", ())
     last = layers[len(layers) - 1] if len(layers) else None
-    return set(last.after_mixer) if isinstance(last, DecoderLayer) else set()
+    if not isinstance(last, DecoderLayer):
+        return set()
+    mixtures = () if last.mlp is None else (one for one in last.mlp.modules() if isinstance(one, ExpertLayer))
+    return {*last.after_mixer, *mixtures}
 
 
 def _target(layer: Layer, *, head: bool, late: bool) -> Target:
@@ -62,17 +81,26 @@ def _target(layer: Layer, *, head: bool, late: bool) -> Target:
         inputs, outputs = layer.source.size, layer.source.rows
         return Target(layer.path, (TargetPart("", inputs, outputs, inputs, outputs),), head=True)
     assert isinstance(layer, Linear)
-    parts = [
-        TargetPart(
-            part.name,
-            part.in_features,
-            part.out_features,
-            part.in_features if cut.inputs is None else len(cut.inputs),
-            part.out_features if cut.outputs is None else len(cut.outputs),
-        )
-        for part, cut in zip(layer.parts, layer.cuts, strict=True)
-    ]
-    return Target(layer.path, tuple(parts), head=head, late=late)
+    parts = tuple(_part(part, cut) for part, cut in zip(layer.parts, layer.cuts, strict=True))
+    return Target(layer.path, parts, head=head, late=late)
+
+
+def _of_experts(layer: ExpertLayer, *, late: bool) -> Iterator[tuple[Target, tuple[Cut, ...]]]:
+    """Yield the two products of each expert, the one before the gate first."""
+    for expert in range(layer.form.num_experts):
+        for product in layer.products:
+            parts = tuple(_part(part, cut) for part, cut in product)
+            yield Target(f"{layer.path}.{expert}", parts, late=late, expert=expert), tuple(cut for _, cut in product)
+
+
+def _part(part: Part, cut: Cut) -> TargetPart:
+    return TargetPart(
+        part.name,
+        part.in_features,
+        part.out_features,
+        part.in_features if cut.inputs is None else len(cut.inputs),
+        part.out_features if cut.outputs is None else len(cut.outputs),
+    )
 
 
 def _stored(target: Target, spec: object) -> Target:
@@ -82,12 +110,15 @@ def _stored(target: Target, spec: object) -> Target:
     parts = []
     for i, part in enumerate(target.parts):
         name, rows = stored_module(target.name(i), spec)
-        same = name == target.name(i) and not rows[2]
-        parts.append(part if same else msgspec.structs.replace(part, stored=StoredPart(name, *rows)))
+        stored = None if name == target.name(i) and not rows[2] else StoredPart(name, *rows)
+        stack = None
+        if target.expert >= 0 and (found := stored_stack(target.name(i), part.outputs, spec)) is not None:
+            stack = StackedPart(*found)
+        parts.append(msgspec.structs.replace(part, stored=stored, stack=stack))
     return msgspec.structs.replace(target, parts=tuple(parts))
 
 
-def _cuts(layer: Layer) -> tuple[Cut, ...]:
+def _cuts(layer: Linear | TiedHead | Embedding) -> tuple[Cut, ...]:
     return tuple(layer.cuts) if isinstance(layer, Linear) else (Cut(),)
 
 

@@ -1,8 +1,8 @@
 """`LoraWorker`: the worker half. It reads adapters into host memory, loads them into blocks, and adds them to layers.
 
 Steps have three variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
-additions to linear layers, by kernels where there are some), and "general" (also gains, saved modules and embeddings;
-in torch, never recorded). A native program computes "lora" only, gains included.
+additions to linear layers, by kernels where there are some), and "general" (also gains, saved modules, embeddings and
+experts; in torch, never recorded). A native program computes "lora" only, gains included.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.lora import payload as messages
 from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights, by_rows
+from octavo.features.lora.experts import TorchExperts
 from octavo.features.lora.gains import BaseNorms
 from octavo.features.lora.layout import Geometry, Layout, Target, largest
 from octavo.features.lora.native import NativeDelta, native_dtype
@@ -42,6 +43,7 @@ from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Dtype
 from octavo.nn.delta import Delta
 from octavo.nn.embedding import Embedding
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Site, WorkerHook
@@ -76,6 +78,7 @@ class LoraWorker(WorkerHook):
         self._logits = self._rows
         self._deltas: dict[Hashable, list[tuple[Projection, Delta]]] = {}
         self._embeddings: list[TorchEmbedding] = []
+        self._experts: list[tuple[ExpertLayer, TorchExperts]] = []
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
         self._native: Dtype | None = None
@@ -99,7 +102,7 @@ class LoraWorker(WorkerHook):
                 "--enable-lora, or use --tensor-parallel-size instead of --pipeline-parallel-size."
             )
         self._site = site
-        self._targets = Targets.of(layers)
+        self._targets = Targets.of(layers, experts=not native)
         memory = site.blocks.memory
         self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
@@ -143,12 +146,18 @@ class LoraWorker(WorkerHook):
     def detach(self) -> None:
         self._deltas.clear()
         self._embeddings.clear()
+        self._experts.clear()
 
     def _make_deltas(self) -> None:
         """Make the additions to each layer, for each variant."""
         weights = Weights(self._site.blocks, self._tables, self._site.build.dtype, self._site.device)
         self._deltas, self._embeddings = {LOW_RANK: [], GENERAL: []}, []
+        experts: dict[ExpertLayer, dict[tuple[int, bool], tuple[int, Target]]] = {}
         for i, (target, layer) in enumerate(zip(self._targets.targets, self._targets.layers, strict=True)):
+            if isinstance(layer, ExpertLayer):
+                products = experts.setdefault(layer, {})
+                products[target.expert, (target.expert, False) in products] = i, target
+                continue
             if isinstance(layer, Embedding):
                 self._embeddings.append(TorchEmbedding(i, target, weights, self._batch))
                 continue
@@ -160,6 +169,8 @@ class LoraWorker(WorkerHook):
             plain = TorchDelta(i, target, layer, weights, self._batch)
             self._deltas[GENERAL].append((layer, plain))
             self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._site.device.resident else plain))
+
+        self._experts = [(layer, TorchExperts(own, weights, self._batch)) for layer, own in experts.items()]
 
     def _on_gpu(self, index: int, target: Target) -> Delta:
         """Return the kernels' addition to a layer."""
@@ -193,6 +204,8 @@ class LoraWorker(WorkerHook):
         self._selected = variant
         for layer, delta in self._deltas[LOW_RANK if variant is None else variant]:
             layer.delta = None if variant is None else delta
+        for mixture, additions in self._experts:
+            mixture.delta = additions if variant == GENERAL else None
 
     def lay_out(self, plan: StepPlan, payload: LoraStep | None) -> None:
         if payload is None:

@@ -55,14 +55,13 @@ class Experts(FeedForward):
         self.shared_gate = (
             b.linear(shared.gate, inputs=hidden_size, outputs=1, shard=NONE) if shared and shared.gate else None
         )
-        self._fusing = self.experts.fusing
         self.out = _Sum(self)
 
     def forward(self, stream: Stream, norm: Norm) -> Tensor | Summands | OneToken:
         """Return the sum for norm(stream), [T, hidden_size], or what is left to add up."""
         bias = self.correction.bias if self.correction else None
         scale = norm.scale
-        fusing = None if self.shared_gate is not None else self._fusing
+        fusing = None if self.shared_gate is not None else self.experts.fusing
         if fusing is not None and scale is not None and stream.rows == 1 and stream.settled:
             routing = self.experts.route(self.router.after_norm(stream, norm, wide=True), self.routing, bias)
             inner = fusing.gate_rows(stream.value, scale, routing)
@@ -72,14 +71,16 @@ class Experts(FeedForward):
         shared = None if self.shared is None else self.shared.of(x)
         if shared is not None and self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
-        return (self._fusing.summands if self._fusing is not None else self.experts)(x, routing, shared)
+        fusing = self.experts.fusing
+        return (self.experts if fusing is None else fusing.summands)(x, routing, shared)
 
     def add(self, stream: Stream, one: OneToken) -> None:
         """Add a token's second products to the stream."""
-        assert self._fusing is not None
+        fusing = self.experts.fusing
+        assert fusing is not None
         if self.shared is not None and one.shared is not None:
             self.shared.out.into(stream, one.shared)
-        self._fusing.add_rows(one.inner, one.routing, stream.writable())
+        fusing.add_rows(one.inner, one.routing, stream.writable())
 
     def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
         x = norm.emit(b, RESIDUAL, b.scratch("experts: input", self.hidden_size * 4), Dtype.FLOAT)

@@ -190,6 +190,22 @@ def stored_module(name: str, spec: DecoderSpec) -> tuple[str, tuple[int, int, in
     return root + below, (0, 0, 0)
 
 
+def stored_stack(name: str, outputs: int, spec: DecoderSpec) -> tuple[str, int, int, int, bool] | None:
+    """Return where Transformers has a projection of an expert with this number of outputs: the tensor of all experts,
+    which of its rows are the projection's, as `stored_module` does, and whether it is transposed; None if it is in no
+    such tensor."""
+    below = f"{name.removeprefix(f'{ROOT}.')}.weight"
+    numbers, pattern = _NUMBER.findall(f".{below}"), _NUMBER.sub("{}", f".{below}")[1:]
+    for stack in spec.stored.stacks:
+        if pattern in stack.names:
+            i, parts = stack.names.index(pattern), len(stack.names)
+            each = 1 if stack.alternating else outputs
+            rows = (i * each, (i + 1) * each, each * parts) if parts > 1 else (0, 0, 0)
+            root = f"{spec.stored.root}." if spec.stored.root else ""
+            return root + stack.name.format(numbers[0]), *rows, stack.transposed
+    return None
+
+
 def _entries(name: str, layer: str, stack: StoredStack, shape: Sequence[int]) -> Iterator[tuple[str, _Selection]]:
     """Yield the tensors of each expert of a stack of this shape."""
     parts = len(stack.names)

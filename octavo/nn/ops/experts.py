@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from octavo.nn.delta import ExpertsDelta
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm
 from octavo.nn.ops.activation import ACTIVATIONS, act_mul
 from octavo.nn.ops.routing import Routing
@@ -45,12 +46,22 @@ def mix_reference(x: Tensor, routing: Routing, gate_up: Expert, down: Expert, fo
     return torch.stack(rows) if rows else torch.empty_like(x)
 
 
-def mix(x: Tensor, routing: Routing, gate_up: Expert, down: Expert, form: ExpertsForm) -> Tensor:
+def mix(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Expert,
+    down: Expert,
+    form: ExpertsForm,
+    delta: ExpertsDelta | None = None,
+) -> Tensor:
     """Return each token's weighted sum of its experts: [T, hidden_size] for x [T, hidden_size].
 
     Choices of experts that this rank lacks add nothing. Every expert multiplies all of its tokens at once. A token's
     outputs are added in the order of its own experts, so the order of the sum does not depend on other tokens. Reads
     the number of tokens per expert on the host.
+
+    Args:
+        delta: additions to both products; None for none.
     """
     tokens, top_k = routing.experts.shape
     chosen = routing.experts.flatten()
@@ -62,8 +73,15 @@ def mix(x: Tensor, routing: Routing, gate_up: Expert, down: Expert, form: Expert
             given = x[part // top_k]
             if form.on_inputs:
                 given = given * routing.weights.flatten()[part, None].to(x.dtype)
-            out[part] = down(own, gate(gate_up(own, given), form))
-    outputs: Tensor = out.unflatten(0, (tokens, top_k)).float()
+            inner = gate_up(own, given)
+            if delta is not None:
+                delta.add_to(inner, given, expert, part // top_k, down=False)
+            inner = gate(inner, form)
+            outputs = down(own, inner)
+            if delta is not None:
+                delta.add_to(outputs, inner, expert, part // top_k, down=True)
+            out[part] = outputs
+    chosen_outputs: Tensor = out.unflatten(0, (tokens, top_k)).float()
     if not form.on_inputs:
-        outputs = outputs * routing.weights[..., None]
-    return outputs.sum(1).to(x.dtype)
+        chosen_outputs = chosen_outputs * routing.weights[..., None]
+    return chosen_outputs.sum(1).to(x.dtype)

@@ -86,6 +86,19 @@ class FusingExperts(Protocol):
         ...
 
 
+@runtime_checkable
+class SingleExperts(Protocol):
+    """An `ExpertsScheme` that can multiply with the matrices of one expert, of those of this rank."""
+
+    def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
+        """Return the product before the gate: [N, hidden_size] to [N, 2 * size], as a new tensor."""
+        ...
+
+    def down_of(self, expert: int, x: Tensor) -> Tensor:
+        """Return the product after the gate: [N, size] to [N, hidden_size], as a new tensor."""
+        ...
+
+
 class SeparateExperts:
     """An `ExpertsScheme` of ordinary schemes, two for each expert, so any form of storage will do.
 
@@ -117,13 +130,13 @@ class SeparateExperts:
         return route(logits, spec, correction)
 
     def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
-        y = mix(x, routing, self._gate_up, self._down, self.form)
+        y = mix(x, routing, self.gate_up_of, self.down_of, self.form)
         return y if added is None else y.add_(added)
 
-    def _gate_up(self, expert: int, x: Tensor) -> Tensor:
+    def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
         return self.gate_ups[expert].apply(x)
 
-    def _down(self, expert: int, x: Tensor) -> Tensor:
+    def down_of(self, expert: int, x: Tensor) -> Tensor:
         return self.downs[expert].apply(x)
 
     @property

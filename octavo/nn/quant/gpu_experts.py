@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops import expert_rows
@@ -72,6 +73,14 @@ class StackedExperts:
 
     def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
         return mix_stacked(x.contiguous(), routing, self._stacked, self.form, added)
+
+    def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+        return F.linear(x, self.gate_up[expert], bias)
+
+    def down_of(self, expert: int, x: Tensor) -> Tensor:
+        bias = None if self.down_bias is None else self.down_bias[expert]
+        return F.linear(x, self.down[expert], bias)
 
     def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
         return summands(x.contiguous(), routing, self._stacked, self.form, added)
