@@ -16,8 +16,9 @@ from octavo.nn.ops.activation import ACTIVATIONS
 from octavo.nn.ops.expert_products import mix_stacked, mix_tiles, route_on_device, sort, summands, tilings_for
 from octavo.nn.ops.expert_rows import add_rows, gate_rows, mix_rows
 from octavo.nn.ops.expert_weights import StackedWeights
-from octavo.nn.ops.experts import clamped_gate
+from octavo.nn.ops.experts import clamped_gate, mix
 from octavo.nn.ops.routing import Routing, route
+from octavo.nn.quant.gpu_experts import StackedExperts
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -251,3 +252,14 @@ def test_no_tokens_and_tokens_of_a_batch(tokens: int) -> None:
     assert torch.equal(got, whole[turn]) if GPU or tokens == 2 else torch.allclose(got, whole[turn], atol=1e-5)
     empty = Routing(routing.weights[:0], routing.experts[:0])
     assert mix_stacked(case.x[:0], empty, case.stacked, case.form).shape == (0, 32)
+
+
+@pytest.mark.parametrize("changes", [{}, {"clamped": ClampedGate(1.702, 1.0), "bias": True}], ids=["plain", "biases"])
+def test_single_experts_give_the_sum_of_all(changes: dict[str, Any]) -> None:
+    case = Case(9, 6, 40, 16, torch.float32, **changes)
+    routing, form, stacked = case.routed(3), case.form, case.stacked
+    scheme = StackedExperts(form, torch.float32, DEVICE)
+    scheme.gate_up, scheme.down = stacked.gate_up, stacked.down
+    scheme.gate_up_bias, scheme.down_bias = stacked.gate_up_bias, stacked.down_bias
+    got = mix(case.x, routing, scheme.gate_up_of, scheme.down_of, form) + case.added
+    case.check(got, case.expected(routing))

@@ -246,5 +246,5 @@ def test_a_projection_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"belongs to experts, for which Octavo takes no adapters"):
+    with pytest.raises(ModelFileError, match=r"belongs to experts, which adapters can't change here"):
         read_adapter(fused_adapter(tmp_path, "experts.3.down_proj", 32), fused_targets(), 64)
