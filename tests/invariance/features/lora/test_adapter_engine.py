@@ -194,6 +194,32 @@ def test_the_native_program_computes_decodes_with_adapters(model: Path, adapters
     loop.close()
 
 
+def test_twelve_adapters_of_mixed_ranks_in_one_native_step(model: Path, tmp_path: Path) -> None:
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    ranks = (4, 8, 16, 64) * 3
+    adapters = {f"a{i}": save_adapter(tmp_path / f"a{i}", config, seed=i, rank=r) for i, r in enumerate(ranks)}
+    settings = {"max_num_seqs": 13, "max_loras": 12, "max_lora_rank": 64, "num_blocks": 700}
+    settings |= {"memory_bytes": 1 << 24, "dtype": "float32"}
+    asked = [asking("base", 1), *(asking(name, i % 4, (name, 1.0)) for i, name in enumerate(adapters))]
+    alone = engine(model, adapters, **settings)
+    expected = {one.id: tokens_of(drive(alone, [one]))[one.id, 0] for one in asked}
+    alone.close()
+    loop = engine(model, adapters, **(settings | {"attention_backend": "native"}))
+    list(drive(loop, asked))  # brings all of them into memory, one after the other
+    for one in asked:
+        loop.add(one)
+    sizes: list[int] = []
+    found: dict[str, list[int]] = {one.id: [] for one in asked}
+    while loop.busy:
+        deltas = loop.step()
+        sizes.append(len(deltas))
+        for delta in deltas:
+            found[delta.id] += delta.tokens
+    assert found == expected
+    assert max(sizes) == len(asked)
+    loop.close()
+
+
 def test_gains_are_those_of_the_new_weights(
     model: Path, adapters: dict[str, Path], expected: Any, tmp_path: Path
 ) -> None:
