@@ -340,8 +340,8 @@ def sweep_shapes() -> dict[str, list[Shape]]:
         ]
     ]
     expands = [
-        replace(plain, wide=wide, expands=programs, gates=programs, expand_warps=warps, gate_warps=warps)
-        for wide, warps, programs in itertools.product((1, 2, 4), (4, 8), (2, 3, 4, 6))
+        replace(plain, expands=programs, gates=programs, expand_warps=warps, gate_warps=warps)
+        for warps, programs in itertools.product((2, 4, 8), (2, 3, 4, 6, 8))
     ]
     return {"shrink": [plain, *shrinks], "expand": [plain, *expands]}
 

@@ -31,7 +31,7 @@ class Shape:
     """How launches divide their work.
 
     Attributes:
-        wide: tiles of inputs that are multiplied with A at once; all of a row's sums are added up in their order.
+        wide: tiles of inputs that are multiplied with A at once.
         shrinks: programs that multiply with A, on each multiprocessor.
         expands, gates: likewise with B; with a gate.
         shrink_warps, expand_warps, gate_warps: warps of a program.
@@ -100,6 +100,8 @@ class LowRankDelta(Delta):
         splits = triton.cdiv(self._inputs, _ROW_SPLIT)
         self._sums = torch.empty(splits, self._ranks + 1, dtype=torch.float32, device=pool.device)
         self._row = torch.empty(sum(self._sizes), dtype=torch.float32, device=pool.device)
+        counts = len(rows.tiles) * triton.cdiv(self._ranks, _RANKS)
+        self._arrivals = torch.zeros(counts, dtype=torch.int32, device=pool.device)
         self._overlap = overlap(pool.device)
 
     def begin(self, x: Tensor) -> Addition:
@@ -168,15 +170,18 @@ class LowRankDelta(Delta):
         )
 
     def shrink(self, x: Tensor, shape: Shape) -> Tensor:
-        """Return x [T, in] times A: [splits, T, ranks] float32, undefined where a row has no such rank."""
+        """Return x [T, in] times A: [T, ranks], undefined where a row has no such rank."""
         count = x.shape[0]
         splits = triton.cdiv(self._inputs, shape.wide * self._tile)
-        out = torch.empty(splits, count, self._ranks, dtype=torch.float32, device=x.device)
+        sums = torch.empty(splits, count, self._ranks, dtype=torch.float32, device=x.device)
+        out = torch.empty(count, self._ranks, dtype=self._pool.dtype, device=x.device)
         parts = len(self._sizes)
         if count:
             shrink_kernel[self._programs(shape.shrinks, count, splits * parts)](
                 x,
                 *self._addresses(),
+                sums,
+                self._arrivals,
                 out,
                 *self._counts(count),
                 K=self._inputs,
@@ -190,7 +195,7 @@ class LowRankDelta(Delta):
 
     def expand(self, shrunk: Tensor, y: Tensor, shape: Shape) -> None:
         """Add the result of `shrink`, times B, to y [T, out]."""
-        splits, count, _ = shrunk.shape
+        count = shrunk.shape[0]
         if not count:
             return
         columns = sum(triton.cdiv(size, self._tile) for size in self._sizes)
@@ -199,12 +204,11 @@ class LowRankDelta(Delta):
             shrunk,
             *self._addresses(),
             y,
-            *self._counts(count),
+            self._pool.shape[1],
             SIZE_0=sizes[0],
             SIZE_1=sizes[1],
             SIZE_2=sizes[2],
             PARTS=len(self._sizes),
-            SPLITS=splits,
             num_warps=shape.expand_warps,
             **self._fixed,
             **self._overlap,
@@ -212,7 +216,7 @@ class LowRankDelta(Delta):
 
     def gate(self, shrunk: Tensor, y: Tensor, shape: Shape) -> Tensor:
         """Return silu(first half) * second half of y [T, out] plus the additions: [T, out / 2]."""
-        splits, count, _ = shrunk.shape
+        count = shrunk.shape[0]
         size = self._sizes[0]
         out = torch.empty(count, size, dtype=y.dtype, device=y.device)
         if count:
@@ -224,7 +228,6 @@ class LowRankDelta(Delta):
                 out,
                 *self._counts(count),
                 SIZE=size,
-                SPLITS=splits,
                 num_warps=shape.gate_warps,
                 **self._fixed,
                 **self._overlap,

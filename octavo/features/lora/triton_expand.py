@@ -50,14 +50,10 @@ def factors(
     size,
     row_tiles,
     num_blocks,
-    num_rows,
     RANKS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """Return the rows' sums of some ranks of a part, [BLOCK_M, BLOCK_R], and B's columns for them, [BLOCK_R, TILE].
 
@@ -68,14 +64,11 @@ def factors(
     exists = rank < ranks
     at = place_of(b + column // TILE + rank * row_tiles, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE)
     w = tl.load(pool + at[:, None] + i[None, :], mask=exists[:, None] & (column + i < size)[None, :], other=0.0)
-    sums = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    for split in tl.static_range(SPLITS):
-        found = shrunk + (split * num_rows.to(tl.int64) + row)[:, None] * RANKS + (begin + rank)[None, :]
-        sums += tl.load(found, mask=(row >= 0)[:, None] & exists[None, :], other=0.0)
-    return sums.to(w.dtype), w
+    found = shrunk + row[:, None] * RANKS + (begin + rank)[None, :]
+    return tl.load(found, mask=(row >= 0)[:, None] & exists[None, :], other=0.0), w
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def expand_kernel(
     shrunk,
     pool,
@@ -85,7 +78,6 @@ def expand_kernel(
     used,
     y,
     num_blocks,
-    num_rows,
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
@@ -98,10 +90,9 @@ def expand_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Add to rows of y [num_rows, SIZE_0 + SIZE_1 + SIZE_2].
+    """Add to rows of y [T, SIZE_0 + SIZE_1 + SIZE_2].
 
     The work [tiles of rows, tiles of columns] is divided evenly over any number of programs.
     """
@@ -131,8 +122,7 @@ def expand_kernel(
             for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
                 sums, w = factors(
                     shrunk, pool, blocks + adapter * MAX_BLOCKS, row, begin, first + r, ranks, b, column, size,
-                    row_tiles, num_blocks, num_rows,
-                    RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
+                    row_tiles, num_blocks, RANKS, SLICES, SLICE_TILES, TILE,
                 )  # fmt: skip
                 acc = tl.dot(sums, w, acc, input_precision="ieee")
             tl.store(target, (acc + before.to(tl.float32)).to(y.dtype.element_ty), mask=valid)
@@ -160,7 +150,6 @@ def gate_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Gate y [num_rows, 2 SIZE] plus the additions of two parts: out [num_rows, SIZE].
@@ -197,12 +186,12 @@ def gate_kernel(
         ranks = tl.where(number < adapted, tl.maximum(gate_ranks, up_ranks), 0)
         for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
             gate_sums, gate_w = factors(
-                shrunk, pool, own, row, 0, first + r, gate_ranks, gate_b, column, SIZE, COLUMNS, num_blocks, num_rows,
-                RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
+                shrunk, pool, own, row, 0, first + r, gate_ranks, gate_b, column, SIZE, COLUMNS, num_blocks,
+                RANKS, SLICES, SLICE_TILES, TILE,
             )  # fmt: skip
             up_sums, up_w = factors(
                 shrunk, pool, own, row, gate_ranks, first + r, up_ranks, up_b, column, SIZE, COLUMNS, num_blocks,
-                num_rows, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_M, BLOCK_R, SPLITS,
+                RANKS, SLICES, SLICE_TILES, TILE,
             )  # fmt: skip
             gate = tl.dot(gate_sums, gate_w, gate, input_precision="ieee")
             up = tl.dot(up_sums, up_w, up, input_precision="ieee")

@@ -30,6 +30,8 @@ def shrink_kernel(
     meta,
     tiles,
     used,
+    sums,
+    arrivals,
     out,
     num_blocks,
     num_rows,
@@ -46,13 +48,17 @@ def shrink_kernel(
     WIDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Multiply tiles of rows by WIDE tiles of rows of A: out [splits, num_rows, RANKS], sums over a split's inputs.
+    """Multiply tiles of rows by A: out [num_rows, RANKS], undefined where a row has no such rank.
 
-    The work [tiles of rows, rank blocks, splits] is divided evenly over any number of programs. The weights are read
-    before the previous launch has ended.
+    The work [tiles of rows, rank blocks, splits of WIDE tiles of A's rows] is divided evenly over any number of
+    programs. The weights are read before the previous launch has ended. Of a tile's splits, the last one to end adds up
+    all of them in their order, from `sums` [splits, num_rows, RANKS] float32.
+
+    arrivals: [tiles of rows * rank blocks], how many splits have ended; 0 before and after the launch.
     """
     ROW_TILES: tl.constexpr = (K + TILE - 1) // TILE
     SPLITS: tl.constexpr = (ROW_TILES + WIDE - 1) // WIDE
+    RANK_BLOCKS: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
     invite(OVERLAPS)
     m = tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
@@ -92,6 +98,19 @@ def shrink_kernel(
             value = tl.load(x + row[:, None] * K + k[None, :], mask=(row >= 0)[:, None] & (k < K)[None, :], other=0.0)
             w = tl.reshape(w, [BLOCK_R, WIDE * TILE])
             acc = tl.dot(value.to(w.dtype), tl.trans(w), input_precision="ieee")
-            target = out + (split * num_rows.to(tl.int64) + row)[:, None] * RANKS + rank[None, :]
-            tl.store(target, acc, mask=(row >= 0)[:, None] & exists[None, :])
+            place = row[:, None] * RANKS + rank[None, :]
+            valid = (row >= 0)[:, None] & exists[None, :]
+            if SPLITS > 1:
+                tl.store(sums + split * num_rows.to(tl.int64) * RANKS + place, acc, mask=valid)
+                tl.debug_barrier()
+                arrival = arrivals + item // (PARTS * SPLITS) * RANK_BLOCKS + first // BLOCK_R
+                if tl.atomic_add(arrival, 1, sem="acq_rel") == SPLITS - 1:
+                    total_sum = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+                    for other in tl.static_range(SPLITS):
+                        found = sums + other * num_rows.to(tl.int64) * RANKS + place
+                        total_sum += tl.load(found, mask=valid, other=0.0, cache_modifier=".cg")
+                    tl.store(out + place, total_sum.to(out.dtype.element_ty), mask=valid)
+                    tl.store(arrival, 0)
+            else:
+                tl.store(out + place, acc.to(out.dtype.element_ty), mask=valid)
     join(OVERLAPS)
