@@ -86,7 +86,9 @@ def built(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[EngineLoo
     )
     began = time.perf_counter()
     loop, _ = build_core(config, files_of(args.model))
-    return loop, round(time.perf_counter() - began, 2)
+    taken = round(time.perf_counter() - began, 2)
+    print(f"started in {taken} s", flush=True)
+    return loop, taken
 
 
 def save_adapter(folder: Path, config: dict[str, Any], rank: int) -> None:

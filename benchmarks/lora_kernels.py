@@ -198,10 +198,10 @@ def forms_of(rows: int) -> dict[str, AbstractContextManager[None]]:
     if rows == 1:
         return {"own": nullcontext()}
     shapes = [
-        Shape(1, 8, 2, 4, 4, 2, 8),
-        Shape(2, 5, 2, 2, 8, 2, 8),
-        Shape(2, 3, 4, 3, 4, 3, 4),
-        Shape(2, 10, 2, 8, 4, 4, 8),
+        Shape(2, 4, 2, 256, 4, 4, 3, 4),
+        Shape(1, 8, 2, 128, 8, 4, 6, 4),
+        Shape(1, 16, 2, 256, 3, 8, 2, 8),
+        Shape(1, 4, 2, 128, 6, 4, 4, 4),
     ]
     return {"own": nullcontext()} | {
         f"{_tuple(shape)}": replaced(gpu, shape_of=partial(_fixed, shape)) for shape in shapes
@@ -332,16 +332,16 @@ def sweep_shapes() -> dict[str, list[Shape]]:
     shrinks = [
         replace(plain, wide=wide, shrinks=programs, shrink_warps=warps)
         for wide, warps, programs in [
-            *((1, 1, n) for n in (4, 8)),
+            *((1, 1, n) for n in (8, 16)),
             *((1, 2, n) for n in (4, 8, 16)),
             *((2, 2, n) for n in (3, 5, 8)),
-            *((2, 4, n) for n in (2, 3, 6)),
+            *((2, 4, n) for n in (3, 6)),
             *((4, 4, n) for n in (2, 4)),
         ]
     ]
     expands = [
-        replace(plain, expands=programs, gates=programs, expand_warps=warps, gate_warps=warps)
-        for warps, programs in itertools.product((2, 4, 8), (2, 3, 4, 6, 8))
+        replace(plain, columns=columns, expands=programs, gates=programs, expand_warps=warps, gate_warps=warps)
+        for columns, warps, programs in itertools.product((128, 256), (4, 8), (2, 3, 4, 6, 8))
     ]
     return {"shrink": [plain, *shrinks], "expand": [plain, *expands]}
 

@@ -33,6 +33,7 @@ class Shape:
     Attributes:
         wide: tiles of inputs that are multiplied with A at once.
         shrinks: programs that multiply with A, on each multiprocessor.
+        columns: most columns that a program multiplies with B at once.
         expands, gates: likewise with B; with a gate.
         shrink_warps, expand_warps, gate_warps: warps of a program.
     """
@@ -40,6 +41,7 @@ class Shape:
     wide: int
     shrinks: int
     shrink_warps: int
+    columns: int
     expands: int
     expand_warps: int
     gates: int
@@ -48,8 +50,8 @@ class Shape:
 
 def shape_of(rows: int, inputs: int) -> Shape:
     """Return the fastest measured shape of launches for this number of rows and inputs."""
-    wide, shrinks, warps = (2, 5, 2) if inputs <= 8192 else (4, 2, 4)
-    return Shape(wide, shrinks, warps, expands=3, expand_warps=4, gates=2, gate_warps=8)
+    wide, shrinks = (1, 8) if inputs <= 8192 else (2, 4)
+    return Shape(wide, shrinks, 2, columns=256, expands=4, expand_warps=4, gates=3, gate_warps=4)
 
 
 class LowRankDelta(Delta):
@@ -198,7 +200,8 @@ class LowRankDelta(Delta):
         count = shrunk.shape[0]
         if not count:
             return
-        columns = sum(triton.cdiv(size, self._tile) for size in self._sizes)
+        block = min(shape.columns, self._tile)
+        columns = sum(triton.cdiv(size, block) for size in self._sizes)
         sizes = [*self._sizes, 0, 0]
         expand_kernel[self._programs(shape.expands, count, columns)](
             shrunk,
@@ -209,6 +212,7 @@ class LowRankDelta(Delta):
             SIZE_1=sizes[1],
             SIZE_2=sizes[2],
             PARTS=len(self._sizes),
+            BLOCK_N=block,
             num_warps=shape.expand_warps,
             **self._fixed,
             **self._overlap,
@@ -219,8 +223,9 @@ class LowRankDelta(Delta):
         count = shrunk.shape[0]
         size = self._sizes[0]
         out = torch.empty(count, size, dtype=y.dtype, device=y.device)
+        block = min(shape.columns, self._tile)
         if count:
-            gate_kernel[self._programs(shape.gates, count, triton.cdiv(size, self._tile), beside=True)](
+            gate_kernel[self._programs(shape.gates, count, triton.cdiv(size, block), beside=True)](
                 shrunk,
                 *self._addresses(),
                 self.rows.adapter,
@@ -228,6 +233,7 @@ class LowRankDelta(Delta):
                 out,
                 *self._counts(count),
                 SIZE=size,
+                BLOCK_N=block,
                 num_warps=shape.gate_warps,
                 **self._fixed,
                 **self._overlap,

@@ -18,22 +18,22 @@ def part_of(
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return, of the n-th tile of columns of all parts: its part, the part's first column, the tile's first column in
+    """Return, of the n-th block of columns of all parts: its part, the part's first column, the block's first column in
     the part, the part's columns, and the tiles of a row of its B."""
-    TILES_0: tl.constexpr = (SIZE_0 + TILE - 1) // TILE
-    TILES_1: tl.constexpr = (SIZE_1 + TILE - 1) // TILE
-    TILES_2: tl.constexpr = (SIZE_2 + TILE - 1) // TILE
-    column = program * TILE
-    part, left, size, row_tiles = 0, 0, SIZE_0, TILES_0
-    if program >= TILES_0 + TILES_1:
-        part, left, size, row_tiles = 2, SIZE_0 + SIZE_1, SIZE_2, TILES_2
-        column -= (TILES_0 + TILES_1) * TILE
-    elif program >= TILES_0:
-        part, left, size, row_tiles = 1, SIZE_0, SIZE_1, TILES_1
-        column -= TILES_0 * TILE
-    return part, left, column, size, row_tiles
+    BLOCKS_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_1: tl.constexpr = (SIZE_1 + BLOCK_N - 1) // BLOCK_N
+    column = program * BLOCK_N
+    part, left, size = 0, 0, SIZE_0
+    if program >= BLOCKS_0 + BLOCKS_1:
+        part, left, size = 2, SIZE_0 + SIZE_1, SIZE_2
+        column -= (BLOCKS_0 + BLOCKS_1) * BLOCK_N
+    elif program >= BLOCKS_0:
+        part, left, size = 1, SIZE_0, SIZE_1
+        column -= BLOCKS_0 * BLOCK_N
+    return part, left, column, size, tl.cdiv(size, TILE)
 
 
 @triton.jit
@@ -54,15 +54,17 @@ def factors(
     SLICES: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Return the rows' sums of some ranks of a part, [BLOCK_M, BLOCK_R], and B's columns for them, [BLOCK_R, TILE].
+    """Return the rows' sums of some ranks of a part, [BLOCK_M, BLOCK_R], and B's columns for them, [BLOCK_R, BLOCK_N].
 
     The part's ranks begin at `begin` in `shrunk`, and its B at tile `b`; a row of B takes `row_tiles`, for `size`
-    columns.
+    columns. The columns are in one tile.
     """
-    i = tl.arange(0, TILE)
+    i = tl.arange(0, BLOCK_N)
     exists = rank < ranks
     at = place_of(b + column // TILE + rank * row_tiles, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE)
+    at += tl.multiple_of(column % TILE, BLOCK_N)
     w = tl.load(pool + at[:, None] + i[None, :], mask=exists[:, None] & (column + i < size)[None, :], other=0.0)
     found = shrunk + row[:, None] * RANKS + (begin + rank)[None, :]
     return tl.load(found, mask=(row >= 0)[:, None] & exists[None, :], other=0.0), w
@@ -90,21 +92,22 @@ def expand_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Add to rows of y [T, SIZE_0 + SIZE_1 + SIZE_2].
 
-    The work [tiles of rows, tiles of columns] is divided evenly over any number of programs.
+    The work [tiles of rows, blocks of columns] is divided evenly over any number of programs.
     """
     WIDTH: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2
-    COLUMNS: tl.constexpr = (SIZE_0 + TILE - 1) // TILE + (SIZE_1 + TILE - 1) // TILE + (SIZE_2 + TILE - 1) // TILE
+    COLUMNS: tl.constexpr = tl.cdiv(SIZE_0, BLOCK_N) + tl.cdiv(SIZE_1, BLOCK_N) + tl.cdiv(SIZE_2, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
-    i = tl.arange(0, TILE)
+    i = tl.arange(0, BLOCK_N)
     count = tl.load(used) * COLUMNS
     follow(OVERLAPS)
     for item in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
-        part, left, column, size, row_tiles = part_of(item % COLUMNS, SIZE_0, SIZE_1, SIZE_2, TILE)
+        part, left, column, size, row_tiles = part_of(item % COLUMNS, SIZE_0, SIZE_1, SIZE_2, BLOCK_N, TILE)
         tile = tiles + item // COLUMNS * (1 + BLOCK_M)
         adapter = tl.load(tile)
         row = tl.load(tile + 1 + m).to(tl.int64)
@@ -118,11 +121,11 @@ def expand_kernel(
             target = y + row[:, None] * WIDTH + (left + column + i)[None, :]
             valid = (row >= 0)[:, None] & (column + i < size)[None, :]
             before = tl.load(target, mask=valid, other=0.0)
-            acc = tl.zeros([BLOCK_M, TILE], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
                 sums, w = factors(
                     shrunk, pool, blocks + adapter * MAX_BLOCKS, row, begin, first + r, ranks, b, column, size,
-                    row_tiles, num_blocks, RANKS, SLICES, SLICE_TILES, TILE,
+                    row_tiles, num_blocks, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_N,
                 )  # fmt: skip
                 acc = tl.dot(sums, w, acc, input_precision="ieee")
             tl.store(target, (acc + before.to(tl.float32)).to(y.dtype.element_ty), mask=valid)
@@ -150,23 +153,25 @@ def gate_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Gate y [num_rows, 2 SIZE] plus the additions of two parts: out [num_rows, SIZE].
 
-    The work, first [tiles of rows with adapters, tiles of columns], then likewise for all rows, of which only those of
+    The work, first [tiles of rows with adapters, blocks of columns], then likewise for all rows, of which only those of
     the base model are computed, is divided evenly over any number of programs.
     """
-    COLUMNS: tl.constexpr = (SIZE + TILE - 1) // TILE
+    COLUMNS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    ROW_TILES: tl.constexpr = (SIZE + TILE - 1) // TILE
     m = tl.arange(0, BLOCK_M)
     r = tl.arange(0, BLOCK_R)
-    i = tl.arange(0, TILE)
+    i = tl.arange(0, BLOCK_N)
     adapted = tl.load(used)
     count = (adapted + tl.cdiv(num_rows, BLOCK_M)) * COLUMNS
     follow(OVERLAPS)
     for item in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
         number = item // COLUMNS
-        column = item % COLUMNS * TILE
+        column = item % COLUMNS * BLOCK_N
         at = column + i
         adapter = tl.load(tiles + number * (1 + BLOCK_M), mask=number < adapted, other=0)
         row = tl.load(tiles + number * (1 + BLOCK_M) + 1 + m, mask=number < adapted, other=-1)
@@ -181,17 +186,17 @@ def gate_kernel(
         spans, own = meta + adapter * (META_PARTS * 4), blocks + adapter * MAX_BLOCKS
         gate_ranks, up_ranks = tl.load(spans + 2), tl.load(spans + 6)
         gate_b, up_b = tl.load(spans + 1), tl.load(spans + 5)
-        gate = tl.zeros([BLOCK_M, TILE], tl.float32)
-        up = tl.zeros([BLOCK_M, TILE], tl.float32)
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         ranks = tl.where(number < adapted, tl.maximum(gate_ranks, up_ranks), 0)
         for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
             gate_sums, gate_w = factors(
-                shrunk, pool, own, row, 0, first + r, gate_ranks, gate_b, column, SIZE, COLUMNS, num_blocks,
-                RANKS, SLICES, SLICE_TILES, TILE,
+                shrunk, pool, own, row, 0, first + r, gate_ranks, gate_b, column, SIZE, ROW_TILES, num_blocks,
+                RANKS, SLICES, SLICE_TILES, TILE, BLOCK_N,
             )  # fmt: skip
             up_sums, up_w = factors(
-                shrunk, pool, own, row, gate_ranks, first + r, up_ranks, up_b, column, SIZE, COLUMNS, num_blocks,
-                RANKS, SLICES, SLICE_TILES, TILE,
+                shrunk, pool, own, row, gate_ranks, first + r, up_ranks, up_b, column, SIZE, ROW_TILES, num_blocks,
+                RANKS, SLICES, SLICE_TILES, TILE, BLOCK_N,
             )  # fmt: skip
             gate = tl.dot(gate_sums, gate_w, gate, input_precision="ieee")
             up = tl.dot(up_sums, up_w, up, input_precision="ieee")
