@@ -14,7 +14,6 @@ from tiny_adapters import merged, save_adapter
 
 from octavo import LLM, LoRARequest
 
-
 BACKENDS = ("torch", "native")
 PROMPTS = [[5, 9, 33, 7, 40, 2, 18], list(range(20, 60)), [8, 1], [7] * 30]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "threads": 1, "max_model_len": 128}
