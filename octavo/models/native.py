@@ -229,7 +229,15 @@ class NativeDecoder:
         Returns:
             The number of tokens without usable logits.
         """
-        return self._program.program.decode(batch)
+        flawed = self._program.program.decode(batch)
+        if self.taps is not None:
+            self.taps.keep(self.spec.num_layers, self._residual[: batch.results])
+        return flawed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `decode` keeps all states that `taps` asks for: those of the last layer."""
+        return self.taps is None or self.taps.places == (self.spec.num_layers,)
 
     def _make_room(self, rows: int) -> None:
         if self._logits.shape[0] < rows:

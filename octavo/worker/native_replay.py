@@ -76,7 +76,7 @@ class NativeReplay:
         self._laid_out = False
         self._variant = variant
         self._model.select(variant)
-        if plan.needs_feedback or variant not in self._variants or self._model.taps is not None:
+        if plan.needs_feedback or variant not in self._variants or not self._model.decodes:
             return False
         if kept:
             self._laid_out = True

@@ -5,6 +5,7 @@ The model (`Companion`) has slots with the numbers of the target's, and memory o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -109,3 +110,12 @@ def without_reports(row: NewRow) -> NewRow:
     """Return the row without log-probabilities, which are not read."""
     params = msgspec.structs.replace(row.params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None)
     return msgspec.structs.replace(row, params=params)
+
+
+def first_part(counts: Sequence[int], room: int) -> list[int]:
+    """Return how many tokens of each row to compute first, at most `room` in all; one of each row is left."""
+    part = []
+    for count in counts:
+        part.append(min(count - 1, room))
+        room -= part[-1]
+    return part

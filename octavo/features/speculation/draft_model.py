@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import NewRow, StepPlan
-from octavo.features.speculation.companion_drafter import CompanionDrafter, without_reports
+from octavo.features.speculation.companion_drafter import CompanionDrafter, first_part, without_reports
 from octavo.features.speculation.draft_files import draft_files
 from octavo.models.model import EncoderModel, Model
 from octavo.worker.companion import Companion
@@ -87,7 +87,7 @@ class ModelDrafter(CompanionDrafter):
         self._runner.slots.follow(Following(slots, index, length, tokens, counts, most, least, behind))
         left = behind.tolist()
         while sum(left) > self._most_tokens:
-            part = _first_part(left, self._most_tokens)
+            part = first_part(left, self._most_tokens)
             rows = [row for row, count in enumerate(part) if count]
             self._compute([slots[row] for row in rows], [part[row] for row in rows])
             left = [all_of - done for all_of, done in zip(left, part, strict=True)]
@@ -112,12 +112,3 @@ class ModelDrafter(CompanionDrafter):
     def _known(self, tokens: Tensor) -> Tensor:
         """Return tokens that the drafting model has in place of others, and of embeddings."""
         return tokens.clamp(0, self._last_token)
-
-
-def _first_part(counts: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens of each row to compute first, at most `room` in all; one of each row is left."""
-    part = []
-    for count in counts:
-        part.append(min(count - 1, room))
-        room -= part[-1]
-    return part

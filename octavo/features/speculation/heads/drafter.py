@@ -1,9 +1,10 @@
 """`HeadDrafter`: the worker half if a head drafts from the target's hidden states.
 
-After each step, the head computes the step's tokens, each beside the target's state at the position before it (see
-`model.py`), into memory of its own for the same KV blocks. To draft, it first computes the last of them again and draws
-from it, then goes on with its own outputs in place of the target's states. Nothing waits for the device: where the host
-knows only bounds of a slot's length, the steps read the true one there.
+The head computes each token beside the target's state at the position before it (see `model.py`), into memory of its
+own for the same KV blocks. From the last of them it draws, then goes on with its own outputs in place of the target's
+states. On a GPU it computes a step's tokens after each step, and the last one again to draw from it. Nothing waits for
+the device: where the host knows only bounds of a slot's length, the steps read the true one there. On a CPU, tokens
+that were decoded wait until something is drafted (`waiting.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.plan import NewRow, StepPlan
-from octavo.features.speculation.companion_drafter import CompanionDrafter, without_reports
+from octavo.features.speculation.companion_drafter import CompanionDrafter, first_part, without_reports
 from octavo.features.speculation.draft_files import draft_files
 from octavo.features.speculation.heads.layers import HeadLayers
 from octavo.features.speculation.heads.model import HeadModel
 from octavo.features.speculation.heads.pairs import LastPairs
 from octavo.features.speculation.heads.spec import HeadSpec, Kind
+from octavo.features.speculation.heads.waiting import MOST_WAITING, Waiting
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
@@ -34,6 +36,7 @@ from octavo.nn.taps import Taps
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
 from octavo.worker.hooks import Reserved, Site
+from octavo.worker.step import Step
 from octavo.worker.worker import Worker
 
 
@@ -61,6 +64,8 @@ class HeadDrafter(CompanionDrafter):
         kept = self._head_spec
         tokens = max(limits) + 2
         states = tokens * (len(kept.places) * kept.target_size + 2 * kept.hidden_size) * worker.dtype.itemsize
+        if not worker.device.resident:
+            states += limits[0] * MOST_WAITING * len(kept.places) * kept.target_size * worker.dtype.itemsize
         return self._companion.reserved_for(limits) + Reserved(workspace=states)
 
     def _files(self, worker: Worker) -> ModelFiles:
@@ -88,6 +93,8 @@ class HeadDrafter(CompanionDrafter):
         self._head.reserve(tokens, device)
         self._target = model
         self._pairs = LastPairs(site.room.num_slots, site.device)
+        self._waiting = None if site.device.resident else Waiting()
+        self._most_tokens = site.room.max_step_tokens
 
     def detach(self) -> None:
         if self._running is not None:
@@ -95,12 +102,24 @@ class HeadDrafter(CompanionDrafter):
         super().detach()
 
     def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
-        """Compute the plan's tokens in the head."""
+        """Compute the plan's tokens in the head, or keep their states."""
         taps = self._target.taps
         assert taps is not None
-        count = plan.total_tokens
-        states = self._head.states(taps.states[:count], cast("CausalLM", self._target))
-        self._head.given[:count].copy_(states)
+        if self._waiting is None:
+            self._compute_all(plan, taps.states[: plan.total_tokens], tokens, length)
+            return
+        self._waiting.add(plan, taps.states, length, self._off)
+        due = []
+        for row, (slot, count, drafts) in enumerate(zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True)):
+            if slot not in self._off and row not in plan.proposals:
+                waits = self._waiting.count(slot)
+                if waits >= MOST_WAITING or (waits and count - drafts > 1):  # others may share a prompt's blocks
+                    due.append(slot)
+        if due:
+            self._catch_up(due, tokens, length)
+
+    def _compute_all(self, plan: StepPlan, states: Tensor, tokens: Tensor, length: Tensor) -> None:
+        self._head.given[: len(states)].copy_(self._head.states(states, cast("CausalLM", self._target)))
         index = self._device.upload(np.array(plan.slots))
         known = length[index].long()
         width = 1 + max(plan.num_drafts)
@@ -114,49 +133,90 @@ class HeadDrafter(CompanionDrafter):
         if sampled:
             self._follow([plan.slots[row] for row in sampled], index, known, tokens, 1, 0)
 
+    def _catch_up(self, slots: list[int], tokens: Tensor, length: Tensor, *, samples: bool = False) -> Step | None:
+        """Compute what waits; return the last step. With `samples`, it draws a token of each slot."""
+        waiting, step = self._waiting, None
+        assert waiting is not None
+        index = torch.tensor(slots)
+        known = length[index].long()
+        left = [waiting.count(slot) for slot in slots]
+        behind = known - 1 - torch.tensor([waiting.done(slot) for slot in slots])
+        self._follow(slots, index, known, tokens, int(behind.max()), behind)
+        while sum(left):
+            part = left if sum(left) <= self._most_tokens else first_part(left, self._most_tokens)
+            rows = [row for row, count in enumerate(part) if count]
+            states = waiting.take(slots, part)
+            self._head.given[: len(states)].copy_(self._head.states(states, cast("CausalLM", self._target)))
+            left = [all_of - done for all_of, done in zip(left, part, strict=True)]
+            draws = samples and not sum(left)
+            step = self._compute([slots[row] for row in rows], [part[row] for row in rows], samples=draws)
+        return step
+
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
-        plan, given = drafting.plan, self._head.given
+        plan = drafting.plan
         limits = [plan.proposals[row] for row in drafting.rows]
         chosen = [i for i, row in enumerate(drafting.rows) if plan.slots[row] not in self._off]
         if not chosen:
             return None
         rows = [drafting.rows[i] for i in chosen]
-        slots, most = [plan.slots[row] for row in rows], max(limits[i] for i in chosen)
+        slots, most = [plan.slots[row] for row in rows], [limits[i] for i in chosen]
         index = drafting.slots if len(chosen) == len(limits) else self._device.upload(np.array(slots))
         known = drafting.length[index].long()
-        self._follow(slots, index, known, drafting.tokens, 1, 1)
-        last = self._last if len(rows) == len(plan.slots) else self._last[self._device.upload(np.array(rows))]
-        given[: len(rows)].copy_(given.index_select(0, last))
-        going = list(range(len(chosen)))
-        for count in range(most):
-            step = self._compute([slots[i] for i in going], [1] * len(going), samples=True)
-            left = [place for place, i in enumerate(going) if limits[chosen[i]] > count + 1]
-            hidden = step.hidden
-            assert hidden is not None
-            if left and len(left) < len(going):
-                hidden = hidden.index_select(0, self._device.upload(np.array(left)))
-            given[: len(left)].copy_(hidden[: len(left)])
-            going = [going[place] for place in left]
+        step = self._first(drafting, rows, slots, index, known)
+        self._go_on(slots, most, step)
         tokens, _ = self._runner.slots.known()
-        places = drafting.length[drafting.slots].long()[:, None] - 1 + torch.arange(most, device=tokens.device)
+        places = drafting.length[drafting.slots].long()[:, None] - 1 + torch.arange(max(most), device=tokens.device)
         found = tokens[drafting.slots[:, None], places.clamp_(max=tokens.shape[1] - 1)].clone()
         self._follow(slots, index, known, drafting.tokens, 1, 0)
         return self._drafts(drafting, chosen, found)
 
+    def _first(self, drafting: Drafting, rows: list[int], slots: list[int], index: Tensor, known: Tensor) -> Step:
+        """Draw the first draft of these rows of the plan."""
+        if self._waiting is not None:
+            step = self._catch_up(slots, drafting.tokens, drafting.length, samples=True)
+            assert step is not None, "the step's own tokens wait"
+            return step
+        self._follow(slots, index, known, drafting.tokens, 1, 1)
+        whole = len(rows) == len(drafting.plan.slots)
+        last = self._last if whole else self._last[self._device.upload(np.array(rows))]
+        self._head.given[: len(rows)].copy_(self._head.given.index_select(0, last))
+        return self._compute(slots, [1] * len(slots), samples=True)
+
+    def _go_on(self, slots: list[int], most: list[int], step: Step) -> None:
+        """Draw the drafts after the first ones, which this step drew; each slot has its own number."""
+        given, going = self._head.given, list(range(len(slots)))
+        for count in range(1, max(most)):
+            left = [place for place, i in enumerate(going) if most[i] > count]
+            hidden = step.hidden
+            assert hidden is not None
+            if len(left) < len(going):
+                hidden = hidden.index_select(0, self._device.upload(np.array(left)))
+            given[: len(left)].copy_(hidden[: len(left)])
+            going = [going[place] for place in left]
+            step = self._compute([slots[i] for i in going], [1] * len(going), samples=True)
+
     def _follow(
-        self, slots: Sequence[int], index: Tensor, known: Tensor, tokens: Tensor, width: int, behind: int | None
+        self,
+        slots: Sequence[int],
+        index: Tensor,
+        known: Tensor,
+        tokens: Tensor,
+        width: int,
+        behind: int | Tensor | None,
     ) -> None:
-        """Take over the last `width` tokens of the target's slots; the last `behind` of them are not computed, None
-        leaves that as it is."""
+        """Take over the last `width` tokens of the target's slots; the last `behind` of them are not computed, in all
+        slots alike or, on a CPU, in each [D]; None leaves that as it is."""
         places = (known[:, None] - width + torch.arange(width, device=known.device)).clamp_(min=1)
         last = tokens[index[:, None], places].clamp(min=0)
         most, least, _ = self._reach.of(slots)
-        counts = None if behind is None else torch.full_like(known, behind)
+        counts = torch.full_like(known, behind) if isinstance(behind, int) else behind
         own: tuple[Ints, Ints] = (most - 1, np.maximum(least - 1, 0))
-        uncomputed = np.full(len(most), behind or 0)
+        uncomputed = behind.numpy() if isinstance(behind, Tensor) else np.full(len(most), behind or 0)
         self._runner.slots.follow(Following(slots, index, known - 1, last, counts, *own, uncomputed))
 
     def _own_row(self, row: NewRow) -> NewRow:
         """Return the row without its first token."""
+        if self._waiting is not None:
+            self._waiting.begin(row.slot, row.num_computed)
         tokens = np.maximum(row.tokens[1:], 0).tolist()
         return msgspec.structs.replace(without_reports(row), tokens=tokens, num_prompt=row.num_prompt - 1)

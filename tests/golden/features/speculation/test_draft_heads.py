@@ -19,6 +19,7 @@ from octavo.build import build_core
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
+from octavo.features.speculation.engine import SpeculationEngine
 from octavo.features.speculation.heads.drafter import HeadDrafter
 from octavo.features.speculation.heads.medusa import MedusaDrafter
 from octavo.hub.resolve import resolve
@@ -158,22 +159,53 @@ def test_drafts_are_the_references(
     counts = {one.name: sum(one.values.values()) for one in loop.stats().features}
     assert counts["spec_decode_num_accepted_tokens"] > 8 or not accepted
     for known, drafts in proposed:
-        with torch.no_grad():
-            states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
-            final = states[-1][0]  # after the norm, as transformers has it
-            if kind == "eagle":
-                h = final
-            else:
-                h = torch.cat([_before_layer(model, known, place) for place in TAPPED], -1)
-            table = model.model.embed_tokens.weight
-            expected = draft(kind, weights, known, h[:-1], len(drafts), HEADS, KV_HEADS, table)
-        assert drafts == expected
+        assert drafts == reference(kind, model, weights, known, len(drafts))
     with torch.no_grad():
         for request in asked:
             tokens = request.tokens + found[request.id, 0]
             logits = model(torch.tensor([tokens])).logits[0]
             assert logits.argmax(-1)[len(request.tokens) - 1 : -1].tolist() == found[request.id, 0]
     loop.close()
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("eagle", None), ("eagle3", "torch")])
+def test_drafts_after_steps_without_any_are_the_references(
+    kind: str, backend: str | None, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens are followed by drafts; the head computes the tokens between them later, four at once."""
+    folder, model = target
+    head, weights = random_head(kind, tmp_path / "head")
+    if kind == "eagle":
+        weights["lm_head.weight"] = model.lm_head.weight.detach()
+    monkeypatch.setattr("octavo.features.speculation.heads.drafter.MOST_WAITING", 4)
+    monkeypatch.setattr(
+        SpeculationEngine, "drafts", lambda _, request: 2 * ((request.num_output + request.pending) % 9 > 6)
+    )
+    proposed = spied(monkeypatch, HeadDrafter, greedy(model))
+    settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
+    own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    asked = [GenerateRequest(id=str(n), tokens=list(range(3, 3 + n)), params=params) for n in (1, 7, 25)]
+    assert len(tokens_of(drive(loop, asked))) == 3
+    assert 9 <= len(proposed) <= 30
+    for known, drafts in proposed:
+        assert drafts == reference(kind, model, weights, known, len(drafts))
+    loop.close()
+
+
+def reference(
+    kind: str, model: transformers.LlamaForCausalLM, weights: Weights, known: list[int], count: int
+) -> list[int]:
+    """What the head drafts after these tokens."""
+    with torch.no_grad():
+        states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
+        if kind == "eagle":
+            h = states[-1][0]  # after the norm, as transformers has it
+        else:
+            h = torch.cat([_before_layer(model, known, place) for place in TAPPED], -1)
+        table = model.model.embed_tokens.weight
+        return draft(kind, weights, known, h[:-1], count, HEADS, KV_HEADS, table)
 
 
 def _before_layer(model: transformers.LlamaForCausalLM, tokens: list[int], place: int) -> Tensor:
