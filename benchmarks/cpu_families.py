@@ -61,13 +61,19 @@ SHAPES = {
     "gpt2": Shape(transformers.GPT2Config, {"bos_token_id": None, "eos_token_id": None}, "GPT-2 small"),
     "olmoe": Shape(
         transformers.OlmoeConfig,
-        {"num_hidden_layers": 4, "num_experts_per_tok": 8, "num_experts": 64, "intermediate_size": 1024},
-        "OLMoE-1B-7B, 4 of 16 layers: 64 experts of 1,024, 8 for a token",
+        {
+            "num_hidden_layers": 2,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "intermediate_size": 1024,
+            "vocab_size": 8192,
+        },
+        "OLMoE-1B-7B, 2 of 16 layers and a vocabulary of 8,192: 64 experts of 1,024, 8 for a token",
     ),
     "qwen3-moe": Shape(
         transformers.Qwen3MoeConfig,
         {
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "hidden_size": 2048,
             "num_attention_heads": 32,
             "num_key_value_heads": 4,
@@ -76,9 +82,9 @@ SHAPES = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "norm_topk_prob": True,
-            "vocab_size": 32000,
+            "vocab_size": 8192,
         },
-        "Qwen3-30B-A3B, 3 of 48 layers and a vocabulary of 32,000: 128 experts of 768, 8 for a token",
+        "Qwen3-30B-A3B, 2 of 48 layers and a vocabulary of 8,192: 128 experts of 768, 8 for a token",
     ),
 }
 

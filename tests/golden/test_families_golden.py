@@ -15,7 +15,6 @@ from torch import Tensor
 
 from octavo.models.attention import widest_attention
 from octavo.models.decoder import CausalLM
-from octavo.models.mixers.spec import SelfAttention
 from octavo.models.model import compiled
 from octavo.models.native import NativeDecoder
 from octavo.native.program import Pool
@@ -56,12 +55,11 @@ def prompts(pair: tuple[Any, CausalLM]) -> list[list[int]]:
 
 
 def runner_with(model: CausalLM, name: str, seed: int) -> PagedRunner:
-    """The model on an attention backend; with the native one as a native program, if it has no recurrent layers, no
-    latents of odd widths, and no temperature of attention (Llama 4's)."""
+    """The model on an attention backend; with the native one as a native program, if it has no recurrent layers and no
+    latents of odd widths."""
     plain = not any(isinstance(layer, StateCache) for layer in model.modules())
-    tempered = any(isinstance(mixer, SelfAttention) and mixer.temperature for mixer in model.spec.mixers)
     backend = backend_for(model, name)
-    program = name == "native" and plain and not tempered and not has_odd_latents(model)
+    program = name == "native" and plain and not has_odd_latents(model)
     if program:
         assert backend.name == "native"
         model = copy.deepcopy(model)

@@ -113,7 +113,8 @@ class Attention(Mixer):
             for own, begin, values in ((self.q_norm, 0, queries), (self.k_norm, queries, keys)):
                 if own is not None:
                     own.emit_in_place(b, heads, begin, values)
-        self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin)
+        tempered = None if self.temperature is None else (self.temperature.scale, self.temperature.interval)
+        self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin, tempered)
 
     def _normalize(self, heads: Tensor) -> None:
         """Normalize queries and keys in place."""

@@ -61,9 +61,7 @@ class SelfAttention(MixerSpec):
 
     @property
     def lacking(self) -> str | None:
-        if self.gated:
-            return "gated attention"
-        return None if self.temperature is None else "temperatures of attention"
+        return "gated attention" if self.gated else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,6 +203,11 @@ void put_bytes(const OctavoOp& op, int64_t slot, int head, int block_size, const
     place.put_value(bytes, false);
 }
 
+// Returns the factor of queries that keeps attention sharp in long contexts (https://arxiv.org/abs/2501.19399).
+float temperature(const OctavoOp& op, int64_t position) {
+    return 1.0f + op.scale * (float)std::log1p((double)((position + 1) / op.window));
+}
+
 template <class T>
 void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     const OctavoStep& step = program.step();
@@ -210,8 +215,11 @@ void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     const int dim = op.head_dim;
     float* heads = program.at<float>(op.input, row);
     T* queries = program.at<T>(op.output, row);
+    const float factor = op.scale != 0.0f ? temperature(op, step.positions[row]) : 1.0f;
     for (int h = 0; h < op.heads; h++) {
         turn(heads + h * dim, op, static_cast<const float*>(op.second), cos_sin);
+        if (op.scale != 0.0f)
+            for (int c = 0; c < dim; c++) heads[h * dim + c] *= factor;
         narrow(heads + h * dim, dim, queries + h * dim);
     }
     const int64_t slot = step.slot(op.group, row);

@@ -54,11 +54,19 @@ class PagedAttention(nn.Module):
         return self.backend.attend(q, self.cache, step, self.spec, self._sinks)
 
     def emit(
-        self, b: ProgramBuilder, source: int, output: int, dtype: torch.dtype, norms: Norms | None, cos_sin: Tensor
+        self,
+        b: ProgramBuilder,
+        source: int,
+        output: int,
+        dtype: torch.dtype,
+        norms: Norms | None,
+        cos_sin: Tensor,
+        temperature: tuple[float, int] | None = None,
     ) -> None:
         """Add the layer to a native program; see `NativeAttention.emit`."""
         assert isinstance(self.backend, NativeAttention)
-        self.backend.emit(b, source, output, dtype, self.cache, self.spec, norms, cos_sin, self.group, self._sinks)
+        cache, spec, group = self.cache, self.spec, self.group
+        self.backend.emit(b, source, output, dtype, cache, spec, norms, cos_sin, group, self._sinks, temperature)
 
     @property
     def fused(self) -> bool:

@@ -98,6 +98,7 @@ class NativeAttention(NativeBackend):
         cos_sin: Tensor,
         group: int = 0,
         sinks: Tensor | None = None,
+        temperature: tuple[float, int] | None = None,
     ) -> None:
         """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
 
@@ -107,6 +108,7 @@ class NativeAttention(NativeBackend):
             group: the layer's cache group.
             cos_sin: [max_position, rotary_dim] float32.
             sinks: as for `attend`.
+            temperature: as in `ProgramBuilder.rope`.
         """
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         queries = b.scratch("queries", spec.num_heads * spec.head_dim * 4)
@@ -126,6 +128,7 @@ class NativeAttention(NativeBackend):
             group=group,
             norms=(q_norm, k_norm),
             eps=eps,
+            temperature=temperature,
         )
         b.attend(
             queries,
