@@ -1,9 +1,10 @@
 """Models' shapes with random weights on a CPU: as a native program, and layer by layer in torch.
 
-    python benchmarks/cpu_families.py [--models gpt2 olmoe qwen3-moe]
+    python benchmarks/cpu_families.py [--models MODEL ...]
 
 Milliseconds of a step of one token for each request, after 32 tokens each, in bfloat16 on two threads: the medians of
-steps in which the two forms take turns. Beside them, what the step must read: all weights but the embeddings, of the
+four turns of five steps after two others. Between turns of the two forms is a pause, since torch's threads look for
+work for a while after each operation. Beside them, what the step must read: all weights but the embeddings, of the
 experts only those that its tokens chose, and how long the machine takes to read as much. The figures of other models in
 the output file are kept.
 """
@@ -44,7 +45,8 @@ from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.weights import fused
 
 RESULTS = Path(__file__).resolve().parent / "results"
-THREADS, PROMPT, STEPS, WARMUP = 2, 32, 14, 2
+THREADS, PROMPT, STEPS, WARMUP = 2, 32, 7, 2
+TURNS, PAUSE_S = 4, 0.3
 BATCHES = (1, 16)
 NATIVE, TORCH = "native program", "layers in torch"
 
@@ -67,6 +69,7 @@ SHAPES = {
             "num_experts": 64,
             "intermediate_size": 1024,
             "vocab_size": 8192,
+            "eos_token_id": None,
         },
         "OLMoE-1B-7B, 2 of 16 layers and a vocabulary of 8,192: 64 experts of 1,024, 8 for a token",
     ),
@@ -141,14 +144,18 @@ def measured(runners: dict[str, PagedRunner], chosen: list[int], batch: int) -> 
     layers: Any = runners[TORCH].model
     times: dict[str, list[float]] = {form: [] for form in forms}
     read = []
-    tokens = torch.randint(1, 999, (WARMUP + STEPS, batch), generator=torch.Generator().manual_seed(2))
-    for of_step in tokens.tolist():
-        chosen.clear()
+    tokens = torch.randint(1, 999, (TURNS, STEPS, batch), generator=torch.Generator().manual_seed(2))
+    for of_turn in tokens.tolist():
         for form, one in forms.items():
-            times[form].append(step_once(one, of_step))
-        read.append(step_bytes(layers, chosen))
-    steps = {form: round(statistics.median(of[WARMUP:]), 2) for form, of in times.items()}
-    return {**steps, "megabytes read": round(statistics.mean(read[WARMUP:]) / 1e6)}
+            time.sleep(PAUSE_S)
+            for of_step in of_turn:
+                chosen.clear()
+                times[form].append(step_once(one, of_step))
+                if form == TORCH:
+                    read.append(step_bytes(layers, chosen))
+    counted = [i for i in range(TURNS * STEPS) if i % STEPS >= WARMUP]
+    steps = {form: round(statistics.median([of[i] for i in counted]), 2) for form, of in times.items()}
+    return {**steps, "megabytes read": round(statistics.mean(read[i] for i in counted) / 1e6)}
 
 
 def count_chosen(model: Any) -> list[int]:
