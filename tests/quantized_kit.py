@@ -23,12 +23,14 @@ class Example:
     Attributes:
         settings: the checkpoint's `quantization_config`.
         write: matrix [N, K] -> the stored tensors by suffix, and the values in float64 that they stand for.
-        packs: the CPU kernels can keep the integers.
+        packs: kernels can keep the integers.
+        codes: the CPU's kernels can keep the codes.
     """
 
     settings: dict[str, Any]
     write: Callable[[Tensor], tuple[Stored, Tensor]]
     packs: bool = True
+    codes: bool = False
 
 
 def words(integers: Tensor, bits: int) -> Tensor:
@@ -165,9 +167,9 @@ def fp8(scales: str, dtype: torch.dtype = torch.float8_e4m3fn, method: str = "fp
         return {"weight": narrow, name: factors[0, 0] if scales == "tensor" else factors}, exact
 
     if method == "compressed-tensors":
-        return Example(compressed("float-quantized", {"num_bits": 8, "type": "float"}), write, packs=False)
+        return Example(compressed("float-quantized", {"num_bits": 8, "type": "float"}), write, packs=False, codes=True)
     block = {"weight_block_size": [128, 128]} if scales == "tiles" else {}
-    return Example({"quant_method": method, "activation_scheme": "dynamic", **block}, write, packs=False)
+    return Example({"quant_method": method, "activation_scheme": "dynamic", **block}, write, packs=False, codes=True)
 
 
 def pairs(codes: Tensor, *, high_first: bool = False) -> Tensor:
@@ -201,8 +203,8 @@ def nvfp4(method: str) -> Example:
         return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": inverse.view(1)}, exact
 
     if method == "modelopt":
-        return Example({"quant_method": "modelopt", "quant_algo": "NVFP4"}, write, packs=False)
-    return Example(compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}), write, packs=False)
+        return Example({"quant_method": "modelopt", "quant_algo": "NVFP4"}, write, packs=False, codes=True)
+    return Example(compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}), write, packs=False, codes=True)
 
 
 def powers(grouped: Tensor, largest: float) -> Tensor:
@@ -224,7 +226,7 @@ def mx(bits: int) -> Example:
         return {"weight_packed": pairs(codes.flatten(1)), "weight_scale": exponents}, exact
 
     kind = "mxfp4-pack-quantized" if bits == 4 else "mxfp8-quantized"
-    return Example(compressed(kind, {"num_bits": bits, "type": "float"}), write, packs=False)
+    return Example(compressed(kind, {"num_bits": bits, "type": "float"}), write, packs=False, codes=True)
 
 
 def bnb(kind: str, *, nested: bool) -> Example:
@@ -250,7 +252,7 @@ def bnb(kind: str, *, nested: bool) -> Example:
         stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
         return stored, (table.double()[codes] * largest.double()[:, None]).view(weight.shape)
 
-    return Example({"quant_method": "bitsandbytes", "load_in_4bit": True}, write, packs=False)
+    return Example({"quant_method": "bitsandbytes", "load_in_4bit": True}, write, packs=False, codes=True)
 
 
 def torchao(kind: str) -> Example:
@@ -272,7 +274,7 @@ def torchao(kind: str) -> Example:
         signed = {"_weight_qdata": pairs((integers - 8) & 15).view(torch.int8), "_weight_scale": scales.T.contiguous()}
         return {**signed, "_weight_zero_point": ((8 - zeros) * scales).T.contiguous()}, exact
 
-    return Example({"quant_method": "torchao"}, write, packs=kind != "float8")
+    return Example({"quant_method": "torchao"}, write, packs=kind != "float8", codes=kind == "float8")
 
 
 def hqq(bits: int, group: int, axis: int = 1) -> Example:

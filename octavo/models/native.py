@@ -23,6 +23,7 @@ from octavo.nn.cached import CachedLayer
 from octavo.nn.embedding import Embedding
 from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
+from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed import NAMES
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
@@ -91,6 +92,9 @@ class NativeDecoder:
         self.source = model
         self._pool = pool
         self._activation_dtype, self._planes = activation_dtype, PLANES[activation_dtype]
+        schemes = (layer.scheme for layer in model.modules() if isinstance(layer, Projection))
+        dtypes = {scheme.dtype for scheme in schemes if isinstance(scheme, Unquantized)}
+        self._wide = Dtype.BFLOAT if torch.bfloat16 in dtypes else Dtype.FLOAT
         self._variant: Hashable = ()
         self._programs: dict[Hashable, _CompiledProgram] = {}
         self._compiled: _CompiledProgram | None = None
@@ -198,6 +202,7 @@ class NativeDecoder:
             x = F.pad(x, (0, matrix.columns - x.shape[1]))
         y = torch.empty(len(x), -(-matrix.rows // PANEL) * PANEL)
         b = ProgramBuilder.make(matrix.columns * 4, y.shape[1] * 4, self._planes)
+        b.wide = self._wide
         layer.emit(b, RESIDUAL, Dtype.FLOAT, LOGITS)
         step, x = StepArgs(tokens=len(x)), x.contiguous()
         step.external[RESIDUAL], step.external[LOGITS] = x.data_ptr(), y.data_ptr()
@@ -300,6 +305,7 @@ class NativeDecoder:
     def _compile(self) -> _CompiledProgram:
         mixed_width = self._mixed_width
         b = ProgramBuilder.make(self.spec.hidden_size * 4, self._logits_width * 4, self._planes, mixed_width * 4)
+        b.wide = self._wide
         self.source.emit(b)
         caches = [layer.cache for layer in self.cached_layers]
         program = Program(self._pool, b)

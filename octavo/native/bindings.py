@@ -37,12 +37,23 @@ class OpKind(IntEnum):
 
 
 class Dtype(IntEnum):
-    """Storage format of an operation's weights or activations. INT4 is for weights only; activations are then INT8."""
+    """Storage format of an operation's weights or activations.
+
+    INT4 and what follows are for weights only; activations are INT8 with INT4, else FLOAT or BFLOAT (`src/codes.h`).
+    """
 
     FLOAT = 0
     BFLOAT = 1
     INT8 = 2
     INT4 = 3
+    CODE4 = 4
+    CODE6 = 5
+    E4M3 = 6
+    E5M2 = 7
+
+
+CODES = (Dtype.CODE4, Dtype.CODE6, Dtype.E4M3, Dtype.E5M2)
+"""Formats of numbers that are widened to float32."""
 
 
 class Epilogue(IntEnum):
@@ -80,9 +91,15 @@ class Op(ctypes.Structure):
             (name, c_int32)
             for name in ("zero_point", "minima", "output_dtype", "planes", "function", "centered", "groups", "begin")
         ),
-        *((name, c_int32) for name in ("own_weights", "by_position", "cache_dtype", "group", "beside", "chunked")),
+        *(
+            (name, c_int32)
+            for name in ("own_weights", "by_position", "cache_dtype", "group", "beside", "chunked", "scaled")
+        ),
         *((name, c_float) for name in ("eps", "scale", "soft_cap", "limit")),
-        *((name, c_void_p) for name in ("weight", "second", "third", "cache", "kernel", "low_rank", "code", "details")),
+        *(
+            (name, c_void_p)
+            for name in ("weight", "second", "third", "cache", "book", "kernel", "low_rank", "code", "details")
+        ),
     )
 
 
@@ -141,6 +158,7 @@ class SampleArgs(ctypes.Structure):
 _ENTRIES = {
     "attention_int8": "octavo_attend_int8",
     "blocks": "octavo_multiply_blocks",
+    "codes": "octavo_multiply_codes",
     "words": "octavo_multiply_words",
 }
 """Separate library -> its function that operations of the main library point to."""
@@ -188,7 +206,9 @@ def kernel_of(op: Op, isa: str = "auto") -> int | None:
         NativeBuildError: it can't be compiled or loaded on this machine.
     """
     if op.kind == OpKind.LINEAR:
-        source = "blocks" if op.dtype in (Dtype.INT8, Dtype.INT4) and op.planes else "words"
+        source = "words"
+        if op.planes and op.dtype not in (Dtype.FLOAT, Dtype.BFLOAT):
+            source = "codes" if op.dtype in CODES else "blocks"
     elif op.kind == OpKind.ATTEND and op.cache_dtype == Dtype.INT8:
         source = "attention_int8"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 
-from octavo.native.bindings import EXTERNALS, Dtype, Epilogue, Function, LowRank, Op, OpKind
+from octavo.native.bindings import CODES, EXTERNALS, Dtype, Epilogue, Function, LowRank, Op, OpKind
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
 """The buffers that the caller owns: the residual stream [T, hidden] float32, the head's output [T, vocab], and the
@@ -82,6 +82,7 @@ class ProgramBuilder:
     Attributes:
         widths, rows: bytes of a row of each buffer, and its rows per token.
         planes: bytes of an integer activation, 1 or 2; 0 if integer weights are multiplied with bfloat16 activations.
+        wide: dtype of activations for weights that are codes, FLOAT or BFLOAT.
         marks: name -> number of operations before it: places where a caller may interrupt the program.
         kept: objects that must outlive the program, since operations point to them.
         nested: products that other operations run.
@@ -91,6 +92,7 @@ class ProgramBuilder:
     widths: list[int]
     rows: list[int]
     planes: int = 1
+    wide: Dtype = Dtype.FLOAT
     marks: dict[str, int] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
     nested: list[ctypes.Array[Op]] = field(default_factory=list)
@@ -119,7 +121,7 @@ class ProgramBuilder:
 
     def inner(self) -> ProgramBuilder:
         """Return a builder of operations on the same buffers, for `nest`."""
-        return ProgramBuilder([], self.widths, self.rows, self.planes, _scratch=self._scratch)
+        return ProgramBuilder([], self.widths, self.rows, self.planes, self.wide, _scratch=self._scratch)
 
     def nest(self, inner: ProgramBuilder) -> int:
         """Keep the products of an inner builder for an operation that runs them; return their address."""
@@ -132,6 +134,8 @@ class ProgramBuilder:
 
     def meets(self, weights: Dtype) -> Dtype:
         """Return the dtype of the activations that weights of this dtype are multiplied with."""
+        if weights in CODES:
+            return self.wide
         if weights not in (Dtype.INT8, Dtype.INT4):
             return weights
         return Dtype.INT8 if self.planes else Dtype.BFLOAT
@@ -147,6 +151,8 @@ class ProgramBuilder:
         zero_point: int = 0,
         minima: bool = False,
         scale: float = 1.0,
+        book: int = 0,
+        group: int = 0,
     ) -> None:
         """Add an operation: look up rows of a table [V, columns] by token, plain or packed in panels, as float32 times
         `scale`."""
@@ -161,6 +167,8 @@ class ProgramBuilder:
             zero_point=zero_point,
             minima=int(minima),
             scale=scale,
+            book=book,
+            scaled=group,
         )
 
     def add_positions(self, weight: int, dtype: Dtype, columns: int, output: int) -> None:
@@ -221,6 +229,8 @@ class ProgramBuilder:
         zero_point: int = 0,
         minima: bool = False,
         low_rank: LowRank | None = None,
+        book: int = 0,
+        group: int = 0,
     ) -> None:
         """Add an operation: source [T, columns] times W [rows, columns] transposed.
 
@@ -230,6 +240,7 @@ class ProgramBuilder:
         Args:
             results: what the sums of products and biases become.
             low_rank: additions to the product, before bias and gate; `shrink` with the same ones must precede.
+            book, group: of codes: the address of their numbers, and the inputs that share a scale.
         """
         function = results.function
         if function is Function.PLAIN and results.scale != 1.0:
@@ -251,7 +262,11 @@ class ProgramBuilder:
             scale=results.scale,
             limit=results.limit,
             low_rank=0 if low_rank is None else ctypes.addressof(low_rank),
+            book=book,
+            scaled=group,
         )
+        if dtype in CODES:
+            self.ops[-1].planes = int(self.wide is Dtype.FLOAT)
 
     def shrink(
         self, source: int, dtype: Dtype, columns: int, low_rank: LowRank, *, norm: NormArgs | None = None

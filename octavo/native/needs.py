@@ -8,6 +8,9 @@ from octavo.hub.gguf_file import read_gguf
 INTEGER_KINDS = frozenset({2, 3, 6, 7, 8, 12, 13})
 """ggml's type numbers of the formats kept as integers (Q4_0 to Q8_0, Q4_K, Q5_K); see models/load/gguf_blocks.py."""
 
+CODE_KINDS = frozenset({10, 11, 14, 20, 23})
+"""Those of the formats kept as codes (Q2_K, Q3_K, Q6_K, IQ4_NL, IQ4_XS)."""
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configurations."""
 MIXERS = {"qk_rope_head_dim": "latent"}
@@ -33,7 +36,8 @@ def needed_libraries(
     return [
         *needed,
         *(["blocks"] if matrices & INTEGER_KINDS else []),
-        *(["words"] if matrices - INTEGER_KINDS else []),
+        *(["codes"] if matrices & CODE_KINDS else []),
+        *(["words"] if matrices - INTEGER_KINDS - CODE_KINDS else []),
     ]
 
 

@@ -131,11 +131,10 @@ class Build:
             plain: dequantize it when it is loaded.
         """
         path = self.at(name).path
-        takes_blocks = not plain and self.schemes.at(path, [Part("", size, rows)]).takes_blocks
+        scheme = self.schemes.at(path, [Part("", size, rows)])
+        form = {"takes_blocks": not plain and scheme.takes_blocks, "takes_codes": scheme.takes_codes}
         mesh = self.mesh if divided else ALONE
-        return Embedding(
-            path, self.device, self.dtype, rows, size, takes_blocks=takes_blocks, keep=self.keep, mesh=mesh
-        )
+        return Embedding(path, self.device, self.dtype, rows, size, **form, keep=self.keep, mesh=mesh)
 
     def tied_head(self, name: str, embedding: Embedding) -> TiedHead:
         path = self.at(name).path

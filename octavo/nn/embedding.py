@@ -42,6 +42,7 @@ class Embedding(WeightLayer):
         size: int,
         *,
         takes_blocks: bool = False,
+        takes_codes: bool = False,
         keep: Keep = fused,
         mesh: Mesh = ALONE,
     ) -> None:
@@ -55,7 +56,7 @@ class Embedding(WeightLayer):
         self.own = None if rows % mesh.size else cut(COL, 0, rows, size, mesh).outputs
         self.weight = torch.empty(0)
         self.blocks: QuantizedBlocks | None = None
-        self.takes_blocks = takes_blocks
+        self.takes_blocks, self.takes_codes = takes_blocks, takes_codes
         self.keep = keep
         self._matrix: Matrix | None = None
 
@@ -71,7 +72,7 @@ class Embedding(WeightLayer):
     def wanted(self) -> list[Wanted]:
         spec = TensorSpec((self.rows, self.size), self.dtype, out_dim=0)
         index = Cut(outputs=self.own).index(spec, self.rows, self.size)
-        return [Wanted(f"{self.path}.weight", spec, blocks=self.takes_blocks, index=index)]
+        return [Wanted(f"{self.path}.weight", spec, blocks=self.takes_blocks, codes=self.takes_codes, index=index)]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         (weight,) = tensors
@@ -104,13 +105,13 @@ class Embedding(WeightLayer):
     def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
         """Add the look-up of the table's rows, times `scale`, into the residual stream, to a native program."""
         assert self._matrix is not None, "the table is not packed"
-        emit_lookup(b, self._matrix, in_panels=self._matrix.is_integers, scale=scale)
+        emit_lookup(b, self._matrix, in_panels=self._matrix.is_quantized, scale=scale)
 
     def emit_positions(self, b: ProgramBuilder, first: int) -> None:
         """Add the table's rows, by position from row `first` on, to the residual stream in a native program."""
         table = self._matrix
         assert table is not None, "the table is not packed"
-        assert not table.is_integers, "tables of positions are stored plainly"
+        assert not table.is_quantized, "tables of positions are stored plainly"
         begin = table.weight[first:].data_ptr()
         b.add_positions(begin, table.dtype, table.columns, RESIDUAL)
 

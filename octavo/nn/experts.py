@@ -119,6 +119,7 @@ class ExpertLayer(WeightLayer):
                 f"{self.path}.{expert}.{part.name}.{suffix}",
                 spec,
                 blocks=self.scheme.takes_blocks,
+                codes=self.scheme.takes_codes,
                 index=own.index(spec, part.out_features, part.in_features),
             )
             for part, own in (*first, *second)

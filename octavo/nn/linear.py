@@ -299,6 +299,7 @@ class Linear(Projection):
                 self._name(part, suffix),
                 spec,
                 blocks=self.scheme.takes_blocks and suffix == "weight",
+                codes=self.scheme.takes_codes,
                 index=own.index(spec, part.out_features, part.in_features),
             )
             for part, own in zip(self._stored_parts, self.cuts, strict=True)

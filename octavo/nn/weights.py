@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +32,45 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Codebook:
+    """The numbers that codes of 4, 6 or 8 bits stand for.
+
+    Attributes:
+        kind: how kernels find a number: in a table of 16, as an integer from the first number on (6 bits), or as a
+            float of 8 bits (https://www.opencompute.org/documents/ocp-8-bit-floating-point-specification-ofp8).
+        numbers: [2 ** bits] float32, in the order of the codes.
+    """
+
+    kind: Literal["table", "integers", "e4m3", "e5m2"]
+    numbers: Tensor
+
+    @property
+    def bits(self) -> int:
+        return len(self.numbers).bit_length() - 1
+
+    def of(self, codes: Tensor) -> Tensor:
+        """Return the numbers of codes, in float32."""
+        return self.numbers[codes.int()]
+
+    def same(self, other: Codebook) -> bool:
+        """Return whether codes stand for the same numbers; not-a-number equals itself."""
+        return self.kind == other.kind and torch.equal(self.numbers.nan_to_num(), other.numbers.nan_to_num())
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedBlocks:
     """A matrix [N, K] of unsigned integers in blocks of 32 along K: value = scale * (integer - zero point) + minimum.
 
-    The zero point is the middle of the integers' range, so that minima, if the format has them, are small.
+    The zero point is the middle of the integers' range, so that minima, if the format has them, are small. With a
+    codebook, value = scale * number of the code + minimum, blocks have any size that 16 divides, and scales and minima
+    are float32.
 
     Attributes:
         values: [N, K] uint8, below 2 ** bits.
         scales: [N, K / 32] float16.
         minima: [N, K / 32] float16, or None if all are 0.
         order: [K] int32: column i is for input order[i]; None if that is i.
+        book: the numbers of codes; None for integers.
     """
 
     values: Tensor
@@ -49,6 +79,7 @@ class QuantizedBlocks:
     zero_point: int
     bits: int
     order: Tensor | None = None
+    book: Codebook | None = None
 
     def divides(self, index: Index) -> bool:
         """Return whether `part` can be taken: inputs are divided between blocks only, and if they are in order."""
@@ -75,6 +106,7 @@ class Wanted:
     Attributes:
         optional: it may be missing.
         blocks: quantized weights may be delivered as `QuantizedBlocks`.
+        codes: also those with a codebook.
         index: the part of the stored tensor that this rank needs; None for all.
     """
 
@@ -82,6 +114,7 @@ class Wanted:
     spec: TensorSpec
     optional: bool = False
     blocks: bool = False
+    codes: bool = False
     index: Index | None = None
 
 

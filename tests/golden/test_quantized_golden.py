@@ -56,8 +56,11 @@ def test_logits_are_those_of_the_dequantized_model(name: str, tmp_path: Path) ->
     torch.testing.assert_close(logits_of(load_model(files, ReferenceAttention())), expected, rtol=1e-4, atol=1e-4)
     attention = NativeAttention(Pool(1))
     model = NativeDecoder(load_model(files, attention, scheme=BlockQuantized), attention.pool)
+    packs = name in PACKED or EXAMPLES[name].codes
     assert model.has_integers == (name in PACKED)
-    limit = 2e-2 if name in PACKED else 1e-3
+    forms = {layer.matrix.form for layer in projections(model.source)}
+    assert ("float32" not in forms) == packs
+    limit = 2e-2 if packs else 1e-3
     torch.testing.assert_close(logits_of(model), expected, rtol=limit, atol=limit)
 
 

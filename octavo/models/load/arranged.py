@@ -110,10 +110,10 @@ class ArrangedCheckpoint:
         of_entry = stored if selection.entry is None else stored[1:]
         return self._of(name, torch.empty(of_entry, device="meta")).shape
 
-    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
         selection = self._selections[name]
         assert entry is None, "the decoder's tensors are matrices"
-        blocks = None if selection.transposed else self._source.blocks(selection.name, selection.entry)
+        blocks = None if selection.transposed else self._source.blocks(selection.name, selection.entry, codes=codes)
         if blocks is None or not selection.changes_rows:
             return blocks
         rows = self._of(name, torch.arange(len(blocks.values)))

@@ -30,11 +30,12 @@ class Checkpoint(Protocol):
         """Return a stored tensor's shape, without reading it; None from a source that generates tensors."""
         ...
 
-    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
         """Return a quantized matrix in its stored form, if `QuantizedBlocks` can represent the format; else None.
 
         Args:
             entry: of a tensor that holds several matrices in its first dimension: which one.
+            codes: codes of a `Codebook` are representable, too.
         """
         ...
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
-from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks, dequantize
+from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks, dequantize
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
 
 
@@ -54,9 +54,11 @@ class GGUFCheckpoint:
         values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
         return values[(slice(None), *index[1:])] if index else values
 
-    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
         tensor = self._tensors[name]
         kind = GGMLQuantizationType(tensor.kind)
+        if kind not in INTEGERS and not (codes and kind in CODES):
+            return None
         if entry is None:
             return as_blocks(self._rows(name), kind)
         stacked = self._rows(name, slice(entry, entry + 1))

@@ -12,7 +12,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
-from octavo.nn.weights import QuantizedBlocks
+from octavo.nn.weights import Codebook, QuantizedBlocks
 
 _PIECE = 1 << 19
 
@@ -47,15 +47,21 @@ def dequantize(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype) -> T
 
 
 def as_blocks(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedBlocks | None:
-    """Convert to a matrix of integers in blocks of 32, without intermediate floats; None if the format does not fit.
+    """Convert to a matrix of integers in blocks of 32, or of codes, without intermediate floats; None if the format
+    does not fit.
 
     Args:
         raw: uint8 [N, bytes], contiguous, whole blocks.
     """
-    if kind not in _INTEGERS:
+    rows, blocks = raw.shape[0], raw.reshape(-1, GGML_QUANT_SIZES[kind][1])
+    if kind in CODES:
+        codes, scales, minima, book = CODES[kind](blocks)
+        minima = None if minima is None else minima.reshape(rows, -1)
+        codes, scales = codes.reshape(rows, -1), scales.reshape(rows, -1)
+        return QuantizedBlocks(codes, scales, minima, 0, book.bits, book=book)
+    if kind not in INTEGERS:
         return None
-    rows = raw.shape[0]
-    values, scales, minima, zero_point, bits = _INTEGERS[kind](raw.reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    values, scales, minima, zero_point, bits = INTEGERS[kind](blocks)
     return QuantizedBlocks(
         values.reshape(rows, -1),
         scales.to(torch.float16).reshape(rows, -1),
@@ -167,7 +173,7 @@ def _q5_k_integers(blocks: Tensor) -> _Integers:
     return _centred(values, scales.mul_(_half(blocks, 0)), minima.mul_(-_half(blocks, 2)), 16, 8)
 
 
-_INTEGERS: dict[GGMLQuantizationType, Callable[[Tensor], _Integers]] = {
+INTEGERS: dict[GGMLQuantizationType, Callable[[Tensor], _Integers]] = {
     GGMLQuantizationType.Q4_0: lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None, 8, 4),
     GGMLQuantizationType.Q4_1: lambda b: _centred(_nibbles(b[:, 4:]), _half(b, 0), _half(b, 2), 8, 4),
     GGMLQuantizationType.Q5_0: lambda b: (
@@ -189,6 +195,55 @@ _INTEGERS: dict[GGMLQuantizationType, Callable[[Tensor], _Integers]] = {
     GGMLQuantizationType.Q5_K: _q5_k_integers,
 }
 
+
+_Codes = tuple[Tensor, Tensor, Tensor | None, Codebook]
+_NONLINEAR = Codebook("table", torch.tensor(quants.IQ4_NL.kvalues, dtype=torch.float32))
+_TWO_BITS = Codebook("table", torch.arange(16, dtype=torch.float32))
+_THREE_BITS = Codebook("table", torch.arange(16, dtype=torch.float32) - 4)
+_SIX_BITS = Codebook("integers", torch.arange(64, dtype=torch.float32) - 32)
+
+
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    """Unpack [n, w, 32] bytes to [n, w, 8 / bits, 32]: their lowest fields first."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return packed[:, :, None] >> shifts & ((1 << bits) - 1)
+
+
+def _q2_k_codes(blocks: Tensor) -> _Codes:
+    packed = blocks[:, :16]
+    scales, minima = (packed & 15).float().mul_(_half(blocks, 80)), (packed >> 4).float().mul_(-_half(blocks, 82))
+    return _fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2), scales, minima, _TWO_BITS
+
+
+def _q3_k_codes(blocks: Tensor) -> _Codes:
+    low, high = _fields(blocks[:, 32:96].unflatten(1, (2, 32)), 2), _fields(blocks[:, None, :32], 1)
+    packed, rest = _nibbles(blocks[:, 96:104]).flatten(1), _fields(blocks[:, None, 104:108], 2).flatten(1)
+    scales = (packed | rest << 4).float().sub_(32).mul_(_half(blocks, 108))
+    return low | high.view(low.shape) << 2, scales, None, _THREE_BITS
+
+
+def _q6_k_codes(blocks: Tensor) -> _Codes:
+    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
+    high = _fields(blocks[:, 128:192].unflatten(1, (2, 32)), 2) << 4
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float().mul_(_half(blocks, 208))
+    return low.flatten(1) | high.flatten(1), scales, None, _SIX_BITS
+
+
+def _iq4_xs_codes(blocks: Tensor) -> _Codes:
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).flatten(1)
+    high = torch.stack([blocks[:, 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)
+    scales = (low | high << 4).float().sub_(32).mul_(_half(blocks, 0))
+    return _nibbles(blocks[:, 8:].unflatten(1, (8, 16))), scales, None, _NONLINEAR
+
+
+CODES: dict[GGMLQuantizationType, Callable[[Tensor], _Codes]] = {
+    GGMLQuantizationType.Q2_K: _q2_k_codes,
+    GGMLQuantizationType.Q3_K: _q3_k_codes,
+    GGMLQuantizationType.Q6_K: _q6_k_codes,
+    GGMLQuantizationType.IQ4_NL: lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None, _NONLINEAR),
+    GGMLQuantizationType.IQ4_XS: _iq4_xs_codes,
+}
+
 _DECODERS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
     GGMLQuantizationType.Q4_0: _q4_0,
     GGMLQuantizationType.Q4_1: _q4_1,
@@ -200,6 +255,4 @@ _DECODERS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
     GGMLQuantizationType.Q6_K: _q6_k,
 }
 
-SUPPORTED: frozenset[GGMLQuantizationType] = frozenset(
-    {*_PLAIN, *_DECODERS, GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K}
-)
+SUPPORTED: frozenset[GGMLQuantizationType] = frozenset({*_PLAIN, *_DECODERS, *CODES})

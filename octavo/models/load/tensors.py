@@ -26,7 +26,7 @@ class TensorCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._tensors[name].shape)
 
-    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
         return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

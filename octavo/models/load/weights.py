@@ -148,7 +148,7 @@ def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | 
             f"Tensor {want.name} in {checkpoint.origin} has shape {list(shape)}, "
             f"but the model's config makes it {list(want.spec.shape)}."
         )
-    blocks = checkpoint.blocks(want.name) if want.blocks else None
+    blocks = checkpoint.blocks(want.name, codes=want.codes) if want.blocks else None
     if blocks is not None and (want.index is None or blocks.divides(want.index)):
         return blocks if want.index is None else blocks.part(want.index)
     tensor = checkpoint.tensor(want.name, want.spec, want.index)

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "blocks.h"
+#include "codes.h"
 #include "norm.h"
 
 namespace octavo {
@@ -54,6 +55,30 @@ void embed_blocks(const OctavoOp& op, int64_t id, float* to) {
     }
 }
 
+struct CodedRow {
+    const OctavoOp& op;
+    int64_t id;
+    float* to;
+
+    template <int Dtype>
+    void run() const {
+        const CodeRecord record(op);
+        const float* const factor = static_cast<const float*>(op.book);
+        const Widener<Dtype> widener(factor + 1);
+        const int column = (int)(id % kPanel);
+        const char* from = static_cast<const char*>(op.weight) + id / kPanel * code_panel_bytes(op);
+        for (int first = 0; first < op.columns; first += op.scaled, from += record.size) {
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + record.codes);
+            const float scale = half_to_float(halves[column]) * *factor;
+            const float minimum = op.minima ? half_to_float(halves[kPanel + column]) * *factor : 0.0f;
+            for (int k = 0; k < op.scaled; k++) {
+                const char* four = from + k / kFour * Widener<Dtype>::kBytes;
+                to[first + k] = scale * widener.number(four, k % kFour, column) + minimum;
+            }
+        }
+    }
+};
+
 void run_embed(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const int64_t* ids = op.by_position ? program.step().positions : program.step().input_ids;
     for_rows(program, task, [&](int row) {
@@ -62,6 +87,8 @@ void run_embed(Program& program, const OctavoOp& op, int64_t task, int thread) {
             op.epilogue == kAdd ? static_cast<float*>(program.scratch(thread, op.columns * sizeof(float))) : to;
         if (has_blocks(op))
             embed_blocks(op, ids[row], found);
+        else if (has_codes(op))
+            for_codes(op, CodedRow{op, ids[row], found});
         else if (op.dtype == kBfloat)
             embed_row<bf16>(op, ids[row], found);
         else
@@ -228,7 +255,7 @@ void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     float *keys = heads + op.heads * dim, *values = keys + op.kv_heads * dim;
     T *key = static_cast<T*>(program.scratch(thread, 2 * dim * sizeof(T))), *value = key + dim;
     for (int h = 0; h < op.kv_heads; h++) {
-        turn(keys + h * dim, op, static_cast<const float*>(op.third), cos_sin);
+        turn(keys + h * dim, op, static_cast<const float*>(op.book), cos_sin);
         if (op.cache_dtype == kInt8) {
             uint8_t* bytes = reinterpret_cast<uint8_t*>(key);
             put_bytes(op, slot, h, step.block_size, keys + h * dim, values + h * dim, bytes);

@@ -85,7 +85,7 @@ void convert(const Program& program, const OctavoOp& product, const float* x, fl
     }
     if (has_blocks(product) && product.planes > 0)
         return program.quantize_row(x, size, product.planes, product.zero_point, to);
-    if (product.dtype == kFloat)
+    if (takes_floats(product))
         std::copy(x, x + size, static_cast<float*>(to));
     else
         for (int c = 0; c < size; c += W) store(static_cast<bf16*>(to) + c, load(x + c));

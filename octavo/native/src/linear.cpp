@@ -6,11 +6,13 @@
 #include <algorithm>
 
 #include "blocks.h"
+#include "codes.h"
 
 namespace octavo {
 
 int64_t panel_bytes(const OctavoOp& op) {
     if (has_blocks(op)) return (int64_t)(op.columns / kBlock) * Record(op).size;
+    if (has_codes(op)) return code_panel_bytes(op);
     return (int64_t)op.columns * kPanel * (op.dtype == kBfloat ? 2 : 4);
 }
 

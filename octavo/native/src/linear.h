@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "blocks.h"
+#include "codes.h"
 #include "program.h"
 #include "results.h"
 #include "tile.h"
@@ -32,8 +33,8 @@ constexpr int kChunkRows = 2 * kWideRows;
 
 // Returns the most rows of a task.
 inline int64_t chunk_rows(const OctavoOp& op) {
-    const bool unpacks = has_blocks(op) && op.planes == 0;
-    const int64_t row = has_blocks(op) && !unpacks ? activation_bytes(op) : op.columns * (op.dtype == kFloat ? 4 : 2);
+    const bool unpacks = has_codes(op) || (has_blocks(op) && op.planes == 0);
+    const int64_t row = has_blocks(op) && !unpacks ? activation_bytes(op) : op.columns * (takes_floats(op) ? 4 : 2);
     const int64_t fit = unpacks ? std::min(kUnpackedBytes / row, kUnpackedRows) : kChunkBytes / row;
     return std::max<int64_t>(4 * kChunkRows, fit / kChunkRows * kChunkRows);
 }

@@ -34,9 +34,11 @@ struct OctavoOp {
     int32_t cache_dtype, group;  // `group`: of the layer's KV cache, whose block tables the operation reads
     int32_t beside;              // the next operation does not read its results, so it begins without a barrier
     int32_t chunked;             // windows begin at multiples of their size
+    int32_t scaled;              // inputs that share a scale, of weights that are codes (codes.h)
     float eps, scale, soft_cap, limit;
     const void *weight, *second, *third;
     void* cache;
+    const void* book;    // of weights that are codes (codes.h)
     const void* kernel;  // its function in a separate library (octavo/native/bindings.py), or null
     const OctavoLowRank* low_rank;  // additions to a product, of which each row may have one; or null for none
     const void* code;     // of an operation in a separate library: its OpCode; else null
@@ -82,7 +84,7 @@ struct OctavoDecode {
 namespace octavo {
 
 enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kKinds };  // of the main library
-enum Dtype { kFloat, kBfloat, kInt8, kInt4 };
+enum Dtype { kFloat, kBfloat, kInt8, kInt4, kCode4, kCode6, kE4m3, kE5m2 };
 enum Epilogue { kStore, kAdd, kGate };
 constexpr int kExternals = 3;
 

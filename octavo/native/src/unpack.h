@@ -7,6 +7,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "codes.h"
 
 namespace octavo {
 
@@ -77,7 +78,8 @@ class PackedPanels {
 public:
     PackedPanels(Program& program, const OctavoOp& op, int panel, int thread)
         : op_(op), blocks_(op.columns / kBlock), size_(Record(op).size) {
-        from_ = static_cast<const char*>(op.weight) + (int64_t)panel * blocks_ * size_;
+        const int64_t bytes = has_codes(op) ? code_panel_bytes(op) : (int64_t)blocks_ * size_;
+        from_ = static_cast<const char*>(op.weight) + panel * bytes;
         words_ = static_cast<uint32_t*>(program.scratch(thread, (size_t)P * op.columns * kPanel * sizeof(bf16)));
     }
 
@@ -86,10 +88,43 @@ public:
     // Unpacks blocks [first, first + count) of each, and prefetches as much of the panels that this thread will
     // probably take next.
     void unpack(int first, int count) const {
+        if (has_codes(op_)) return for_codes(op_, Codes{*this, first * kBlock, count * kBlock});
         op_.dtype == kInt4 ? unpack<4>(first, count) : unpack<8>(first, count);
     }
 
 private:
+    // Rounds inputs [first, first + count) of codes.
+    struct Codes {
+        const PackedPanels& panels;
+        int first, count;
+
+        template <int Dtype>
+        __attribute__((noinline)) void run() const {
+            const OctavoOp& op = panels.op_;
+            const int64_t bytes = code_panel_bytes(op), words = (int64_t)op.columns / kPerWord<bf16> * kPanel;
+            const CodeRecord record(op);
+            const Widener<Dtype> widener(static_cast<const float*>(op.book) + 1);
+            for (int p = 0; p < P; p++) {
+                const char* const panel = panels.from_ + p * bytes;
+                uint32_t* const to = panels.words_ + p * words;
+                for_groups(op, first, count, [&](int begin, int inputs) {
+                    const CodeScales of(op, record, panel, begin / op.scaled);
+                    for (int k = begin; k < begin + inputs; k += kFour) {
+                        Vec four[kFour][VP];
+                        widen_group(op, record, widener, panel, k, kFour, [&](int n, Vec(&v)[VP]) {
+                            for (int j = 0; j < VP; j++) four[n - k][j] = v[j] * of.scales[j] + of.minima[j];
+                        });
+                        for (int i = 0; i < kFour; i += 2)
+                            for (int j = 0; j < VP; j++) {
+                                const Word both = pair_up(four[i][j], four[i + 1][j]);
+                                std::memcpy(to + (k + i) / 2 * kPanel + j * W, &both, sizeof both);
+                            }
+                    }
+                });
+            }
+        }
+    };
+
     template <int Bits>
     __attribute__((noinline)) void unpack(int first, int count) const {
         constexpr int64_t words = kBlock / kPerWord<bf16> * kPanel;

@@ -64,7 +64,7 @@ struct Columns {
 template <int P>
 void multiply_tiles(Program& program, const OctavoOp& op, int panel, int first, int count, int thread) {
     std::optional<PackedPanels<P>> packed;
-    if (has_blocks(op)) packed.emplace(program, op, panel, thread);
+    if (has_blocks(op) || has_codes(op)) packed.emplace(program, op, panel, thread);
     TileColumns<P>(program, op, packed ? &*packed : nullptr, panel, first, count).run(program.registers(thread));
 }
 #endif
@@ -72,7 +72,7 @@ void multiply_tiles(Program& program, const OctavoOp& op, int panel, int first, 
 template <class T, int P, int Most>
 void multiply_rows(Program& program, const OctavoOp& op, int panel, int first, int count, int thread) {
     const uint32_t* unpacked = nullptr;
-    if (sizeof(T) == sizeof(bf16) && has_blocks(op)) {
+    if (sizeof(T) == sizeof(bf16) && (has_blocks(op) || has_codes(op))) {
         const PackedPanels<P> packed(program, op, panel, thread);
         packed.unpack(0, op.columns / kBlock);
         unpacked = packed.words();

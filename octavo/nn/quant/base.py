@@ -35,6 +35,8 @@ class Scheme(Protocol):
 
     takes_blocks: bool
     """Whether quantized weights may be delivered as `QuantizedBlocks`."""
+    takes_codes: bool
+    """Whether these may have a codebook."""
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
         """Return checkpoint suffix -> tensor, such as {"weight": ..., "bias": ...}."""

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from octavo.native.bindings import Dtype
 from octavo.native.builder import BLOCK
+from octavo.nn.quant.codes import pack_codes, unified
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import pack_blocks
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
 
+_INTEGERS = {4: Dtype.INT4, 8: Dtype.INT8}
 _MIDDLE = 128  # zero point of 8-bit integers
 _SLICE = 4096  # rows rounded at a time, to limit temporary memory
 
@@ -21,28 +24,34 @@ class BlockQuantized(Unquantized):
 
     Attributes:
         packed: the panels of all parts, concatenated; None if the matrix is plain.
-        zero_point, bits, has_minima, order: of all parts; see `QuantizedBlocks`.
+        zero_point, has_minima, order: of all parts; see `QuantizedBlocks`.
+        form: dtype of the panels.
+        book, group: of codes; see `codes.py`.
     """
 
-    takes_blocks = True
+    takes_blocks = takes_codes = True
 
     def __init__(self, dtype: torch.dtype, device: torch.device, keep: Keep = fused) -> None:
         super().__init__(dtype, device, keep)
         self.packed: Tensor | None = None
         self.shape = (0, 0)
         self.zero_point = 0
-        self.bits = 0
+        self.form = Dtype.INT8
         self.has_minima = False
         self.order: Tensor | None = None
+        self.book: Tensor | None = None
+        self.group = 0
 
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
-        if len(blocks) < len(weights) or blocks[0].values.shape[1] % BLOCK or not same_order(blocks):
+        fits = len(blocks) == len(weights) and not blocks[0].values.shape[1] % BLOCK and same_order(blocks)
+        matched = alike(blocks) if fits else None
+        if matched is None:
             values = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
             super().prepare([{**part, "weight": weight} for part, weight in zip(parts, values, strict=True)])
             return
-        self._pack(alike(blocks))
+        self._pack(matched)
         if "bias" in parts[0]:
             self.bias = torch.cat([plain(part["bias"]) for part in parts])
 
@@ -53,15 +62,19 @@ class BlockQuantized(Unquantized):
             self._pack([weight])
 
     def _pack(self, blocks: list[QuantizedBlocks]) -> None:
-        self.packed = self._keep([pack_blocks(part) for part in blocks])
-        self.shape = (sum(part.values.shape[0] for part in blocks), blocks[0].values.shape[1])
-        self.zero_point, self.bits = blocks[0].zero_point, blocks[0].bits
-        self.has_minima = blocks[0].minima is not None
-        self.order = blocks[0].order
+        first = blocks[0]
+        self.shape = (sum(part.values.shape[0] for part in blocks), first.values.shape[1])
+        self.zero_point, self.order, self.has_minima = first.zero_point, first.order, first.minima is not None
+        if first.book is None:
+            self.packed, self.form = self._keep([pack_blocks(part) for part in blocks]), _INTEGERS[first.bits]
+            return
+        coded = pack_codes(blocks)
+        self.packed, self.form = self._keep(coded.panels), coded.dtype
+        self.book, self.group = coded.book, coded.group
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + tensor_bytes(self.packed, self.order)
+        return super().nbytes + tensor_bytes(self.packed, self.order, self.book)
 
 
 class RoundedBlocks(BlockQuantized):
@@ -91,8 +104,11 @@ def rounded(weight: Stored) -> Stored:
     return QuantizedBlocks(values, scales, None, _MIDDLE, 8)
 
 
-def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
-    """Convert the parts to one format: their common one, else 8 bits with minima, which can represent all others."""
+def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks] | None:
+    """Convert the parts to one format: their common one, else 8 bits with minima, which can represent all integers, or
+    codes; None if there is none."""
+    if any(part.book is not None for part in parts):
+        return unified(parts)
     if len({(part.bits, part.zero_point, part.minima is None) for part in parts}) == 1:
         return parts
     return [
@@ -119,7 +135,8 @@ def same_order(parts: list[QuantizedBlocks]) -> bool:
 
 def dequantized(blocks: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
     """Return the matrix's values, [N, K]."""
-    values = blocks.values.view(*blocks.scales.shape, BLOCK).float() - blocks.zero_point
+    codes = blocks.values.view(*blocks.scales.shape, -1)
+    values = codes.float() - blocks.zero_point if blocks.book is None else blocks.book.of(codes)
     values *= blocks.scales.float()[..., None]
     if blocks.minima is not None:
         values += blocks.minima.float()[..., None]

@@ -30,6 +30,11 @@ class ExpertsScheme(Protocol):
         ...
 
     @property
+    def takes_codes(self) -> bool:
+        """Whether these may have a codebook."""
+        ...
+
+    @property
     def recordable(self) -> bool:
         """Whether `route` and `mix` can be recorded in graphs, since no data passes between host and device."""
         ...
@@ -119,6 +124,10 @@ class SeparateExperts:
     @property
     def takes_blocks(self) -> bool:
         return self.gate_ups[0].takes_blocks
+
+    @property
+    def takes_codes(self) -> bool:
+        return self.gate_ups[0].takes_codes
 
     def prepare(
         self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]

@@ -34,7 +34,7 @@ class StackedExperts:
         down_bias: [E, hidden_size], on ranks that have it.
     """
 
-    takes_blocks = False
+    takes_blocks = takes_codes = False
     recordable = True
 
     def __init__(self, form: ExpertsForm, dtype: torch.dtype, device: torch.device) -> None:

@@ -20,9 +20,11 @@ class Unquantized:
 
     Attributes:
         takes_blocks: whether quantized weights may be delivered as `QuantizedBlocks`.
+        takes_codes: whether these may have a codebook.
     """
 
     takes_blocks = False
+    takes_codes = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device, keep: Keep = fused) -> None:
         self.dtype = dtype

@@ -11,7 +11,7 @@ from octavo.native.bindings import Dtype, LowRank
 from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.panels import PANEL, interleave, pack_, pack_blocks, pad_bias, whole_halves, whole_words
+from octavo.nn.quant.panels import PANEL, interleave, pack_, pad_bias, whole_halves, whole_words
 from octavo.nn.weights import Stored, tensor_bytes
 
 DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
@@ -20,6 +20,10 @@ NAMES = {
     Dtype.BFLOAT: "bfloat16",
     Dtype.INT8: "8-bit integers",
     Dtype.INT4: "4-bit integers",
+    Dtype.CODE4: "4-bit codes",
+    Dtype.CODE6: "6-bit integers",
+    Dtype.E4M3: "E4M3",
+    Dtype.E5M2: "E5M2",
 }
 
 
@@ -31,6 +35,7 @@ class Matrix:
         rows, columns: outputs and inputs.
         bias: float32, padded to whole panels.
         zero_point, minima, order: of integer weights; see `QuantizedBlocks`.
+        book, group: of codes; see `nn/quant/codes.py`.
     """
 
     dtype: Dtype
@@ -41,11 +46,18 @@ class Matrix:
     zero_point: int = 0
     minima: bool = False
     order: Tensor | None = None
+    book: Tensor | None = None
+    group: int = 0
 
     @property
     def is_integers(self) -> bool:
         """Whether the weights are the checkpoint's integers."""
         return self.dtype in (Dtype.INT4, Dtype.INT8)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether they are integers or codes."""
+        return self.dtype not in (Dtype.FLOAT, Dtype.BFLOAT)
 
     @property
     def form(self) -> str:
@@ -55,7 +67,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(self.weight, self.bias, self.order)
+        return tensor_bytes(self.weight, self.bias, self.order, self.book)
 
     def emit(
         self,
@@ -78,6 +90,8 @@ class Matrix:
             zero_point=self.zero_point,
             minima=self.minima,
             low_rank=low_rank,
+            book=0 if self.book is None else self.book.data_ptr(),
+            group=self.group,
         )
 
 
@@ -96,8 +110,8 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
     scheme.bias = None
     if isinstance(scheme, BlockQuantized) and scheme.packed is not None:
         panels, (rows, columns) = scheme.packed, scheme.shape
-        form = (scheme.zero_point, scheme.has_minima, scheme.order)
-        matrix = Matrix(_integers(scheme.bits), rows, columns, panels, bias, *form)
+        form = (scheme.zero_point, scheme.has_minima, scheme.order, scheme.book, scheme.group)
+        matrix = Matrix(scheme.form, rows, columns, panels, bias, *form)
         scheme.packed = None
     else:
         weight = scheme.weight
@@ -117,10 +131,9 @@ def table_of(weight: Stored) -> Matrix:
     if isinstance(weight, Tensor):
         rows, columns = weight.shape
         return Matrix(DTYPES[weight.dtype], rows, columns, weight)
-    has_minima = weight.minima is not None
-    (rows, columns), panels = weight.values.shape, pack_blocks(weight)
-    dtype = _integers(weight.bits)
-    return Matrix(dtype, rows, columns, panels, zero_point=weight.zero_point, minima=has_minima)
+    scheme = BlockQuantized(torch.float32, torch.device("cpu"))
+    scheme.share(weight)
+    return packed(scheme)
 
 
 def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool, scale: float = 1.0) -> None:
@@ -134,8 +147,6 @@ def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool, scale: fl
         zero_point=matrix.zero_point,
         minima=matrix.minima,
         scale=scale,
+        book=0 if matrix.book is None else matrix.book.data_ptr(),
+        group=matrix.group,
     )
-
-
-def _integers(bits: int) -> Dtype:
-    return Dtype.INT4 if bits == 4 else Dtype.INT8

@@ -58,8 +58,9 @@ class PackedOnGpu(OnGpu):
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
-        if len(blocks) == len(weights) and same_order(blocks):
-            self._take(pack_words(alike(blocks), self.device))
+        matched = alike(blocks) if len(blocks) == len(weights) and same_order(blocks) else None
+        if matched is not None:
+            self._take(pack_words(matched, self.device))
         elif self._online is not None and not blocks and self._online.fits(plain(weights[0])):
             self._take(self._online.pack([plain(weight) for weight in weights]))
         else:

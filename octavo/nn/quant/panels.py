@@ -57,10 +57,10 @@ def _pack_slice(blocks: QuantizedBlocks) -> Tensor:
     if blocks.bits == 4:
         values = values[:, :, 0::2] | values[:, :, 1::2] << 4
     halves = [blocks.scales] if blocks.minima is None else [blocks.scales, blocks.minima]
-    return torch.cat([values.flatten(2), *map(_columns, halves)], dim=2)
+    return torch.cat([values.flatten(2), *map(columns_of, halves)], dim=2)
 
 
-def _columns(halves: Tensor) -> Tensor:
+def columns_of(halves: Tensor) -> Tensor:
     """Convert [N, K / 32] float16 to [ceil(N / 16), K / 32, 32] bytes."""
     padded = F.pad(halves, (0, 0, 0, -halves.shape[0] % PANEL))
     return padded.view(-1, PANEL, halves.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)

@@ -15,7 +15,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_names import hf_name
 from octavo.models.load import open_checkpoint
 from octavo.models.load.gguf import GGUFCheckpoint
-from octavo.models.load.gguf_blocks import _INTEGERS, SUPPORTED
+from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.weights import TensorSpec
 
@@ -33,6 +33,8 @@ HALVES = {
     Kind.Q4_K: [0, 2],
     Kind.Q5_K: [0, 2],
     Kind.Q6_K: [208],
+    Kind.IQ4_NL: [0],
+    Kind.IQ4_XS: [0],
 }
 PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16}
 
@@ -117,8 +119,8 @@ def test_rows_of_q_and_k_come_back_in_half_rotation_order(tmp_path: Path) -> Non
 
 
 def test_an_undecodable_type_is_named_with_those_that_work(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": (Kind.IQ4_NL, random_raw(Kind.IQ4_NL))})
-    with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight in .*m\.gguf is stored as IQ4_NL.*Q4_K.*Q8_0"):
+    path = write(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": (Kind.IQ3_S, random_raw(Kind.IQ3_S))})
+    with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight in .*m\.gguf is stored as IQ3_S.*Q4_K.*Q8_0"):
         GGUFCheckpoint(path)
 
 
@@ -149,10 +151,14 @@ def test_blocks_hold_the_same_values(kind: Kind, name: str, tmp_path: Path) -> N
     """In the formats that they can hold; scales that are products, and minima, are rounded to float16."""
     checkpoint = GGUFCheckpoint(write(tmp_path / "m.gguf", {f"{name}.weight": (kind, random_raw(kind))}, heads=3))
     blocks = checkpoint.blocks(f"{name}.weight")
-    if kind not in _INTEGERS:
-        assert blocks is None
+    assert (blocks is not None) == (kind in INTEGERS)
+    if kind in CODES:
+        blocks = checkpoint.blocks(f"{name}.weight", codes=True)
+        assert blocks is not None
+        torch.testing.assert_close(dequantized(blocks, torch.float32), checkpoint.tensor(f"{name}.weight", SPEC))
         return
-    assert blocks is not None
+    if blocks is None:
+        return
     assert int(blocks.values.max()) == {Kind.Q5_0: 31, Kind.Q5_1: 31, Kind.Q5_K: 31}.get(kind, 2**blocks.bits - 1)
     expected = checkpoint.tensor(f"{name}.weight", SPEC)
     rtol = 1e-6 if blocks.minima is None else 2e-3

@@ -13,7 +13,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_file import GGUFTensor
 from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks
 from octavo.native import needs
-from octavo.native.needs import INTEGER_KINDS, needed_libraries
+from octavo.native.needs import CODE_KINDS, INTEGER_KINDS, needed_libraries
 
 
 @pytest.fixture
@@ -35,8 +35,9 @@ def test_a_file_of_integers_needs_no_products_of_floats(files):
     assert needed_libraries(files(Kind.Q4_1, Kind.Q8_0), "auto", "auto", "auto", "int16") == ["blocks"]
 
 
-def test_formats_that_are_read_as_floats_need_them(files):
-    assert needed_libraries(files(Kind.Q4_K, Kind.Q6_K), "auto", "auto", "auto", "int16") == ["blocks", "words"]
+def test_formats_that_are_codes_or_floats_need_their_products(files):
+    assert needed_libraries(files(Kind.Q4_K, Kind.Q6_K), "auto", "auto", "auto", "int16") == ["blocks", "codes"]
+    assert needed_libraries(files(Kind.IQ4_NL, Kind.F16), "auto", "auto", "auto", "int16") == ["codes", "words"]
     assert needed_libraries(files(Kind.BF16), "auto", "auto", "auto", "int16") == ["words"]
 
 
@@ -70,4 +71,6 @@ def test_latent_attention_has_a_library_of_its_own():
 @pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
 def test_the_kinds_that_stay_integers_are_those_that_the_loader_keeps(kind):
     row = torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)
-    assert (as_blocks(row, kind) is not None) == (kind in INTEGER_KINDS)
+    blocks = as_blocks(row, kind)
+    assert (blocks is not None) == (kind in INTEGER_KINDS | CODE_KINDS)
+    assert blocks is None or (blocks.book is not None) == (kind in CODE_KINDS)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.models.load.quantized.codes import Codes
 from octavo.models.load.quantized.integers import Integers
 from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.nn.weights import Codebook
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _MOST = 127  # of INT8: `SCB` is the largest magnitude of an output's weights
@@ -43,7 +45,7 @@ class BitsAndBytes(Method):
     def shape(self, module: Module) -> tuple[int, ...]:
         return module.shape("weight") if module.has("SCB") else tuple(_state(module)["shape"])
 
-    def matrix(self, module: Module) -> Integers | Tensor:
+    def matrix(self, module: Module) -> Integers | Codes | Tensor:
         weight = module.tensor("weight")
         if not module.has("SCB"):
             return self._blocks(module, weight.flatten(), _state(module))
@@ -53,7 +55,7 @@ class BitsAndBytes(Method):
         scales = (largest / _MOST)[:, None]
         return Integers((weight.short() + 128).to(torch.uint8), scales, torch.full_like(scales, 128), 8)
 
-    def _blocks(self, module: Module, pairs: Tensor, state: dict[str, Any]) -> Tensor:
+    def _blocks(self, module: Module, pairs: Tensor, state: dict[str, Any]) -> Codes | Tensor:
         size, count = state["blocksize"], math.prod(state["shape"])
         scales = module.tensor("weight.absmax")
         if scales.dtype == torch.uint8:
@@ -64,8 +66,11 @@ class BitsAndBytes(Method):
         if len(pairs) * 2 < count or len(scales) != -(-count // size):
             raise module.wrong("weight", f"has {len(pairs)} bytes and {len(scales)} scales for {count} weights")
         indices = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
-        values = module.tensor("weight.quant_map").float()[indices.long()]
-        return (values * scales.float().repeat_interleave(size)[:count]).view(state["shape"])
+        book = Codebook("table", module.tensor("weight.quant_map").float())
+        outputs, inputs = state["shape"]
+        if inputs % size == 0:
+            return Codes(indices.view(outputs, inputs), scales.float().view(outputs, -1), size, book)
+        return (book.of(indices) * scales.float().repeat_interleave(size)[:count]).view(state["shape"])
 
 
 def _state(module: Module) -> dict[str, Any]:

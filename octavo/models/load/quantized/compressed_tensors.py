@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.models.load.quantized.floats import from_e2m1, from_e8m0, scaled
+from octavo.models.load.quantized.codes import E2M1, Codes, coded, halves
+from octavo.models.load.quantized.floats import from_e8m0
 from octavo.models.load.quantized.fp8 import per_output, tiled
 from octavo.models.load.quantized.gptq import check_groups, group_order
 from octavo.models.load.quantized.integers import Integers, unpack
@@ -74,7 +75,7 @@ class CompressedTensors(Method):
         rows, columns = module.shape("weight_packed")
         return rows, columns * 2
 
-    def matrix(self, module: Module) -> Integers | Tensor:
+    def matrix(self, module: Module) -> Integers | Codes:
         scales = module.tensor("weight_scale")
         if not module.has("weight_packed"):
             return self._unpacked(module, module.tensor("weight"), scales)
@@ -84,19 +85,19 @@ class CompressedTensors(Method):
         if packed.dtype != torch.uint8:
             raise module.wrong("weight_packed", f"is {packed.dtype}, neither int32 nor uint8")
         if scales.dtype == torch.uint8:
-            return scaled(from_e2m1(packed), from_e8m0(scales))
-        return scaled(from_e2m1(packed), scales.float() / module.tensor("weight_global_scale").float())
+            return coded(halves(packed), from_e8m0(scales), E2M1)
+        return coded(halves(packed), scales.float() / module.tensor("weight_global_scale").float(), E2M1)
 
-    def _unpacked(self, module: Module, weight: Tensor, scales: Tensor) -> Integers | Tensor:
+    def _unpacked(self, module: Module, weight: Tensor, scales: Tensor) -> Integers | Codes:
         if scales.dtype == torch.uint8:
-            return scaled(weight, from_e8m0(scales))
+            return coded(weight, from_e8m0(scales))
         is_tiled = scales.dim() == 2 and scales.shape[1] > 1
         if weight.dtype.is_floating_point:
             if is_tiled and scales.shape[0] == weight.shape[0]:
-                return scaled(weight, scales)
+                return coded(weight, scales)
             if is_tiled:
                 return tiled(module, weight, scales, "weight_scale", self._tile)
-            return scaled(weight, per_output(module, weight, scales))
+            return coded(weight, per_output(module, weight, scales))
         if weight.dtype != torch.int8:
             raise module.wrong("weight", f"is {weight.dtype}, neither int8 nor of 8-bit floats")
         if not is_tiled:

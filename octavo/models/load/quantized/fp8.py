@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import torch
 from torch import Tensor
 
-from octavo.models.load.quantized.floats import from_e2m1, scaled
+from octavo.models.load.quantized.codes import E2M1, FLOATS, Codes, coded, halves
 from octavo.models.load.quantized.method import Method, Module, Settings
 
 _TILE = 128
@@ -37,11 +38,11 @@ class FP8(Method):
     def shape(self, module: Module) -> tuple[int, ...]:
         return module.shape("weight")
 
-    def matrix(self, module: Module) -> Tensor:
+    def matrix(self, module: Module) -> Codes:
         weight = module.tensor("weight")
         if module.has("weight_scale_inv"):
             return tiled(module, weight, module.tensor("weight_scale_inv"), "weight_scale_inv", self._tile)
-        return scaled(weight, per_output(module, weight, module.tensor("weight_scale")))
+        return coded(weight, per_output(module, weight, module.tensor("weight_scale")))
 
 
 class ModelOpt(FP8):
@@ -55,15 +56,15 @@ class ModelOpt(FP8):
         rows, columns = module.shape("weight")
         return (rows, columns * 2) if module.has("weight_scale_2") else (rows, columns)
 
-    def matrix(self, module: Module) -> Tensor:
+    def matrix(self, module: Module) -> Codes:
         if not module.has("weight_scale_2"):
             return super().matrix(module)
         scales = module.tensor("weight_scale").float() * module.tensor("weight_scale_2").float()
-        return scaled(from_e2m1(module.tensor("weight")), scales)
+        return coded(halves(module.tensor("weight")), scales, E2M1)
 
 
-def tiled(module: Module, weight: Tensor, scales: Tensor, suffix: str, tile: tuple[int, ...]) -> Tensor:
-    """Return weight [N, K] times the scales of tiles of this size.
+def tiled(module: Module, weight: Tensor, scales: Tensor, suffix: str, tile: tuple[int, ...]) -> Codes:
+    """Return weight [N, K] with the scales of tiles of this size.
 
     Raises:
         ModelFileError: there is another number of scales.
@@ -72,7 +73,7 @@ def tiled(module: Module, weight: Tensor, scales: Tensor, suffix: str, tile: tup
     if list(scales.shape) != expected:
         raise module.wrong(suffix, f"has shape {list(scales.shape)}; tiles of {tile[0]} x {tile[1]} have {expected}")
     rows = scales.float().repeat_interleave(tile[0], 0)[: weight.shape[0]]
-    return weight.float().mul_(rows.repeat_interleave(tile[1], 1)[:, : weight.shape[1]])
+    return Codes(weight.view(torch.uint8), rows, tile[1], FLOATS[weight.dtype])
 
 
 def per_output(module: Module, weight: Tensor, scales: Tensor) -> Tensor:

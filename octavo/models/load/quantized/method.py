@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.quantized.codes import Codes
 from octavo.models.load.quantized.integers import Integers
 from octavo.nn.weights import Index, TensorSpec
 
@@ -101,8 +102,8 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def matrix(self, module: Module) -> Integers | Tensor:
-        """Return a module's matrix [N, K]: its integers, or float32 values if it has none.
+    def matrix(self, module: Module) -> Integers | Codes | Tensor:
+        """Return a module's matrix [N, K]: its integers or codes, or float32 values if it has none.
 
         Raises:
             ModelFileError: a tensor is missing, or does not fit the others.
@@ -116,7 +117,7 @@ class Method(ABC):
             ModelFileError: as `matrix`.
         """
         matrix = self.matrix(module)
-        if isinstance(matrix, Integers):
+        if isinstance(matrix, Integers | Codes):
             return matrix.of_outputs(index[0]).dequantized()[:, index[1]]
         return matrix[index]
 

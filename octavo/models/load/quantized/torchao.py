@@ -7,7 +7,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from octavo.models.load.quantized.floats import scaled
+from octavo.models.load.quantized.codes import Codes, coded
 from octavo.models.load.quantized.fp8 import tiled
 from octavo.models.load.quantized.integers import Integers
 from octavo.models.load.quantized.method import Method, Module, Settings
@@ -51,10 +51,10 @@ class TorchAO(Method):
             raise self._foreign(module, f"has shape {list(shape)}")
         return (shape[0], shape[1] * 2) if _is_pairs(module) else shape
 
-    def matrix(self, module: Module) -> Integers | Tensor:
+    def matrix(self, module: Module) -> Integers | Codes | Tensor:
         (outputs, inputs), stored = self.shape(module), module.tensor("_weight_qdata")
         scales = module.tensor("_weight_scale")
-        matrix: Integers | Tensor
+        matrix: Integers | Codes
         if stored.dtype in _FLOATS:
             matrix = self._floats(module, stored, scales)
         elif stored.dtype not in (torch.int8, torch.uint8) or (stored.dtype == torch.uint8 and not _is_pairs(module)):
@@ -63,13 +63,12 @@ class TorchAO(Method):
             matrix = self._integers(module, stored, scales, (outputs, inputs))
         if not module.has("_weight_act_pre_scale"):
             return matrix
-        values = matrix.dequantized() if isinstance(matrix, Integers) else matrix
-        return values * module.tensor("_weight_act_pre_scale").float().view(-1)
+        return matrix.dequantized() * module.tensor("_weight_act_pre_scale").float().view(-1)
 
-    def _floats(self, module: Module, stored: Tensor, scales: Tensor) -> Tensor:
+    def _floats(self, module: Module, stored: Tensor, scales: Tensor) -> Codes:
         rows, columns = stored.shape
         if scales.numel() == 1:
-            return scaled(stored, scales.view(()))
+            return coded(stored, scales.view(()))
         if scales.dim() != 2 or any(size % parts for size, parts in zip(stored.shape, scales.shape, strict=True)):
             raise module.wrong("_weight_scale", f"has shape {list(scales.shape)} for a matrix [{rows}, {columns}]")
         return tiled(module, stored, scales, "_weight_scale", (rows // scales.shape[0], columns // scales.shape[1]))

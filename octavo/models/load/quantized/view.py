@@ -7,6 +7,7 @@ from collections.abc import Set
 from torch import Tensor
 
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.quantized.codes import Codes
 from octavo.models.load.quantized.integers import Integers
 from octavo.models.load.quantized.method import Method, Module
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
@@ -37,14 +38,14 @@ class QuantizedCheckpoint:
         module = self._modules.get(name)
         return self._source.shape(name) if module is None else self._method.shape(module)
 
-    def blocks(self, name: str, entry: int | None = None) -> QuantizedBlocks | None:
+    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
         module = self._modules.get(name)
         if module is None:
-            return self._source.blocks(name, entry)
+            return self._source.blocks(name, entry, codes=codes)
         if entry is not None:
             return None
         matrix = self._method.matrix(module)
-        return matrix.blocks() if isinstance(matrix, Integers) else None
+        return matrix.blocks() if isinstance(matrix, (Integers, Codes) if codes else Integers) else None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         module = self._modules.get(name)
@@ -53,4 +54,4 @@ class QuantizedCheckpoint:
         if index is not None:
             return self._method.part(module, index).to(spec.dtype)
         matrix = self._method.matrix(module)
-        return (matrix.dequantized() if isinstance(matrix, Integers) else matrix).to(spec.dtype)
+        return (matrix.dequantized() if isinstance(matrix, Integers | Codes) else matrix).to(spec.dtype)

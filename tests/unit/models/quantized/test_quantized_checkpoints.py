@@ -46,8 +46,14 @@ def test_values_are_those_of_the_specification(name: str) -> None:
 def test_integers_stay_packed_where_kernels_can_keep_them(name: str) -> None:
     example = EXAMPLES[name]
     stored, exact = example.write(torch.randn(ROWS, COLUMNS))
-    blocks = checkpoint(stored, example.settings).blocks("a.proj.weight")
+    view = checkpoint(stored, example.settings)
+    blocks = view.blocks("a.proj.weight")
     assert (blocks is not None) == example.packs
+    kept = view.blocks("a.proj.weight", codes=True)
+    assert (kept is not None) == (example.packs or example.codes)
+    if example.codes:
+        assert kept is not None
+        torch.testing.assert_close(dequantized(kept, torch.float64), exact)
     if blocks is not None:
         values = dequantized(blocks, torch.float64)
         # A minimum has the precision of float16.
@@ -74,6 +80,15 @@ def test_one_expert_in_mxfp4_is_expanded_alone(monkeypatch: pytest.MonkeyPatch) 
     part = view.tensor("experts.gate_up_proj", TensorSpec((3, 64, 32), torch.float32), index)
     torch.testing.assert_close(part.double(), exact[index], rtol=1e-6, atol=0)
     assert expanded == [1]
+
+
+def test_a_matrix_with_nan_is_expanded() -> None:
+    """As kernels would take NaN for 480."""
+    stored, _ = EXAMPLES["fp8-channel"].write(torch.randn(ROWS, COLUMNS))
+    stored["weight"].view(torch.uint8)[5, 7] = 0xFF
+    view = checkpoint(stored, EXAMPLES["fp8-channel"].settings)
+    assert view.blocks("a.proj.weight", codes=True) is None
+    assert view.tensor("a.proj.weight", SPEC).isnan().sum() == 1
 
 
 def test_tiny_scales_are_not_rounded_to_float16() -> None:
