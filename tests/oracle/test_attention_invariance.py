@@ -100,6 +100,28 @@ def test_a_poisoned_neighbour_stays_alone(window):
             torch.testing.assert_close(got[mine].double(), expected[mine], atol=limit, rtol=limit, msg=case.label)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@INT8
+def test_blocks_that_left_the_window_may_hold_anything(dtype, int8):
+    """Another sequence's data, or a recurrent state, whose bits are those of a NaN."""
+    backend, window, block_size = native(int8=int8), 40, 16
+    rng = random.Random(os.urandom(8))
+    rows = [(length, rng.choice([1, 1, 30])) for length in (rng.randint(120, 900) for _ in range(4))]
+    case = ragged.make_case(
+        rng.randrange(2**32), dtype, rows=rows, block_size=block_size, window=window, heads=(4, 2), head_dim=32
+    )
+    q, cache = case.q(1), ragged.filled_cache(case, backend)
+    expected = ragged.run(case, backend, q, cache.clone())
+    read = {
+        block
+        for one in case.sequences
+        for block in one.blocks[max(0, one.length - one.queries + 1 - window) // block_size :]
+    }
+    left = [block for one in case.sequences for block in one.blocks if block not in read]
+    cache[left] = -1 if int8 else torch.nan  # all bits set are a NaN, too
+    assert torch.equal(ragged.run(case, backend, q, cache), expected), case.label
+
+
 @pytest.mark.parametrize("scattered", [False, True], ids=["in order", "scattered"])
 def test_a_decode_step_allocates_no_copy_of_the_context(scattered):
     """Memory taken during a step stays far below the context's, however its blocks lie."""

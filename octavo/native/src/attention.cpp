@@ -80,8 +80,9 @@ struct FloatReader : Reader<T, FloatReader<T>> {
         void run(int first) const {
             Tile<M, P> tile;
             tile.clear();
-            Rowwise<M> weights(r.weights + first * (kTile / per), kTile / per);
-            for (int at = begin, place = 0; at < end; at += kPanel, place++) {
+            const int seen = std::max(begin, r.first_panel);
+            Rowwise<M> weights(r.weights + first * (kTile / per) + (seen - begin) / per, kTile / per);
+            for (int at = seen, place = (seen - begin) / kPanel; at < end; at += kPanel, place++) {
                 const uint32_t *values[P], *next[P];
                 for (int p = 0; p < P; p++) values[p] = r.values_of(r.places[place], panel + p);
                 for (int p = 0; p < P; p++) next[p] = r.values_of(r.soon[place], panel + p);

@@ -69,6 +69,9 @@ struct Work {
     const int dim, group, rows;
     const int room;               // rows of scratch: whole blocks
     const int end;                // of the context
+    // The panel of 16 tokens with the first key that any row attends to. What precedes it may lie in blocks that have
+    // left the window and hold other data by now, such as a recurrent state: even its product with 0 may be NaN.
+    const int first_panel;
 
     // Scratch of the thread.
     float* free;
@@ -88,7 +91,8 @@ struct Work {
           group(op.heads / op.kv_heads),
           rows(task.count * group),
           room((rows + kBlockRows - 1) / kBlockRows * kBlockRows),
-          end(end_of(step, task)) {
+          end(end_of(step, task)),
+          first_panel(op.window > 0 ? first_visible() / kPanel * kPanel : 0) {
         constexpr int kPieces = 16;
         const int64_t floats = (int64_t)room * (2 * dim + kTile + W + 4 + more) + once + kPieces * kPanel;
         free = static_cast<float*>(program.scratch(thread, floats * sizeof(float)));
@@ -330,7 +334,7 @@ struct Reader : Work {
         part.clear(rows, dim);
         std::fill_n(totals, rows, Vec{});
         last = std::min(last, end);
-        if (op.window > 0) first = std::max(first, first_visible() / kTile * kTile);
+        if (op.window > 0) first = std::max(first, first_panel / kTile * kTile);
         context.find(first, soon);
         for (int begin = first; begin < last; begin += kTile) {
             const int stop = std::min(begin + kTile, last);

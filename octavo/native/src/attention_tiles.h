@@ -115,7 +115,7 @@ struct TileReader : Reader<bf16, TileReader> {
         const TileProduct first_scores = score(0, seen(0, begin, end));
         for (int p = 0; p * kPanel < end - begin; p += 2) {
             if (p < first_scores.count) first_scores.run(p, next_keys);
-            for (int i = p; i < p + 2; i++) bring_values(i, end - begin);
+            for (int i = p; i < p + 2; i++) bring_values(i, begin + i * kPanel < first_panel ? 0 : end - begin);
         }
         for (int first = 0; first < rows; first += block_rows) {
             const int count = seen(first, begin, end);
