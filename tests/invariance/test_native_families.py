@@ -14,7 +14,9 @@ from octavo.models.model import compiled
 from octavo.models.native import NativeDecoder
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.latent.native import NativeLatents
+from octavo.nn.quant.experts import SeparateExperts
 
 LENGTHS = (7, 90, 1, 33)
 STRIDES = (3, 41, 1, 16)
@@ -59,3 +61,21 @@ def test_bfloat16_stays_near_float32(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(torch.tensor([prompt]), use_cache=False).logits[0]
     assert torch.cosine_similarity(logits, expected, dim=-1).min() > 0.99
+
+
+def test_experts_are_replaced_by_those_of_other_weights_and_kept_once(tmp_path: Path) -> None:
+    make_checkpoint("qwen2-moe", tmp_path)
+    prompt = list(range(1, 20))
+    first, second = (native_runner(tmp_path, torch.float32) for _ in range(2))
+    assert isinstance(second.model, NativeDecoder)
+    experts = [layer for layer in second.model.source.modules() if isinstance(layer, ExpertLayer)]
+    for layer in experts:
+        assert isinstance(layer.scheme, SeparateExperts)
+        assert all(one.nbytes == 0 for one in (*layer.scheme.gate_ups, *layer.scheme.downs))
+        for matrix in layer.packed.reduce:
+            matrix.weight.neg_()
+    found = [runner.step([runner.row(prompt, 30)], [len(prompt)]) for runner in (first, second)]
+    assert not torch.allclose(*found, atol=1e-2)
+    assert isinstance(first.model, NativeDecoder)
+    first.model.adopt(second.model)
+    assert torch.equal(first.step([first.row(prompt, 30)], [len(prompt)]), found[1])
