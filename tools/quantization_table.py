@@ -1,0 +1,88 @@
+"""Write the table of forms in docs/quantization.md from the examples of quantized weights that the tests run.
+
+PYTHONPATH=.:tests python tools/quantization_table.py [FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from gguf import GGML_QUANT_SIZES
+from quantized_kit import EXAMPLES
+
+from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks
+from octavo.models.load.quantized.table import dequantizing
+from octavo.models.load.tensors import TensorCheckpoint
+from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.packed import packed
+from octavo.nn.weights import QuantizedBlocks
+
+BEGIN = "<!-- table: python tools/quantization_table.py -->"
+END = "<!-- end of table -->"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "quantization.md"
+ROWS, COLUMNS = 32, 512
+_HALVES = (
+    (slice(0, ROWS // 2), slice(0, COLUMNS)),
+    (slice(0, ROWS), slice(COLUMNS // 2, COLUMNS)),
+)
+"""Parts of ranks: of a layer divided by outputs, and of one divided by inputs."""
+
+
+def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield each format's method, its name, and its forms on a CPU, on a GPU and divided over GPUs."""
+    for name, example in EXAMPLES.items():
+        torch.manual_seed(0)
+        stored, _ = example.write(torch.randn(ROWS, COLUMNS))
+        tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
+        view = dequantizing(TensorCheckpoint(tensors), {"quantization_config": example.settings})
+        blocks = (view.blocks("a.weight", codes=codes) for codes in (True, False))
+        yield example.settings["quant_method"], f"`{name}`", _forms(*blocks)
+    for kind in sorted(SUPPORTED & (CODES.keys() | INTEGERS.keys())):
+        per_block, size = GGML_QUANT_SIZES[kind]
+        made = as_blocks(torch.zeros(ROWS, COLUMNS // per_block * size, dtype=torch.uint8), kind)
+        yield "GGUF", kind.name, _forms(made, made if kind in INTEGERS else None)
+
+
+def _forms(cpu: QuantizedBlocks | None, gpu: QuantizedBlocks | None) -> tuple[str, ...]:
+    parts = gpu is not None and all(gpu.divides(half) for half in _HALVES)
+    by_outputs = gpu is not None and gpu.divides(_HALVES[0])
+    divided = "packed" if parts else "packed if divided by outputs" if by_outputs else "expanded"
+    return _form(cpu), "expanded" if gpu is None else _form(gpu), divided
+
+
+def _form(blocks: QuantizedBlocks | None) -> str:
+    if blocks is None:
+        return "expanded"
+    scheme = BlockQuantized(torch.float32, torch.device("cpu"))
+    scheme.prepare([{"weight": blocks}])
+    return packed(scheme).form
+
+
+def table() -> str:
+    grouped: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for method, name, forms in rows():
+        grouped[method, forms].append(name)
+    header = [
+        "| method | tested formats | on a CPU | on a GPU | on several GPUs |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines = (
+        f"| {method} | {', '.join(names)} | {' | '.join(forms)} |"
+        for (method, forms), names in sorted(grouped.items(), key=lambda item: item[0][0].lower())
+    )
+    return "\n".join([*header, *lines])
+
+
+def rewrite(text: str) -> str:
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    path.write_text(rewrite(path.read_text(encoding="utf-8")), encoding="utf-8")
