@@ -12,6 +12,14 @@ from safetensors.torch import load_file, save_file
 from tiny import load_model, make_checkpoint, model_files, reference_of
 from torch import Tensor
 
+from octavo.models.model import Model
+from octavo.models.native import NativeDecoder
+from octavo.native.bindings import Dtype
+from octavo.native.program import Pool
+from octavo.nn.attention.native import NativeAttention
+from octavo.nn.experts import ExpertLayer
+from octavo.nn.quant.blocks import BlockQuantized
+
 SIZE = {"intermediate_size": 32, "num_hidden_layers": 1}
 
 
@@ -34,9 +42,18 @@ def test_experts_in_mxfp4_are_those_they_expand_to(tmp_path: Path) -> None:
     plain, packed = (_logits(folder) for folder in folders)
     assert plain.isfinite().all()
     torch.testing.assert_close(packed, plain, rtol=0, atol=0)
+    attention = NativeAttention(Pool(2))
+    native = NativeDecoder(load_model(model_files(folders[1]), attention, scheme=BlockQuantized), attention.pool)
+    experts = [layer.packed for layer in native.source.modules() if isinstance(layer, ExpertLayer)]
+    assert all(one.dtypes == {Dtype.CODE4} for one in experts), "they stay packed"
+    torch.testing.assert_close(_logits_of(native), plain, rtol=1e-4, atol=1e-4)
 
 
 def _logits(folder: Path) -> Tensor:
     files = model_files(folder)
-    runner = PagedRunner(load_model(files, reference_of(files)), num_blocks=4, block_size=16)
+    return _logits_of(load_model(files, reference_of(files)))
+
+
+def _logits_of(model: Model) -> Tensor:
+    runner = PagedRunner(model, num_blocks=4, block_size=16)
     return runner.step([runner.row(range(1, 31), 32)], [30], all_logits=True)

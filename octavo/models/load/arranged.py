@@ -113,7 +113,8 @@ class ArrangedCheckpoint:
     def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
         selection = self._selections[name]
         assert entry is None, "the decoder's tensors are matrices"
-        blocks = None if selection.transposed else self._source.blocks(selection.name, selection.entry, codes=codes)
+        whole = selection.transposed and selection.entry is None
+        blocks = None if whole else self._source.blocks(selection.name, selection.entry, codes=codes)
         if blocks is None or not selection.changes_rows:
             return blocks
         rows = self._of(name, torch.arange(len(blocks.values)))

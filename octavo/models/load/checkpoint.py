@@ -34,7 +34,8 @@ class Checkpoint(Protocol):
         """Return a quantized matrix in its stored form, if `QuantizedBlocks` can represent the format; else None.
 
         Args:
-            entry: of a tensor that holds several matrices in its first dimension: which one.
+            entry: of a tensor that holds several matrices in its first dimension: which one, as [outputs, inputs], also
+                if it is stored transposed.
             codes: codes of a `Codebook` are representable, too.
         """
         ...

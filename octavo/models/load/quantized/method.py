@@ -109,6 +109,15 @@ class Method(ABC):
             ModelFileError: a tensor is missing, or does not fit the others.
         """
 
+    def entry(self, module: Module, entry: int) -> Codes | None:
+        """Return one matrix [N, K] of a module that holds several, however the plain tensor is arranged; None if its
+        codes are not kept.
+
+        Raises:
+            ModelFileError: as `matrix`.
+        """
+        return None
+
     def part(self, module: Module, index: Index) -> Tensor:
         """Return a part of a module's matrix, as values. A method whose modules hold many matrices overrides it to
         expand no more than that.

@@ -6,6 +6,7 @@ from collections.abc import Set
 
 from torch import Tensor
 
+from octavo.models.load.quantized.codes import E2M1, Codes, coded, halves
 from octavo.models.load.quantized.floats import from_e2m1, from_e8m0
 from octavo.models.load.quantized.method import Method, Module, Settings
 from octavo.nn.weights import Index
@@ -32,13 +33,22 @@ class MXFP4(Method):
     def matrix(self, module: Module) -> Tensor:
         return self._values(module, None)
 
+    def entry(self, module: Module, entry: int) -> Codes:
+        blocks, scales = self._stored(module, (slice(entry, entry + 1),))
+        return coded(halves(blocks[0]).flatten(1), from_e8m0(scales[0]), E2M1)
+
     def part(self, module: Module, index: Index) -> Tensor:
         experts, *within = index
         return self._values(module, (experts,))[(slice(None), *within)]
 
     def _values(self, module: Module, experts: Index | None) -> Tensor:
+        blocks, scales = self._stored(module, experts)
+        values = from_e2m1(blocks).mul_(from_e8m0(scales)[..., None])
+        return values.flatten(2).transpose(1, 2).contiguous()
+
+    def _stored(self, module: Module, experts: Index | None) -> tuple[Tensor, Tensor]:
+        """Return the pairs and the scales of some experts; None for all."""
         blocks, scales = module.tensor("blocks", experts), module.tensor("scales", experts)
         if scales.shape != blocks.shape[:-1]:
             raise module.wrong("scales", f"has shape {list(scales.shape)} for blocks {list(blocks.shape)}")
-        values = from_e2m1(blocks).mul_(from_e8m0(scales)[..., None])
-        return values.flatten(2).transpose(1, 2).contiguous()
+        return blocks, scales

@@ -42,9 +42,7 @@ class QuantizedCheckpoint:
         module = self._modules.get(name)
         if module is None:
             return self._source.blocks(name, entry, codes=codes)
-        if entry is not None:
-            return None
-        matrix = self._method.matrix(module)
+        matrix = self._method.matrix(module) if entry is None else self._method.entry(module, entry)
         return matrix.blocks() if isinstance(matrix, (Integers, Codes) if codes else Integers) else None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
