@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from paged import PagedRunner, Row
 
+from octavo.models.attention import widest_attention
 from octavo.models.decoder import CausalLM
 from octavo.models.feed_forwards.experts import Experts
 from octavo.models.load.dummy import DummyCheckpoint
@@ -38,6 +39,10 @@ from octavo.models.model import compiled
 from octavo.models.registry import build_model, spec_of
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
+from octavo.nn.build import AnyBackend
+from octavo.nn.latent.base import LatentSpec
+from octavo.nn.latent.cpu import TorchLatents
+from octavo.nn.latent.native import NativeLatents
 from octavo.nn.ops.routing import Routing
 from octavo.nn.pages import LargePages
 from octavo.nn.quant.none import Unquantized
@@ -61,6 +66,25 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "gpt2": Shape(transformers.GPT2Config, {"bos_token_id": None, "eos_token_id": None}, "GPT-2 small"),
+    "deepseek-v2-lite": Shape(
+        transformers.DeepseekV2Config,
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 4,
+            "num_experts_per_tok": 6,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "vocab_size": 8192,
+        },
+        "DeepSeek-V2-Lite, 4 of 27 layers, all with the first one's dense feed-forward, and a vocabulary of 8,192",
+    ),
     "olmoe": Shape(
         transformers.OlmoeConfig,
         {
@@ -100,7 +124,10 @@ def source_of(shape: Shape, form: str) -> CausalLM:
     native = form == NATIVE
     scheme = OneDNN if not native and packing_works(torch.bfloat16) else Unquantized
     keep = LargePages().keep if native else fused
-    attention = NativeAttention(Pool(THREADS))
+    latent = isinstance(widest_attention(spec), LatentSpec)
+    attention: AnyBackend = NativeAttention(Pool(THREADS))
+    if latent:
+        attention = NativeLatents(Pool(THREADS)) if native else TorchLatents()
     place: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "attention": attention}
     model = build_model(spec, **place, scheme=scheme, keep=keep)
     load_weights(model, DummyCheckpoint(0))
@@ -116,8 +143,8 @@ class Form(NamedTuple):
 
 def runner_of(shape: Shape, form: str) -> PagedRunner:
     source = source_of(shape, form)
-    backend = source.attention_layers[0].backend
-    model: Any = compiled(source, backend) if form == NATIVE else source
+    layer: Any = source.cached_layers[0]
+    model: Any = compiled(source, layer.backend) if form == NATIVE else source
     return PagedRunner(model, num_blocks=5 * sum(BATCHES), block_size=16, dtype=torch.bfloat16)
 
 
