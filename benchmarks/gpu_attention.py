@@ -63,8 +63,7 @@ def main() -> None:
     if args.libraries:
         runs["libraries"] = functools.partial(through_libraries, names=args.libraries)
     if args.sweep:
-        names = {name: [name] for name in runs} | {"verify": ["verify", "verify_one"], "libraries": []}
-        compile_all(spec, [name for run in runs for name in names[run]])
+        compile_all(spec, [name for name in runs if name != "libraries"])
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ceilings": ceilings(), "spec": str(spec)}
     print(json.dumps(report), flush=True)
     for name, run in runs.items():
@@ -93,8 +92,7 @@ def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
         copies, one = max(1, (1 << 30) // nbytes), 0.0
         for queries in QUERIES:
             work = Work(spec, DTYPE, [length - TAIL] * rows, [queries] * rows, copies)
-            tried = SHAPES["verify_one" if queries == 1 else "verify"] if sweep and queries in (1, 8) else []
-            for label, seconds in timed(work, "decode_shape", tried):
+            for label, seconds in timed(work, "decode_shape", SHAPES["verify"] if sweep and queries == 8 else []):
                 one = one or seconds
                 rate = {"tb_s": round(nbytes / seconds / 1e12, 3), "of_one_query": round(one / seconds, 3)}
                 yield show(f"verify {rows} x {length - TAIL}, {queries} queries {label}", seconds, rate)
@@ -185,12 +183,7 @@ SHAPES: dict[str, list[tuple[Shape, dict[str, Any]]]] = {
         for splits in (1, 2, 4, 8, 16, 32)
         for means in (2,)
     ],
-    "verify_one": [(Shape(16, *shape), {"one_loop": one}) for shape in ((32, 1, 3), (32, 1, 4)) for one in (0, 1)],
-    "verify": [
-        (Shape(32, *shape), {"one_loop": one})
-        for shape in ((32, 2, 4), (32, 2, 5), (64, 2, 3), (64, 4, 5))
-        for one in (0, 1)
-    ],
+    "verify": [(Shape(32, *shape), {}) for shape in ((32, 2, 5), (64, 2, 3), (64, 4, 3), (64, 4, 5), (128, 4, 3))],
     "prefill": [
         (Shape(*shape), {})
         for shape in (
@@ -294,13 +287,13 @@ def compile_all(spec: AttentionSpec, names: list[str]) -> None:
         if options.get("num_splits", 1) < 4
         and kind != "fp8_e5m2"
         and (kind == "fp8_e4m3" or options.get("means_of", 2) == 2)
-        and (dtype == DTYPE or not name.startswith("verify"))
+        and (dtype == DTYPE or name != "verify")
     ]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.starmap(compile_one, jobs, chunksize=2)
 
 
-COMPILED = {"decode": (64, 1), "verify_one": (60, 1), "verify": (60, 8), "prefill": (256, 192)}
+COMPILED = {"decode": (64, 1), "verify": (60, 8), "prefill": (256, 192)}
 """Keys and queries of the rows for which shapes are compiled."""
 
 

@@ -86,7 +86,7 @@ class StepCosts:
 
     def add(self, rows: int, drafts: float, seconds: float) -> None:
         """Note that a step of `rows` rows, with `drafts` drafts in all of them together, took `seconds`."""
-        one = self._measured.setdefault(_size(rows), _Measured())
+        one = self._measured.setdefault(size_class(rows), _Measured())
         if not drafts:
             one.times.append(seconds)
             return
@@ -101,17 +101,17 @@ class StepCosts:
 
     def needs_plain(self, rows: int) -> bool:
         """Return whether steps of this many rows were measured with drafts, but hardly any without."""
-        one = self._measured.get(_size(rows))
+        one = self._measured.get(size_class(rows))
         return one is not None and len(one.times) < _FEW and one.line.weight >= _FEW - 1
 
     def plain(self, rows: int) -> float:
         """Return the seconds of a step without drafts; 0.0 if unknown."""
-        one = self._measured.get(_size(rows))
+        one = self._measured.get(size_class(rows))
         return one.plain if one is not None and len(one.times) >= _FEW else 0.0
 
     def step(self, rows: int, drafts: float) -> tuple[float, float]:
         """Return the seconds of a step without its drafts, and of its drafts; both 0.0 if nothing is known."""
-        one = self._measured.get(_size(rows))
+        one = self._measured.get(size_class(rows))
         plain = self.plain(rows)
         slope = _PRIOR * plain / rows
         if one is None or not one.line.weight:
@@ -120,7 +120,7 @@ class StepCosts:
         return base, slope * drafts
 
 
-def _size(rows: int) -> int:
+def size_class(rows: int) -> int:
     """Return the class of a number of rows: exact up to 8, then two for each power of two."""
     if rows <= 8:
         return rows

@@ -14,7 +14,7 @@ from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
 from octavo.features.speculation.acceptance import Acceptance
 from octavo.features.speculation.config import MODEL_METHODS, DraftConfig
-from octavo.features.speculation.costs import StepCosts
+from octavo.features.speculation.costs import StepCosts, size_class
 from octavo.features.speculation.counters import DraftCounters
 from octavo.features.speculation.draft_files import check_vocabulary, draft_files
 from octavo.features.speculation.pace import Measured, Pace, Planned
@@ -90,7 +90,8 @@ class SpeculationEngine(EngineHook):
         """Steps without drafts that are left for measuring."""
         self._rows = 0
         """Rows of the last step that only decoded."""
-        self._together = Together(self.max_drafts)
+        self._together: dict[int, Together] = {}
+        """By about the number of rows."""
         self._accepted = 0
         """Accepted drafts since steps with drafts were last measured."""
         self._most: int | None = 0 if config.adaptive else None
@@ -135,7 +136,7 @@ class SpeculationEngine(EngineHook):
         if plain and found.rows >= _MANY:
             saved = found.steps + accepted / found.rows
             took = found.seconds * found.steps / plain
-            self._together.measured(self._steps, found.steps, saved, took)
+            self._together_of(found.rows).measured(self._steps, found.steps, saved, took)
 
     def _limit(self, rows: int) -> int | None:
         """Return the most drafts of any row after the next step of this many rows; None if each row decides."""
@@ -143,7 +144,10 @@ class SpeculationEngine(EngineHook):
             return 0
         if rows < _MANY:
             return None
-        return self._together.limit(self._steps) if self._costs.plain(rows) else 0
+        return self._together_of(rows).limit(self._steps) if self._costs.plain(rows) else 0
+
+    def _together_of(self, rows: int) -> Together:
+        return self._together.setdefault(size_class(rows), Together(self.max_drafts))
 
     def _note_misses(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         """Ask less often for the drafts of requests that had none. On a GPU the host does not know."""

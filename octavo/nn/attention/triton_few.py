@@ -70,11 +70,6 @@ def tile_rows(group: int, queries: int, form: int) -> int:
     return max(32 if queries > 1 and form == PLAIN else 16, int(triton.next_power_of_2(group * queries)))
 
 
-def one_loop(queries: int) -> bool:
-    """Return whether all tiles of keys are masked."""
-    return False
-
-
 def attend_few(
     q: Tensor,
     cache: Tensor,
@@ -172,7 +167,6 @@ def _read(
         HAS_TABLE_ROWS=step.table_rows is not None,
         FORM=form,
         MEANS=means_of(q.device),
-        ONE_LOOP=one_loop(reading.queries),
         num_warps=shape.warps,
         num_stages=shape.stages,
         maxnreg=shape.registers,

@@ -95,6 +95,13 @@ def test_drafts_gain_or_are_off(rows: int, chance: float, draft_s: float, launch
     assert min(device.run(200) for _ in range(3)) > least
 
 
+def test_a_failed_trial_of_many_rows_says_nothing_of_fewer() -> None:
+    device = Ahead(256, 0.8, 0.00002, 0.037)
+    device.run(200)
+    device.rows, device.draft_s, device.launch_s = 16, 0.000006, LAUNCH_S
+    assert device.run(200) > 1.8
+
+
 def times(pace: Pace, steps: list[tuple[float, int]], ahead: int) -> list[Measured]:
     """Measurements of steps of 4 rows, each given as the seconds until the next plan and its drafts."""
     now, found = 0.0, []
