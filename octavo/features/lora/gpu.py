@@ -50,8 +50,8 @@ class Shape:
 
 def shape_of(rows: int, inputs: int) -> Shape:
     """Return the fastest measured shape of launches for this number of rows and inputs."""
-    wide, shrinks = (1, 8) if inputs <= 8192 else (2, 4)
-    return Shape(wide, shrinks, 2, columns=256, expands=4, expand_warps=4, gates=3, gate_warps=4)
+    wide, shrinks = (2, 3) if inputs <= 8192 else (4, 4)
+    return Shape(wide, shrinks, 4, columns=256, expands=4, expand_warps=4, gates=6, gate_warps=4)
 
 
 class LowRankDelta(Delta):

@@ -13,7 +13,7 @@ import triton.language as tl
 from octavo.features.lora.triton_expand import part_of
 from octavo.features.lora.triton_shrink import place_of
 from octavo.nn.ops.triton_gemv import multiply_row
-from octavo.nn.ops.triton_overlap import invite, join
+from octavo.nn.ops.triton_overlap import invite, join, lead
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -41,9 +41,8 @@ def row_shrink_kernel(
     """Multiply WIDE tiles of the row by those of one row of A, in programs [ranks, splits of the row].
 
     sums [splits, RANKS + 1] float32: the products of a split, and NORMED the split's sum of squares; `norm` scales the
-    row.
+    row. The next launches may use the row without waiting.
     """
-    invite(OVERLAPS)
     rank = tl.program_id(0)
     first = tl.program_id(1) * (WIDE * TILE)
     t = tl.arange(0, WIDE)
@@ -64,7 +63,7 @@ def row_shrink_kernel(
     w = tl.load(pool + place[:, None] + i[None, :], mask=read[:, None] & (at < K), other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.load(norm + at, mask=(at < K) & exists, other=0.0).to(tl.float32)
-    join(OVERLAPS)
+    lead(OVERLAPS)
     if exists:
         value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
         into = sums + tl.program_id(1) * (RANKS + 1)
@@ -100,10 +99,7 @@ def row_expand_kernel(
     NORMED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Multiply the sums by a tile of columns of B, in programs [tiles of columns]: out [all sizes] float32.
-
-    The next launch starts once `row_shrink_kernel` has ended, and so the row is there.
-    """
+    """Multiply the sums by a tile of columns of B, in programs [tiles of columns]: out [all sizes] float32."""
     r = tl.arange(0, BLOCK_R)
     i = tl.arange(0, TILE)
     part, left, column, size, row_tiles = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, TILE, TILE)
@@ -118,8 +114,8 @@ def row_expand_kernel(
     b = tl.load(spans + part * 4 + 1) + column // TILE
     place = place_of(b + r * row_tiles, own, r < ranks, num_blocks, SLICES, SLICE_TILES, TILE)
     w = tl.load(pool + place[:, None] + i[None, :], mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+    invite(OVERLAPS)  # not earlier: the next launch occupies the memory
     join(OVERLAPS)
-    invite(OVERLAPS)  # not earlier: the next launch uses the row without waiting, and occupies the memory
     acc = tl.zeros([TILE], tl.float32)
     for first in range(0, ranks, BLOCK_R):
         exists = first + r < ranks
@@ -160,7 +156,8 @@ def adapted_row_kernel(
 ):
     """Compute as `row_kernel`, and add the previous launch's result before the activation.
 
-    The previous launch is `row_expand_kernel`, which lets this one start when the row is there.
+    The launch before the previous one is `row_shrink_kernel`, which lets both begin when the row is there. Beginning
+    only when it has ended is slower on an H200.
     """
     invite(OVERLAPS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
