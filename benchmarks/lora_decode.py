@@ -165,8 +165,8 @@ def run(loop: EngineLoop, work: list[Work], names: list[str], output_tokens: int
             count += len(delta.tokens)
         produced += count
         ends.append(time.perf_counter())
-        if not count:
-            time.sleep(1e-4)  # let the threads run that read adapters
+        if loop.starved:
+            time.sleep(1e-3)  # let the threads run that read adapters
         if count == len(work):
             steps.append(ends[-1] - ends[-2])
     expected = sum(min(count, output_tokens or count) for _, count in work)

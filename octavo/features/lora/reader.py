@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,14 +46,12 @@ class Reader:
     Attributes:
         dtype: of the elements in pages.
         gains: computes the gains of adapters with magnitudes.
-        threads: that copy, where the processor has nothing else to compute.
     """
 
     targets: Targets
     geometry: Geometry
     dtype: torch.dtype
     gains: Gains
-    threads: int = 1
 
     @torch.inference_mode()
     def read(self, reading: Reading) -> tuple[Layout, Tensor]:
@@ -73,23 +69,13 @@ class Reader:
             if file.manifest != source.manifest:
                 raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
             tensors = _open(file.weights)
-            jobs = []
             for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
                 place = piece.target, piece.part
                 span, first = placed.spans[place], filled[place]
-                jobs.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
+                # Not in several threads: they would take the interpreter's lock from each other and from the steps.
+                self._fill(room, span, first, piece, roles, file, tensors, source.weight)
                 filled[place] += piece.rank
-            self._run(jobs)
         return placed, room.view(placed.num_blocks, geometry.block_bytes)
-
-    def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        if self.threads == 1:
-            for job in jobs:
-                job()
-            return
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="octavo-adapter") as pool:
-            for ended in [pool.submit(job) for job in jobs]:
-                ended.result()
 
     @torch.inference_mode()
     def _fill(

@@ -53,9 +53,6 @@ _LAYOUTS_KEPT = 256
 """Layouts that are kept of adapters that are neither in host memory nor in the tables: some may be in blocks already,
 and be used for the first time later."""
 
-_READERS = 4
-"""Threads that read an adapter, where the processor does not compute steps."""
-
 
 class LoraWorker(WorkerHook):
     """The adapters of one rank.
@@ -107,8 +104,7 @@ class LoraWorker(WorkerHook):
         self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
         norms = BaseNorms(self._targets, partial(_arranged, site, model.spec))
-        threads = _READERS if site.device.resident else 1
-        self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains, threads)
+        self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains)
         self._norms = norms
         if not native and (self._attached is None or self._attached() is not model):
             self._attached = weakref.ref(model)
