@@ -159,7 +159,7 @@ class Replaced:
 
     def __init__(self, name: str, shape: Shape, options: dict[str, Any]) -> None:
         self.where = LAUNCHERS[name]
-        self.values = {name: lambda *_: shape} | {
+        self.values = {name: lambda *_, **__: shape} | {
             key: (lambda *_, value=value: value) if callable(getattr(self.where, key)) else value
             for key, value in options.items()
         }

@@ -78,6 +78,7 @@ def decode_kernel(
     HAS_TABLE_ROWS: tl.constexpr,
     FORM: tl.constexpr,
     MEANS: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Attend with one kv head of one row to one part of its context. `scale` is the softmax scale times log2(e).
@@ -164,13 +165,14 @@ def decode_kernel(
     if HAS_SLOPES:
         slope = tl.load(slopes + head) * LOG2_E
     head_base = cache + kv_head.to(tl.int64) * kv_head_stride
-    # Tiles that are fully visible to every query come first and need no masks.
+    # Tiles that are fully visible to every query come first and need no masks. ONE_LOOP masks all: a program with few
+    # tiles takes longer to run through both loops than to mask.
     plain_end = begin
     if READS == COMMON:
         plain_end = end
-    elif WINDOW == 0:
+    elif WINDOW == 0 and not ONE_LOOP:
         plain_end = tl.maximum(begin, tl.minimum(end, (seq_len - count + 1) // BLOCK_N))
-    for MASKED in tl.static_range(1 if READS == COMMON else 2):
+    for MASKED in tl.static_range(1 if ONE_LOOP and READS != COMMON else 0, 1 if READS == COMMON else 2):
         for tile in range(begin if MASKED == 0 else plain_end, plain_end if MASKED == 0 else end):
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             if MASKED == 0:

@@ -70,6 +70,11 @@ def tile_rows(group: int, queries: int, form: int) -> int:
     return max(32 if queries > 1 and form == PLAIN else 16, int(triton.next_power_of_2(group * queries)))
 
 
+def one_loop(queries: int, splits: int, form: int) -> bool:
+    """Return whether all tiles of keys are masked: a short part is read sooner by the smaller program."""
+    return queries == 1 and splits > 1 and form == PLAIN
+
+
 def attend_few(
     q: Tensor,
     cache: Tensor,
@@ -126,7 +131,8 @@ def _read(
     form, cells = as_words(cache)
     group = spec.num_heads // spec.num_kv_heads
     block_d = tile_width(spec.head_dim, form)
-    shape = decode_shape(q.dtype, block_d, form, tile_rows(group, reading.queries, form))
+    heads, sparse = tile_rows(group, reading.queries, form), reading.splits == _MAX_SPLITS
+    shape = decode_shape(q.dtype, block_d, form, heads, sparse=sparse)
     last = (reading.splits, reading.items) if reading.kind == COMMON.value else (reading.items, reading.splits)
     decode_kernel[(spec.num_kv_heads, *last)](
         q,
@@ -167,6 +173,7 @@ def _read(
         HAS_TABLE_ROWS=step.table_rows is not None,
         FORM=form,
         MEANS=means_of(q.device),
+        ONE_LOOP=one_loop(reading.queries, reading.splits, form),
         num_warps=shape.warps,
         num_stages=shape.stages,
         maxnreg=shape.registers,

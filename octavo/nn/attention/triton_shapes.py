@@ -28,15 +28,17 @@ class Shape(NamedTuple):
     bulk: bool = False
 
 
-def decode_shape(dtype: torch.dtype, block_d: int, form: int, queries: int) -> Shape:
+def decode_shape(dtype: torch.dtype, block_d: int, form: int, queries: int, *, sparse: bool) -> Shape:
     """Return the shape for tiles of `queries` queries times heads. Programs of one warp need no synchronization, and
-    many of them fit."""
+    many of them fit; where few are launched (`sparse`), four warps take less time for a tile."""
     itemsize = dtype.itemsize if form == PLAIN else 1
     if queries == 32 and block_d <= 128 and itemsize == 2:
         return Shape(queries, 64, 2, 3)  # each warp has the rows of one tile of 16
     if queries > 16 or block_d > 128 or itemsize == 4:
         return Shape(queries, max(16, min(64, 16384 // (block_d * itemsize))), 4, 3)
-    return Shape(queries, 32, 1, 3 if form == PLAIN else 5)
+    if form != PLAIN:
+        return Shape(queries, 32, 1, 5)
+    return Shape(queries, 32, 4 if sparse else 1, 3)
 
 
 def prefill_shape(dtype: torch.dtype, head_dim: int, longest: int, device: torch.device) -> Shape:
