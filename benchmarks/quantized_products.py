@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.device.ahead import Ahead, target_of
-from octavo.nn.ops import few_rows, floats, packed, words
+from octavo.nn.ops import few_rows, floats, fragments, packed, words
 from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.words import Words
+from octavo.nn.quant.fragments import unpack_fragments
 from octavo.nn.quant.online import ONLINE
 from octavo.nn.quant.words import unpack_words
 
@@ -98,37 +101,41 @@ def matrices_of(form: str, shape: str) -> tuple[list[Any], list[Tensor]]:
     return made, [plain, *(plain.clone() for _ in range(READ // plain.nbytes))]
 
 
-def copy_of(matrix: Words | Floats) -> Words | Floats:
-    if isinstance(matrix, Floats):
-        return Floats(matrix.codes.clone(), matrix.scales.clone())
-    return Words(
-        matrix.codes.clone(),
-        matrix.scales.clone(),
-        None,
-        None,
-        matrix.outputs,
-        matrix.inputs,
-        matrix.bits,
-        matrix.group,
-    )
+def copy_of(matrix: packed.Matrix) -> packed.Matrix:
+    return replace(matrix, codes=matrix.codes.clone(), scales=matrix.scales.clone())
 
 
-def dequantized(matrix: Words | Floats) -> Tensor:
+def dequantized(matrix: packed.Matrix) -> Tensor:
+    if isinstance(matrix, Fragments):
+        return unpack_fragments(matrix)
     return unpack_words(matrix) if isinstance(matrix, Words) else matrix.codes.float() * matrix.scales[:, None]
 
 
-def candidates(matrix: Words | Floats, x: Tensor, *, sweep: bool) -> Iterator[tuple[str, Run]]:
+def candidates(matrix: packed.Matrix, x: Tensor, *, sweep: bool) -> Iterator[tuple[str, Run]]:
     yield "used", used
-    if isinstance(matrix, Words):
+    if isinstance(matrix, Fragments):
+        yield from of_fragments(matrix, x.shape[0], sweep=sweep)
+    elif isinstance(matrix, Words):
         yield from of_words(matrix, x.shape[0], sweep=sweep)
     else:
         yield from of_floats(matrix, x, sweep=sweep)
 
 
-def used(x: Tensor, matrix: Words | Floats) -> Tensor:
+def used(x: Tensor, matrix: packed.Matrix) -> Tensor:
+    if x.shape[0] == 1 and isinstance(matrix, Fragments):
+        return fragments.row_product(x, matrix, narrow=x.dtype, **fusion(matrix.outputs, x))
     if x.shape[0] == 1 and isinstance(matrix, Floats):
         return floats.row_product(x, matrix, **fusion(matrix.outputs, x))
     return packed.product(x, matrix, None, x.dtype)
+
+
+def of_fragments(matrix: Fragments, rows: int, *, sweep: bool) -> Iterator[tuple[str, Run]]:
+    if not sweep or rows == 1:
+        return
+    usual = fragments.rows_plan(matrix, rows)
+    for parts in (1, 2, 4, 8):
+        plan = usual._replace(parts=parts)
+        yield f"rows {tuple(plan)}", partial(in_parts, fragments.rows_product, plan)
 
 
 def of_words(matrix: Words, rows: int, *, sweep: bool) -> Iterator[tuple[str, Run]]:
@@ -181,13 +188,14 @@ def of_floats(matrix: Floats, x: Tensor, *, sweep: bool) -> Iterator[tuple[str, 
             yield f"rows {tuple(made)}", partial(in_parts, floats.rows_product, made)
 
 
-def parts_of(matrix: Words | Floats, rows: int) -> Sequence[int]:
+def parts_of(matrix: packed.Matrix, rows: int) -> Sequence[int]:
     return (1, 2) if matrix.outputs > 8192 else (1, 2, 4, 8)
 
 
 def in_parts(multiply: Any, plan: Any, x: Tensor, matrix: Any) -> Tensor:
     """A product in parts, as the norm after it takes them."""
-    return multiply(x, matrix, plan, x.dtype if plan.parts == 1 else torch.float32)
+    many = isinstance(matrix, Fragments) and x.shape[0] > 64
+    return multiply(x, matrix, plan, x.dtype if plan.parts == 1 or many else torch.float32)
 
 
 def measure(run: Run, x: Tensor, matrices: list[Any], whole: list[Tensor]) -> float | str:
@@ -234,12 +242,19 @@ def compile_all(args: argparse.Namespace) -> None:
         for shape, form in itertools.product(args.shapes, args.forms):
             outputs, inputs = SHAPES[shape]
             matrix = ONLINE[form].pack([torch.ones(outputs, inputs, dtype=torch.bfloat16, device="cuda")])
+            if isinstance(matrix, Fragments):
+                fragments.compile_ahead(matrix, torch.bfloat16)
+                gated = outputs == SHAPES["gate_up"][0]
+                form_of_row = fragments.RowForm(
+                    gated, normed=gated, biased=False, added=False, x_float=False, out_float=False
+                )
+                fragments.compile_row_ahead(matrix, torch.bfloat16, form_of_row)
             weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda")
             for rows in args.rows:
                 x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="cuda")
                 bf16(x, weight)
                 for name, run in candidates(matrix, x, sweep=args.sweep):
-                    if "library" not in name:
+                    if "library" not in name and not isinstance(matrix, Fragments):
                         run(x, matrix)
     print(ahead.wait(), "kernels", flush=True)
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.nn.weights import QuantizedBlocks
+
 Stored = dict[str, Tensor]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -363,3 +365,24 @@ def mxfp4_experts(experts: int, outputs: int, inputs: int) -> tuple[Stored, Tens
 
 def size_of(stored: Stored) -> int:
     return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in stored.values())
+
+
+def blocks_of(bits: int, group: int, minima: bool, outputs: int, inputs: int) -> QuantizedBlocks:
+    """A random matrix; `group` 0: all inputs share a scale."""
+    size = group or inputs
+
+    def grouped(values: Tensor) -> Tensor:
+        return values.half().repeat_interleave(size // 32, 1)
+
+    middle = 1 << (bits - 1)
+    values = torch.randint(0, 2 * middle, (outputs, inputs), dtype=torch.uint8)
+    scales = (torch.rand(outputs, inputs // size) + 0.5) / (middle * inputs**0.5)
+    least = torch.randn(outputs, inputs // size) * 0.2 / inputs**0.5
+    return QuantizedBlocks(values, grouped(scales), grouped(least) if minima else None, middle, bits)
+
+
+def value_of(blocks: QuantizedBlocks) -> Tensor:
+    """Its values in float64."""
+    scales = blocks.scales.double().repeat_interleave(32, 1)
+    least = 0.0 if blocks.minima is None else blocks.minima.double().repeat_interleave(32, 1)
+    return (blocks.values.double() - blocks.zero_point) * scales + least

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantized_kit import EXAMPLES
+from quantized_kit import EXAMPLES, blocks_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,7 +26,6 @@ from octavo.nn.quant.words import pack_words, unpack_words
 from octavo.nn.rounded import Rounded
 from octavo.nn.shard import NONE
 from octavo.nn.stream import Stream
-from octavo.nn.weights import QuantizedBlocks
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -43,25 +42,6 @@ FORMS = {
     "8 bits, whole columns": (8, 0, False, 48, 256),
 }
 ROWS = [1, 2, 7, 16, 33, 64, 257] if GPU else [1, 7, 33]
-
-
-def blocks_of(bits: int, group: int, minima: bool, outputs: int, inputs: int) -> QuantizedBlocks:
-    size = group or inputs
-
-    def grouped(values: Tensor) -> Tensor:
-        return values.half().repeat_interleave(size // 32, 1)
-
-    middle = 1 << (bits - 1)
-    values = torch.randint(0, 2 * middle, (outputs, inputs), dtype=torch.uint8)
-    scales = (torch.rand(outputs, inputs // size) + 0.5) / (middle * inputs**0.5)
-    least = torch.randn(outputs, inputs // size) * 0.2 / inputs**0.5
-    return QuantizedBlocks(values, grouped(scales), grouped(least) if minima else None, middle, bits)
-
-
-def value_of(blocks: QuantizedBlocks) -> Tensor:
-    scales = blocks.scales.double().repeat_interleave(32, 1)
-    least = 0.0 if blocks.minima is None else blocks.minima.double().repeat_interleave(32, 1)
-    return (blocks.values.double() - blocks.zero_point) * scales + least
 
 
 def off(got: Tensor, expected: Tensor) -> float:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.ops import floats, products, words
+from octavo.nn.ops import floats, fragments, products, words
 from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.words import Words
 from octavo.nn.rounded import Rounded
 
-Matrix = Words | Floats
+Integers = Words | Fragments
+Matrix = Integers | Floats
 
 FEW_WORDS = 256
-"""Most rows that are multiplied by kernels that read packed integers; the library multiplies more by widened ones."""
+"""Most rows that are multiplied by kernels that read `Words`; the library multiplies more by widened ones."""
 FEW_FLOATS = 16
 """Most rows that are multiplied without rounding them to 8 bits."""
 FEW_LEFT = 64
@@ -56,21 +58,32 @@ def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: tor
         if rows <= FEW_FLOATS:
             return floats.product(x, matrix, bias, dtype)
         return floats.rounded_product(floats.round_rows(x), matrix, bias, dtype)
-    x = words.in_order(x, matrix)
+    x = in_order(x, matrix)
+    if isinstance(matrix, Fragments):
+        return fragments.product(x, matrix, bias, dtype)
     if rows <= FEW_WORDS:
         return words.product(x, matrix, bias, dtype)
     return products.linear(x, widened(matrix, x), bias, dtype)
 
 
 def parts(x: Tensor, matrix: Matrix) -> Tensor | None:
-    """Return x [M, K] @ W^T in parts over the inputs, [P, M, N] float32; None if that is not faster."""
+    """Return x [M, K] @ W^T in parts over the inputs, [P, M, N] in float32 or x's dtype; None if that is not faster."""
     rows = x.shape[0]
-    if not 0 < rows <= (FEW_WORDS if isinstance(matrix, Words) else FEW_LEFT):
+    if not rows:
+        return None
+    if isinstance(matrix, Fragments):
+        divided = fragments.rows_plan(matrix, rows)
+        return fragments.rows_product(in_order(x, matrix), matrix, divided, fragments.dtype_of_parts(x))
+    if rows > (FEW_WORDS if isinstance(matrix, Words) else FEW_LEFT):
         return None
     if isinstance(matrix, Words):
-        divided = words.rows_plan(matrix, x)
-        return words.rows_product(words.in_order(x, matrix), matrix, divided, torch.float32)
+        return words.rows_product(in_order(x, matrix), matrix, words.rows_plan(matrix, x), torch.float32)
     return floats.rows_product(x.contiguous(), matrix, floats.rows_plan(matrix, rows, x.device), torch.float32)
+
+
+def in_order(x: Tensor, matrix: Integers) -> Tensor:
+    """Return x [M, K] with its columns in the matrix's order, contiguous."""
+    return x.contiguous() if matrix.order is None else x.index_select(1, matrix.order)
 
 
 def widened(matrix: Words, x: Tensor) -> Tensor:

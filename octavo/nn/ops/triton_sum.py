@@ -33,14 +33,14 @@ def _sum_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * count.to(tl.int64) + i, mask=i < count, other=0.0)
+        total += tl.load(parts + part * count.to(tl.int64) + i, mask=i < count, other=0.0).to(tl.float32)
     if BIASED:
         total += tl.load(bias + i % N, mask=i < count, other=0.0).to(tl.float32)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=i < count)
 
 
 def sum_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum of parts [P, M, N], contiguous float32, and a bias [N]: [M, N], rounded once to `dtype`."""
+    """Return the sum of parts [P, M, N], contiguous, and a bias [N]: [M, N], rounded once to `dtype`."""
     count, rows, outputs = parts.shape
     out = parts.new_empty(rows, outputs, dtype=dtype)
     _sum_kernel[(triton.cdiv(out.numel(), _BLOCK),)](

@@ -107,11 +107,6 @@ def widen(words: Words, out: Tensor) -> Tensor:
     return out
 
 
-def in_order(x: Tensor, words: Words) -> Tensor:
-    """Return x [M, K] with its columns in the matrix's order, contiguous."""
-    return x.contiguous() if words.order is None else x.index_select(1, words.order)
-
-
 class WidenPlan(NamedTuple):
     """Matrix rows and blocks of a program's pass, and its warps."""
 

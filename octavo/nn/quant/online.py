@@ -10,8 +10,9 @@ from torch import Tensor
 
 from octavo.nn.ops import floats
 from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.words import Words
-from octavo.nn.quant.words import pack_words
+from octavo.nn.quant.fragments import pack_integers
 from octavo.nn.weights import QuantizedBlocks
 
 _BLOCK = 32
@@ -27,7 +28,7 @@ class Online:
         multiple: number that must divide outputs and inputs.
     """
 
-    pack: Callable[[Sequence[Tensor]], Words | Floats]
+    pack: Callable[[Sequence[Tensor]], Words | Fragments | Floats]
     multiple: int
 
     def fits(self, weight: Tensor) -> bool:
@@ -40,11 +41,12 @@ def _floats(weights: Sequence[Tensor]) -> Floats:
     return Floats(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-def _integers(bits: int, group: int | None, weights: Sequence[Tensor]) -> Words:
+def _integers(bits: int, group: int | None, weights: Sequence[Tensor]) -> Words | Fragments:
     inputs = weights[0].shape[1]
     size = group or inputs
     size = size if inputs % size == 0 else _BLOCK
-    return pack_words([_rounded(weight, bits, size) for weight in weights], weights[0].device, size)
+    blocks = [_rounded(weight, bits, size) for weight in weights]
+    return pack_integers(blocks, weights[0].device, weights[0].dtype, size)
 
 
 def _rounded(weight: Tensor, bits: int, group: int) -> QuantizedBlocks:

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from octavo.nn.delta import Delta
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import floats, packed, products
+from octavo.nn.ops import floats, fragments, packed, products
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.norm import rms_norm
-from octavo.nn.ops.words import Words, in_order
+from octavo.nn.ops.words import Words
 from octavo.nn.quant.base import Part, Scheme
 from octavo.nn.quant.blocks import alike, dequantized, same_order
 from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.quant.fragments import pack_integers
 from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.quant.online import Online
-from octavo.nn.quant.words import pack_words
 from octavo.nn.rounded import Rounded
 from octavo.nn.stream import StreamNorm
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
@@ -49,7 +50,7 @@ class PackedOnGpu(OnGpu):
         """
         super().__init__(dtype, device, keep)
         self._online = online
-        self.matrix: Words | Floats | None = None
+        self.matrix: packed.Matrix | None = None
         self.codes: Tensor | None = None
         self.scales: Tensor | None = None
         self.minima: Tensor | None = None
@@ -60,7 +61,7 @@ class PackedOnGpu(OnGpu):
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
         matched = alike(blocks) if len(blocks) == len(weights) and same_order(blocks) else None
         if matched is not None:
-            self._take(pack_words(matched, self.device))
+            self._take(pack_integers(matched, self.device, self.dtype))
         elif self._online is not None and not blocks and self._online.fits(plain(weights[0])):
             self._take(self._online.pack([plain(weight) for weight in weights]))
         else:
@@ -76,19 +77,24 @@ class PackedOnGpu(OnGpu):
     def share(self, weight: Stored) -> None:
         super().share(dequantized(weight, self.dtype) if isinstance(weight, QuantizedBlocks) else weight)
 
-    def _take(self, matrix: Words | Floats) -> None:
+    def _take(self, matrix: packed.Matrix) -> None:
         self.matrix, self.codes, self.scales = matrix, matrix.codes, matrix.scales
-        if isinstance(matrix, Words):
+        if not isinstance(matrix, Floats):
             self.minima, self.order = matrix.minima, matrix.order
+        if isinstance(matrix, Fragments):
+            fragments.compile_ahead(matrix, self.dtype)
+        elif isinstance(matrix, Words):
             packed.SCRATCH.reserve(matrix.outputs * matrix.inputs, self.dtype, self.device)
 
     @property
     def fused_rows(self) -> int:  # type: ignore[override]
         """Return the most rows supported by `fused`.
 
-        A single row of integers is multiplied by matrix units, too: on an H200 that takes 60 % of the time of a kernel
-        without them, which could fuse norm and gate.
+        In Triton, a single row of integers is multiplied by matrix units, too: on an H200 that takes 60 % of the time
+        of a kernel without them, which could fuse norm and gate.
         """
+        if isinstance(self.matrix, Fragments):
+            return int(fragments.fuses(self.matrix))
         return 0 if isinstance(self.matrix, Words) else OnGpu.fused_rows
 
     @property
@@ -137,7 +143,7 @@ class PackedOnGpu(OnGpu):
     def wide(self, x: Tensor) -> Tensor:
         return super().wide(x) if self.matrix is None else self._product(x, self.matrix, torch.float32)
 
-    def _product(self, x: Tensor, matrix: Words | Floats, dtype: torch.dtype) -> Tensor:
+    def _product(self, x: Tensor, matrix: packed.Matrix, dtype: torch.dtype) -> Tensor:
         y = packed.product(x.flatten(0, -2), matrix, self.bias, dtype)
         return y.view(*x.shape[:-1], matrix.outputs)
 
@@ -153,8 +159,7 @@ class PackedOnGpu(OnGpu):
     ) -> Tensor:
         if self.matrix is None:
             return super().fused(x, norm=norm, gated=gated, add_to=add_to, dtype=dtype, delta=delta)
-        assert isinstance(self.matrix, Floats), "integers are multiplied without fusion"
-        multiply = partial(floats.row_product, floats=self.matrix, bias=self.bias, dtype=dtype or self.dtype)
+        multiply = partial(self._row_product, self.matrix, dtype=dtype or self.dtype)
         if delta is None:
             return multiply(x, norm=norm, gated=gated, add_to=add_to)
         if norm is not None:
@@ -165,6 +170,23 @@ class PackedOnGpu(OnGpu):
             return addition.gated(y)
         addition.add_to(y)
         return y
+
+    def _row_product(
+        self,
+        matrix: packed.Matrix,
+        x: Tensor,
+        *,
+        dtype: torch.dtype,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(matrix, Fragments):
+            return fragments.row_product(
+                x, matrix, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype, narrow=self.dtype
+            )
+        assert isinstance(matrix, Floats), "integers in words are multiplied without fusion"
+        return floats.row_product(x, matrix, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype)
 
     def gated(self, x: Tensor) -> Tensor:
         return super().gated(x) if self.matrix is None else silu_mul(self.apply(x))
@@ -178,7 +200,8 @@ class PackedOnGpu(OnGpu):
             return parts
         if isinstance(matrix, Floats):
             return packed.product(x, matrix, None, stream.dtype)[None]
-        ordered = in_order(x, matrix)
+        assert isinstance(matrix, Words), "parts of all other products are left"
+        ordered = packed.in_order(x, matrix)
         products.add_linear(stream, ordered, packed.widened(matrix, ordered))
         return None
 
@@ -190,6 +213,9 @@ class PackedOnGpu(OnGpu):
         layer = PackedOnGpu(self.dtype, self.device, online=self._online)
         layer.prepare([{"weight": weight, **({"bias": weight[:, 0].contiguous()} if biased else {})}])
         assert layer.matrix is not None
+        if isinstance(layer.matrix, Fragments):
+            layer._compile_row(layer.matrix, gates=gates, added=added, residual=residual)
+            return
         for rows in _LAUNCHED:
             x, stream = weight.new_zeros(rows, inputs), weight.new_zeros(rows, outputs, dtype=residual)
             if rows <= layer.fused_rows:
@@ -205,6 +231,19 @@ class PackedOnGpu(OnGpu):
                 packed.parts(x, layer.matrix)
             else:
                 layer.apply(x)
+
+    def _compile_row(self, matrix: Fragments, *, gates: bool, added: bool, residual: torch.dtype) -> None:
+        """Compile the kernel of one row in the background."""
+        wide, biased = residual == torch.float32, self.bias is not None
+        fused = fragments.RowForm(
+            gated=gates and not biased,
+            normed=not added,
+            biased=biased,
+            added=added,
+            x_float=wide and not added,
+            out_float=wide and added,
+        )
+        fragments.compile_row_ahead(matrix, self.dtype, fused)
 
     def _launch_rounding(self, x: Tensor, stream: Tensor, outputs: int, *, gates: bool, added: bool) -> None:
         """Launch the kernels that round rows before and after a layer."""

@@ -29,7 +29,7 @@ def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: in
     has_minima = any(part.minima is not None for part in parts)
     codes = torch.cat([_codes(part.values.to(device), bits, width) for part in parts])
     scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
-    minima = torch.cat([_minima(part)[:, ::every].to(device) for part in parts]) if has_minima else None
+    minima = torch.cat([minima_of(part)[:, ::every].to(device) for part in parts]) if has_minima else None
     order = None if parts[0].order is None else parts[0].order.to(device)
     return Words(codes, scales, minima, order, codes.shape[0], inputs, bits, group)
 
@@ -54,7 +54,8 @@ def _codes(values: Tensor, bits: int, width: int) -> Tensor:
     return words
 
 
-def _minima(blocks: QuantizedBlocks) -> Tensor:
+def minima_of(blocks: QuantizedBlocks) -> Tensor:
+    """Return the minima [N, K / 32], also if all are 0."""
     return torch.zeros_like(blocks.scales) if blocks.minima is None else blocks.minima
 
 
@@ -65,17 +66,20 @@ def _form(parts: Sequence[QuantizedBlocks], known: int | None) -> tuple[int, int
     for width in _WIDTHS:
         size = width * fields
         if -inputs % size <= inputs // _FILLED or width == _WIDTHS[-1]:
-            group = known or min(_group(part, size) for part in parts)
+            group = known or min(largest_group(part, _sizes(inputs, size)) for part in parts)
             if group >= width:
                 return width, group
     raise AssertionError("each 32 inputs have one scale")
 
 
-def _group(blocks: QuantizedBlocks, size: int) -> int:
-    """Return the largest number of inputs that share scale and minimum everywhere: all inputs, a multiple of `size`, or
-    a divisor of it."""
+def _sizes(inputs: int, size: int) -> list[int]:
+    """Return the numbers of inputs that may share a scale: all inputs, a multiple of `size`, or a divisor of it."""
+    return [inputs, *(size << i for i in range(5, 0, -1)), *(size >> i for i in range(size.bit_length()))]
+
+
+def largest_group(blocks: QuantizedBlocks, sizes: Sequence[int]) -> int:
+    """Return the first of `sizes` whose adjacent inputs share scale and minimum everywhere."""
     inputs = blocks.values.shape[1]
-    sizes = [inputs, *(size << i for i in range(5, 0, -1)), *(size >> i for i in range(size.bit_length()))]
     both = [blocks.scales] if blocks.minima is None else [blocks.scales, blocks.minima]
     return next(one for one in sizes if one >= _BLOCK and inputs % one == 0 and _alike(both, one // _BLOCK))
 

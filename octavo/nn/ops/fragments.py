@@ -1,0 +1,337 @@
+"""Products with a matrix of 4- or 8-bit integers on a Hopper GPU, by the CUDA kernels of `cuda/`.
+
+The integers are stored in the order in which threads pass values to the matrix units: each thread loads its own with
+16 bytes a load and widens them in registers. In Triton, whose kernels (`triton_words.py`) run on all GPUs, products
+wait for the widening; here it runs while the previous values are multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from ctypes import c_float, c_int
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.nn.ops import nvrtc
+from octavo.nn.ops.norm import rms_norm
+from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.ops.triton_sum import sum_parts
+
+log = logging.getLogger(__name__)
+
+OUTPUTS = 64
+"""Outputs of a warp group's tile, and inputs of a step; both divide the matrix."""
+_BLOCK_OUTPUTS = 2 * OUTPUTS
+_STRIP = 16
+"""Outputs of a block that multiplies one row."""
+_THREADS = 256
+_ALIGNMENT = 1024
+"""Of tiles in shared memory."""
+_FEW_ROWS = 64
+_LIMIT = 0.02
+"""Largest relative error of the trial."""
+_MOST_PARTS = 8
+_MOST_INPUTS = 20480
+_FEW_STRIPS = 264
+"""Blocks with one row at which an H200 has room for larger ones."""
+_TILES = {
+    4: {16: (8, 16, 2), 32: (4, 8, 2), 64: (4, 8, 2), 128: (2, 6, 2), 192: (4, 6, 1), 256: (4, 6, 1)},
+    8: {16: (4, 16, 2), 32: (2, 8, 2), 64: (2, 8, 2), 128: (4, 8, 1), 192: (2, 6, 1), 256: (2, 6, 1)},
+}
+"""Bits -> rows of a tile -> depth, stages, blocks; see `RowsPlan`."""
+_LARGE = 3
+"""Tiles for more rows than one has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """A matrix [N, K] of integers: value = scale * (integer - 2 ** (bits - 1)) + minimum.
+
+    Attributes:
+        codes: [N / 64, K / 64, bits / 4, 128, 4] int32: 16 bytes for each thread; see `quant/fragments.py`.
+        scales: [N / 64, G, 4, 8, 2] float16, for groups of `group` inputs: of outputs 16 a + b and 16 a + b + 8.
+        minima: likewise, or None if all are 0.
+        order: [K] int32: input of the layer that the matrix's column multiplies; None if they are in order.
+        outputs, inputs: N and K.
+        bits: 4 or 8.
+        group: 32, a multiple of 64, or all inputs.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor | None
+    order: Tensor | None
+    outputs: int
+    inputs: int
+    bits: int
+    group: int
+
+    @property
+    def groups(self) -> int:
+        return self.scales.shape[1]
+
+
+class RowsPlan(NamedTuple):
+    """How blocks divide a product of several rows.
+
+    Attributes:
+        rows: of a block's tile.
+        depth: steps whose integers a thread holds.
+        stages: steps whose rows are in shared memory.
+        blocks: of a multiprocessor.
+        parts: blocks that share an output's inputs.
+    """
+
+    rows: int
+    depth: int
+    stages: int
+    blocks: int
+    parts: int
+
+
+class RowForm(NamedTuple):
+    """What is fused with the product of one row: the macros of `cuda/row.cu`."""
+
+    gated: bool
+    normed: bool
+    biased: bool
+    added: bool
+    x_float: bool
+    out_float: bool
+
+
+def fits(outputs: int, inputs: int, group: int) -> bool:
+    """Return whether a matrix can be stored so."""
+    divided = outputs % OUTPUTS == 0 and inputs % OUTPUTS == 0
+    return divided and (group == inputs or group % OUTPUTS == 0 or group == 32)
+
+
+@functools.cache
+def usable(device: torch.device) -> bool:
+    """Return whether these kernels run on a device and compute a trial right; log why not on a Hopper GPU."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        deviation = _deviation(device)
+    except (nvrtc.CudaError, RuntimeError, OSError) as error:
+        log.warning("4- and 8-bit weights are multiplied by slower kernels: %s", error)
+        return False
+    if not deviation < _LIMIT:
+        log.warning("4- and 8-bit weights are multiplied by slower kernels: a trial deviates by %.2g", deviation)
+    return deviation < _LIMIT
+
+
+def _deviation(device: torch.device) -> float:
+    """Return the relative error of a product of one and of several rows, with a matrix whose integers are all 11."""
+    outputs, inputs = 2 * OUTPUTS, 4 * OUTPUTS
+    codes = torch.full(
+        (outputs // OUTPUTS, inputs // OUTPUTS, 1, 128, 4), -0x44444445, dtype=torch.int32, device=device
+    )
+    scales = torch.full((outputs // OUTPUTS, 2, 4, 8, 2), 0.25, dtype=torch.float16, device=device)
+    matrix = Fragments(codes, scales, None, None, outputs, inputs, 4, 2 * OUTPUTS)
+    x = torch.ones(3, inputs, dtype=torch.bfloat16, device=device)
+    expected = 3 * 0.25 * inputs
+    made = [product(x, matrix, None, torch.float32), row_product(x[:1], matrix, dtype=torch.float32, narrow=x.dtype)]
+    return max(float((one - expected).abs().max()) / expected for one in made)
+
+
+def product(x: Tensor, matrix: Fragments, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x [M, K] @ W^T + bias: [M, N], rounded once to `dtype`; x in the matrix's order of inputs."""
+    plan = rows_plan(matrix, x.shape[0])
+    if plan.parts == 1 and bias is None and dtype in (x.dtype, torch.float32):
+        return rows_product(x, matrix, plan, dtype)[0]
+    return sum_parts(rows_product(x, matrix, plan, dtype_of_parts(x)), bias, dtype)
+
+
+def dtype_of_parts(x: Tensor) -> torch.dtype:
+    """Return in which dtype to store parts of a product with x: many rows take long to write."""
+    return torch.float32 if x.shape[0] <= _FEW_ROWS else x.dtype
+
+
+def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtype) -> Tensor:
+    """Return x [M, K] @ W^T in parts over the inputs, whose sum it is: [plan.parts, M, N].
+
+    Args:
+        x: contiguous, of a 16-bit dtype, in the matrix's order of inputs.
+        dtype: of the parts: x's or float32.
+    """
+    rows, outputs = x.shape[0], matrix.outputs
+    out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
+    grid = (triton.cdiv(outputs, _BLOCK_OUTPUTS), plan.parts, triton.cdiv(rows, plan.rows))
+    _rows_kernel(plan._replace(parts=1), *_form(matrix), x.dtype).launch(
+        grid,
+        [
+            nvrtc.tiles_of(x, plan.rows, OUTPUTS),
+            address(matrix.codes),
+            address(matrix.scales),
+            address(matrix.scales if matrix.minima is None else matrix.minima),
+            address(out),
+            *map(c_int, (rows, outputs, matrix.inputs, matrix.groups, dtype == torch.float32)),
+        ],
+    )
+    return out
+
+
+def row_product(
+    x: Tensor,
+    matrix: Fragments,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    narrow: torch.dtype,
+) -> Tensor:
+    """Return the product of one row; see `few_rows.fused_product`.
+
+    Args:
+        narrow: the 16-bit dtype of the factors and of the bias.
+    """
+    if norm is not None and norm[0].dtype != narrow:
+        x, norm = rms_norm(x, *norm, narrow), None
+    outputs = matrix.outputs // 2 if gated else matrix.outputs
+    out = add_to
+    if out is None:
+        out = torch.empty(1, outputs, dtype=dtype or narrow, device=x.device)
+    scale, eps = norm if norm is not None else (x, 0.0)
+    fused = RowForm(
+        gated,
+        norm is not None,
+        bias is not None,
+        add_to is not None,
+        x.dtype == torch.float32,
+        out.dtype == torch.float32,
+    )
+    kernel = _row_kernel(_form(matrix), narrow, matrix.outputs, matrix.inputs, fused)
+    kernel.launch(
+        (outputs // _STRIP, 1, 1),
+        [
+            address(x),
+            address(scale),
+            address(matrix.codes),
+            address(matrix.scales),
+            address(matrix.scales if matrix.minima is None else matrix.minima),
+            address(x if bias is None else bias),
+            address(out),
+            c_float(eps),
+        ],
+    )
+    return out
+
+
+def rows_plan(matrix: Fragments, rows: int) -> RowsPlan:
+    """Return how blocks divide a product, as measured on an H200: at most one round of them, unless whole tiles fill
+    several."""
+    tile = tile_rows(rows)
+    depth, stages, blocks = _TILES[matrix.bits][tile]
+    tiles = triton.cdiv(matrix.outputs, _BLOCK_OUTPUTS) * triton.cdiv(rows, tile)
+    wanted = min(_MOST_PARTS, _multiprocessors(matrix.codes.device) * blocks // tiles, matrix.inputs // (4 * OUTPUTS))
+    return RowsPlan(tile, depth, stages, blocks, 1 << max(0, wanted.bit_length() - 1))
+
+
+def fuses(matrix: Fragments) -> bool:
+    """Return whether `row_product` supports a matrix: the row must fit in shared memory, in the order of inputs."""
+    return matrix.order is None and matrix.inputs <= _MOST_INPUTS
+
+
+def compile_ahead(matrix: Fragments, dtype: torch.dtype) -> None:
+    """Compile the kernels for a matrix's products of several rows in the background."""
+    for tile, (depth, stages, blocks) in _TILES[matrix.bits].items():
+        plan = RowsPlan(tile, depth, stages, blocks, 1)
+        nvrtc.compile_ahead(*_rows_source(plan, *_form(matrix), dtype))
+
+
+def tile_rows(rows: int) -> int:
+    """Return the rows of a tile: those of the smallest, or what fills up the fewest rows."""
+    tiles = list(_TILES[4])
+    return next((tile for tile in tiles if rows <= tile), 0) or min(
+        reversed(tiles[-_LARGE:]), key=lambda tile: triton.cdiv(rows, tile) * tile
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _form(matrix: Fragments) -> tuple[int, int, bool]:
+    """Return the macros BITS, GROUP and MINIMA: a scale per output is multiplied with sums, unless there are minima."""
+    minima = matrix.minima is not None
+    return matrix.bits, 0 if matrix.group == matrix.inputs and not minima else matrix.group, minima
+
+
+def _macros(bits: int, group: int, minima: bool, dtype: torch.dtype) -> dict[str, int]:
+    return {"BITS": bits, "GROUP": group, "MINIMA": int(minima), "HALF": int(dtype == torch.float16)}
+
+
+@functools.cache
+def _rows_kernel(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> Kernel:
+    shared = plan.stages * plan.rows * 2 * OUTPUTS + _ALIGNMENT
+    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype), _THREADS, shared)
+
+
+def _rows_source(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
+    sizes = {"ROWS": plan.rows, "DEPTH": plan.depth, "STAGES": plan.stages, "BLOCKS": plan.blocks}
+    source = _source("integers.cuh") + _multiply(plan.rows, dtype) + _source("rows.cu")
+    return source, {**_macros(bits, group, minima, dtype), **sizes}
+
+
+def compile_row_ahead(matrix: Fragments, dtype: torch.dtype, fused: RowForm) -> None:
+    """Compile the kernel for a matrix's product of one row in the background."""
+    source, macros, _ = _row_source(_form(matrix), dtype, matrix.outputs, matrix.inputs, fused)
+    nvrtc.compile_ahead(source, macros)
+
+
+@functools.cache
+def _row_kernel(form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm) -> Kernel:
+    return Kernel("row", *_row_source(form, dtype, outputs, inputs, fused))
+
+
+def _row_source(
+    form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm
+) -> tuple[str, dict[str, int], int]:
+    """Return source, macros and threads."""
+    warps, ahead = _row_plan(outputs, inputs, form[0], gated=fused.gated)
+    sizes = {"N": outputs, "K": inputs, "WARPS": warps, "AHEAD": ahead}
+    operations = {name.upper(): int(value) for name, value in fused._asdict().items()}
+    source = _source("integers.cuh") + _source("row.cu")
+    return source, {**_macros(*form, dtype), **sizes, **operations}, 32 * warps
+
+
+def _row_plan(outputs: int, inputs: int, bits: int, *, gated: bool) -> tuple[int, int]:
+    """Return a block's warps and the steps that a thread loads at a time, as measured on an H200."""
+    steps = inputs // OUTPUTS
+    warps = min(16 if outputs // _STRIP <= _FEW_STRIPS else 8, steps)
+    ahead = (2 if gated else 8) * 4 // bits
+    return warps, min(max(1, ahead), triton.cdiv(steps, warps))
+
+
+@functools.cache
+def _source(name: str) -> str:
+    return (Path(__file__).parent / "cuda" / name).read_text(encoding="utf-8")
+
+
+def _multiply(rows: int, dtype: torch.dtype) -> str:
+    """Return the source of `multiply`: acc [64, rows] += values [64, 16] @ rows^T, by the matrix units of a warp group.
+
+    https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+    """
+    sums, kind = rows // 2, "f16" if dtype == torch.float16 else "bf16"
+    targets = ", ".join(f"%{i}" for i in range(sums))
+    values = ", ".join(f"%{sums + i}" for i in range(4))
+    operands = ", ".join(f'"+f"(acc[{i}])' for i in range(sums))
+    return f"""
+__device__ __forceinline__ void multiply(float* acc, const u32* values, u64 tile_of_rows) {{
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} "
+               "{{{targets}}}, {{{values}}}, %{sums + 4}, 1, 1, 1, 0;"
+               : {operands}
+               : "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3]), "l"(tile_of_rows));
+}}
+"""

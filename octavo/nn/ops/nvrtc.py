@@ -1,0 +1,223 @@
+"""CUDA C++ kernels: compiled at run time by NVRTC, which torch includes, stored in the cache folder and launched by the
+driver.
+
+Make a `Kernel` before steps are recorded: loading one may synchronize the device.
+
+https://docs.nvidia.com/cuda/nvrtc/ and https://docs.nvidia.com/cuda/cuda-driver-api/
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import Structure, Union, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.hub.cache import kernel_dir
+
+_OVERLAP = 6
+_SHARED_MEMORY = 8
+_TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+_SWIZZLE_128 = 3
+_PROMOTE_128 = 2
+_MAP_ALIGNMENT = 64
+_MAP_BYTES = 128
+
+
+class CudaError(RuntimeError):
+    """A call of the compiler or the driver failed."""
+
+
+class _Value(Union):
+    _fields_ = (("padding", c_char * 64), ("flag", c_int))
+
+
+class _Attribute(Structure):
+    _fields_ = (("kind", c_int), ("padding", c_char * 4), ("value", _Value))
+
+
+class _Launch(Structure):
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", c_uint),
+    )
+
+
+class TensorMap(Structure):
+    """How the copy engine reads tiles of a matrix: the driver's CUtensorMap."""
+
+    _fields_ = (("opaque", c_uint64 * 16),)
+
+
+Argument = c_void_p | c_int | ctypes.c_float | TensorMap
+
+
+class Kernel:
+    """A kernel on the current GPU."""
+
+    def __init__(self, name: str, source: str, defines: Mapping[str, int], threads: int, shared: int = 0) -> None:
+        """
+        Args:
+            defines: macros of the source.
+            threads: per block.
+            shared: bytes of dynamic shared memory.
+        """
+        self._driver = driver()
+        self._threads, self._shared = threads, shared
+        module = c_void_p()
+        self._function = c_void_p()
+        self._check(self._driver.cuModuleLoadData(byref(module), _binary(source, defines)))
+        self._check(self._driver.cuModuleGetFunction(byref(self._function), module, name.encode()))
+        if shared:
+            self._check(self._driver.cuFuncSetAttribute(self._function, c_int(_SHARED_MEMORY), c_int(shared)))
+
+    def launch(self, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
+        """Launch on the current stream, overlapping the previous launch's end; the kernel must wait for its results."""
+        attribute = _Attribute(_OVERLAP)
+        attribute.value.flag = 1
+        stream = torch.cuda.current_stream().cuda_stream
+        how = _Launch(grid, (self._threads, 1, 1), self._shared, stream, ctypes.pointer(attribute), 1)
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        self._check(self._driver.cuLaunchKernelEx(byref(how), self._function, pointers, None))
+
+    def _check(self, status: int) -> None:
+        _check_driver(self._driver, status)
+
+
+def address(tensor: Tensor) -> c_void_p:
+    return c_void_p(tensor.data_ptr())
+
+
+def tiles_of(x: Tensor, rows: int, columns: int) -> TensorMap:
+    """Return how to copy tiles [rows, columns], 128 bytes wide, of x [M, K], contiguous, of a 16-bit dtype."""
+    count, size = x.shape
+    memory = (c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    start = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    lib = driver()
+    status = lib.cuTensorMapEncodeTiled(
+        c_void_p(start),
+        c_int(_TENSOR_TYPES[x.dtype]),
+        c_uint32(2),
+        address(x),
+        (c_uint64 * 2)(size, count),
+        (c_uint64 * 1)(size * x.element_size()),
+        (c_uint32 * 2)(columns, rows),
+        (c_uint32 * 2)(1, 1),
+        c_int(0),
+        c_int(_SWIZZLE_128),
+        c_int(_PROMOTE_128),
+        c_int(0),
+    )
+    _check_driver(lib, status)
+    made = TensorMap()
+    ctypes.memmove(byref(made), start, _MAP_BYTES)
+    return made
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """Return the GPU's driver.
+
+    Raises:
+        OSError: it is missing.
+    """
+    torch.cuda.current_stream()  # makes the context current
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _compiler() -> ctypes.CDLL:
+    major = (torch.version.cuda or "0").partition(".")[0]
+    return ctypes.CDLL(f"libnvrtc.so.{major}")
+
+
+def compile_ahead(source: str, defines: Mapping[str, int]) -> None:
+    """Compile a source in the background, for a `Kernel` that is made later."""
+    _begun(source, tuple(sorted(defines.items())))
+
+
+@functools.cache
+def _begun(source: str, defines: tuple[tuple[str, int], ...]) -> Future[bytes]:
+    return _pool().submit(_compiled, source, defines)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="octavo-nvrtc")
+
+
+def _binary(source: str, defines: Mapping[str, int]) -> bytes:
+    """Return the compiled source."""
+    return _begun(source, tuple(sorted(defines.items()))).result()
+
+
+def _compiled(source: str, defines: Sequence[tuple[str, int]]) -> bytes:
+    """Compile a source, or read it from the cache folder if it is there."""
+    major, minor = torch.cuda.get_device_capability()
+    options = [
+        f"-arch=sm_{major}{minor}a",
+        "-std=c++17",
+        "-default-device",
+        *(f"-D{name}={value}" for name, value in defines),
+    ]
+    key = hashlib.sha256("\n".join([torch.version.cuda or "", *options, source]).encode()).hexdigest()
+    path = kernel_dir() / "cuda" / f"{key}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        made = _compile(source, options)
+        _store(path, made)
+        return made
+
+
+def _store(path: Path, content: bytes) -> None:
+    """Write a file at once; a folder that can't be written means that the next start compiles again."""
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+
+
+def _compile(source: str, options: Sequence[str]) -> bytes:
+    lib = _compiler()
+    program = c_void_p()
+    _check_compiler(lib, lib.nvrtcCreateProgram(byref(program), source.encode(), b"octavo.cu", 0, None, None))
+    given = (c_char_p * len(options))(*(option.encode() for option in options))
+    if lib.nvrtcCompileProgram(program, c_int(len(options)), given):
+        size = c_size_t()
+        lib.nvrtcGetProgramLogSize(program, byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetProgramLog(program, log)
+        raise CudaError(f"NVRTC failed: {log.value.decode(errors='replace')}")
+    size = c_size_t()
+    _check_compiler(lib, lib.nvrtcGetCUBINSize(program, byref(size)))
+    made = ctypes.create_string_buffer(size.value)
+    _check_compiler(lib, lib.nvrtcGetCUBIN(program, made))
+    lib.nvrtcDestroyProgram(byref(program))
+    return made.raw
+
+
+def _check_compiler(lib: ctypes.CDLL, status: int) -> None:
+    if status:
+        raise CudaError(f"NVRTC failed with status {status}")
+
+
+def _check_driver(lib: ctypes.CDLL, status: int) -> None:
+    if status:
+        text = c_char_p()
+        lib.cuGetErrorString(c_int(status), byref(text))
+        raise CudaError(f"the GPU's driver failed: {(text.value or b'unknown error').decode()}")

@@ -1,0 +1,107 @@
+"""Convert matrices of integers to the order in which the CUDA kernels of a Hopper GPU read them; see
+`nn/ops/fragments.py`.
+
+The matrix units take a left operand of 16 x 16 values from the 32 threads of a warp: thread 4 a + b has values 2 b,
+2 b + 1, 2 b + 8 and 2 b + 9 of rows a and a + 8. 16 bytes of a thread are its 4-bit integers of four such operands, for
+64 inputs, or its 8-bit integers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops import fragments
+from octavo.nn.ops.fragments import Fragments
+from octavo.nn.ops.words import Words
+from octavo.nn.quant.words import largest_group, minima_of, pack_words
+from octavo.nn.weights import QuantizedBlocks
+
+_BLOCK = 32
+_STEP = 64
+_MULTIPLES = 6
+
+
+def pack_integers(
+    parts: Sequence[QuantizedBlocks], device: torch.device, dtype: torch.dtype, group: int | None = None
+) -> Words | Fragments:
+    """Return the parts, which have the same bits, zero point, inputs and order, as one matrix on a device.
+
+    Args:
+        dtype: of the activations.
+        group: inputs that share scale and minimum; None to find out.
+    """
+    if dtype.itemsize == 2 and fragments.usable(device):
+        outputs, inputs = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
+        size = group or min(largest_group(part, _sizes(inputs)) for part in parts)
+        if fragments.fits(outputs, inputs, size):
+            return pack_fragments(parts, device, size)
+    return pack_words(parts, device, group)
+
+
+def pack_fragments(parts: Sequence[QuantizedBlocks], device: torch.device, group: int) -> Fragments:
+    """Return the parts as one matrix on a device, whose sizes and groups `fragments.fits` accepts."""
+    bits, inputs = parts[0].bits, parts[0].values.shape[1]
+    every = group // _BLOCK
+    codes = _codes(torch.cat([part.values.to(device) for part in parts]), bits)
+    scales = _by_thread(torch.cat([part.scales[:, ::every].to(device) for part in parts]))
+    minima = None
+    if any(part.minima is not None for part in parts):
+        minima = _by_thread(torch.cat([minima_of(part)[:, ::every].to(device) for part in parts]))
+    order = None if parts[0].order is None else parts[0].order.to(device)
+    outputs = sum(part.values.shape[0] for part in parts)
+    return Fragments(codes, scales, minima, order, outputs, inputs, bits, group)
+
+
+def unpack_fragments(matrix: Fragments) -> Tensor:
+    """Return the matrix's values [N, K] in float32, in its order of inputs."""
+    integers = _integers(matrix).float() - (1 << (matrix.bits - 1))
+    place = torch.arange(matrix.inputs, device=integers.device) // matrix.group
+    values = integers * _by_output(matrix.scales).float()[:, place]
+    return values if matrix.minima is None else values + _by_output(matrix.minima).float()[:, place]
+
+
+def _sizes(inputs: int) -> list[int]:
+    """Return the numbers of inputs that may share a scale, from the largest on."""
+    return [inputs, *(_STEP << i for i in range(_MULTIPLES, -1, -1)), _BLOCK]
+
+
+def _codes(values: Tensor, bits: int) -> Tensor:
+    """Convert integers [N, K] uint8 to codes; see `Fragments`."""
+    outputs, inputs = values.shape
+    # Strip of 64 outputs, warp, upper 8 outputs, a; step, operand of the step, upper 8 inputs, b, second of a pair.
+    by_thread = values.view(outputs // _STEP, 4, 2, 8, inputs // _STEP, 4, 2, 4, 2)
+    if bits == 4:
+        fields = by_thread.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).flatten(-3)
+        shape = (outputs // _STEP, inputs // _STEP, 1, 128, 4)
+    else:
+        fields = by_thread.permute(0, 4, 5, 1, 3, 7, 6, 8, 2).unflatten(2, (2, 2)).permute(0, 1, 2, 4, 5, 6, 3, 7, 8, 9)
+        fields, shape = fields.flatten(-2), (outputs // _STEP, inputs // _STEP, 2, 128, 4)
+    words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=values.device)
+    for i in range(fields.shape[-1]):
+        words |= fields[..., i].int() << bits * i
+    return words.reshape(shape)
+
+
+def _integers(matrix: Fragments) -> Tensor:
+    """Return the integers [N, K] of a matrix's codes."""
+    strips, steps = matrix.outputs // _STEP, matrix.inputs // _STEP
+    shifts = torch.arange(0, 32, matrix.bits, dtype=torch.int32, device=matrix.codes.device)
+    fields = matrix.codes[..., None] >> shifts & ((1 << matrix.bits) - 1)
+    if matrix.bits == 4:
+        by_thread = fields.view(strips, steps, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
+    else:
+        by_thread = fields.view(strips, steps, 2, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 9, 4, 1, 2, 6, 7, 5, 8)
+    return by_thread.reshape(matrix.outputs, matrix.inputs)
+
+
+def _by_thread(scales: Tensor) -> Tensor:
+    """Arrange scales [N, G] as threads read them: [N / 64, G, 4, 8, 2]."""
+    return scales.view(-1, 4, 2, 8, scales.shape[1]).permute(0, 4, 1, 3, 2).contiguous()
+
+
+def _by_output(scales: Tensor) -> Tensor:
+    """Return scales [N, G] of those that threads read."""
+    return scales.permute(0, 2, 4, 3, 1).reshape(-1, scales.shape[1])

@@ -1,0 +1,176 @@
+"""Integers in the order of a Hopper GPU's matrix units: their layout, and the CUDA kernels against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantized_kit import blocks_of, value_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.nn.ops import fragments, packed
+from octavo.nn.ops.fragments import Fragments
+from octavo.nn.quant.fragments import pack_fragments, pack_integers, unpack_fragments
+from octavo.nn.quant.online import ONLINE
+from octavo.nn.quant.packed_gpu import PackedOnGpu
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+TOLERANCE = 1e-2
+# Bits, group (0: all inputs), minima; outputs, inputs. An odd number of strips; steps that don't fill the last part.
+FORMS = {
+    "4 bits, groups of 128": (4, 128, False, 448, 1024),
+    "4 bits, groups of 64 with minima": (4, 64, True, 192, 832),
+    "4 bits, groups of 32": (4, 32, False, 128, 320),
+    "4 bits, whole columns with minima": (4, 0, True, 128, 512),
+    "8 bits, groups of 128": (8, 128, True, 128, 384),
+    "8 bits, groups of 32": (8, 32, False, 64, 64),
+    "8 bits, whole columns": (8, 0, False, 320, 704),
+}
+ROWS = (1, 2, 7, 16, 33, 64, 100, 150, 200, 257, 600)
+
+
+def packed_on_gpu(form: str) -> tuple[Fragments, Tensor]:
+    blocks = blocks_of(*FORMS[form])
+    matrix = pack_integers([blocks], GPU, torch.bfloat16)
+    assert isinstance(matrix, Fragments)
+    return matrix, value_of(blocks)
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_integers_are_stored_and_restored(form: str) -> None:
+    bits, group, minima, outputs, inputs = FORMS[form]
+    assert fragments.fits(outputs, inputs, group or inputs)
+    blocks = blocks_of(bits, group, minima, outputs, inputs)
+    matrix = pack_fragments([blocks], CPU, group or inputs)
+    torch.testing.assert_close(unpack_fragments(matrix).double(), value_of(blocks), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_threads_have_the_values_of_their_operands(bits: int) -> None:
+    """As the instruction mma.m16n8k16 of PTX defines them, for the second strip and step."""
+    blocks = blocks_of(bits, 64, False, 128, 128)
+    codes = pack_fragments([blocks], CPU, 64).codes[1, 1].long() & 0xFFFFFFFF
+    for thread, operand, pair in ((0, 0, 0), (5, 1, 1), (39, 2, 2), (127, 3, 3)):
+        warp, a, b = thread // 32, thread % 32 // 4, thread % 4
+        if bits == 4:
+            word = int(codes[0, thread, operand]) >> 4 * pair
+        else:
+            word = int(codes[operand // 2, thread, operand % 2 * 2 + pair // 2]) >> 8 * (pair % 2)
+        output, first = 64 + 16 * warp + a + 8 * (pair % 2), 64 + 16 * operand + 2 * b + 8 * (pair // 2)
+        mask = (1 << bits) - 1
+        assert [word & mask, word >> 16 & mask] == blocks.values[output, first : first + 2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(1, 16), (17, 32), (64, 64), (129, 192), (193, 256), (300, 192), (512, 256)]
+)
+def test_tiles_leave_few_rows_empty(rows: int, tile: int) -> None:
+    assert fragments.tile_rows(rows) == tile
+
+
+CASES = [(form, dtype) for form in FORMS for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Compile on all cores what the tests below launch one after another."""
+    for form, dtype in CASES:
+        matrix, _ = packed_on_gpu(form)
+        fragments.compile_ahead(matrix, dtype)
+        wide = residual_of(form, dtype) == torch.float32
+        for fused in ((0, 1, 1, 0, wide, wide), (0, 0, 0, 1, wide, wide), (1, 1, 0, 0, wide, 0)):
+            fragments.compile_row_ahead(matrix, dtype, fragments.RowForm(*map(bool, fused)))
+
+
+def residual_of(form: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if list(FORMS).index(form) % 2 else dtype
+
+
+@on_hopper
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
+def test_any_number_of_rows(form: str, dtype: torch.dtype) -> None:
+    matrix, exact = packed_on_gpu(form)
+    bias = torch.randn(matrix.outputs).to(dtype)
+    for rows in ROWS:
+        x = torch.randn(rows, matrix.inputs).to(dtype)
+        expected = x.double() @ exact.T
+        for wanted in (dtype, torch.float32):
+            assert off(packed.product(x.to(GPU), matrix, None, wanted), expected) < TOLERANCE
+        assert off(packed.product(x.to(GPU), matrix, bias.to(GPU), dtype), expected + bias.double()) < TOLERANCE
+        parts = packed.parts(x.to(GPU), matrix)
+        assert parts is not None
+        assert off(parts.float().sum(0), expected) < TOLERANCE
+
+
+@on_hopper
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
+def test_one_row_with_the_operations_around_it(form: str, dtype: torch.dtype) -> None:
+    matrix, exact = packed_on_gpu(form)
+    residual = residual_of(form, dtype)
+    scale, bias = torch.rand(matrix.inputs).to(dtype), torch.randn(matrix.outputs).to(dtype)
+    x, stream = torch.randn(1, matrix.inputs).to(residual), torch.randn(1, matrix.outputs).to(residual)
+    wide = x.double()
+    normed = wide * (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt() * scale.double()
+    norm = (scale.to(GPU), 1e-5)
+    got = fragments.row_product(x.to(GPU), matrix, bias=bias.to(GPU), norm=norm, dtype=residual, narrow=dtype)
+    assert got.dtype == residual
+    assert off(got, normed @ exact.T + bias.double()) < TOLERANCE
+    target = stream.to(GPU, copy=True)
+    assert fragments.row_product(x.to(GPU), matrix, add_to=target, narrow=dtype) is target
+    assert off(target, wide @ exact.T + stream.double()) < TOLERANCE
+    gate, up = (normed @ exact.T).chunk(2, 1)
+    got = fragments.row_product(x.to(GPU), matrix, norm=norm, gated=True, narrow=dtype)
+    assert off(got, F.silu(gate) * up) < TOLERANCE
+
+
+@on_hopper
+def test_inputs_in_the_order_of_activations() -> None:
+    matrix, exact = packed_on_gpu("4 bits, groups of 64 with minima")
+    order = torch.randperm(matrix.inputs)
+    matrix = replace(matrix, order=order.int().to(GPU))
+    assert not fragments.fuses(matrix)
+    for rows in (1, 40):
+        x = torch.randn(rows, matrix.inputs).bfloat16()
+        got = packed.product(x.to(GPU), matrix, None, torch.float32)
+        assert off(got, x.double() @ exact[:, order.argsort()].T) < TOLERANCE
+
+
+@on_hopper
+@pytest.mark.parametrize("method", ["w4a16", "w8a16"])
+def test_layers_use_these_kernels(method: str) -> None:
+    weights = [torch.randn(size, 256) / 16 for size in (128, 64, 64)]
+    layer = PackedOnGpu(torch.bfloat16, GPU, online=ONLINE[method])
+    layer.prepare([{"weight": weight.to(GPU, torch.bfloat16)} for weight in weights])
+    assert isinstance(layer.matrix, Fragments)
+    limit = 0.2 if method == "w4a16" else 0.05
+    assert layer.fused_rows == 1
+    for rows in (1, 5, 300):
+        x, stream = torch.randn(rows, 256).bfloat16(), torch.randn(rows, 256).bfloat16()
+        expected = x.double() @ torch.cat(weights).double().T
+        assert off(layer.apply(x.to(GPU)), expected) < limit
+        total = stream.to(GPU, copy=True)
+        parts = layer.leave(total, x.to(GPU))
+        assert parts is not None
+        assert off(total.float() + parts.float().sum(0), expected + stream.double()) < limit
+
+
+@on_hopper
+def test_other_sizes_have_other_kernels() -> None:
+    blocks = blocks_of(4, 32, False, 96, 96)
+    assert not isinstance(pack_integers([blocks], GPU, torch.bfloat16), Fragments)
+    blocks = blocks_of(4, 64, False, 128, 128)
+    assert not isinstance(pack_integers([blocks], GPU, torch.float32), Fragments)
