@@ -255,7 +255,7 @@ void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     float *keys = heads + op.heads * dim, *values = keys + op.kv_heads * dim;
     T *key = static_cast<T*>(program.scratch(thread, 2 * dim * sizeof(T))), *value = key + dim;
     for (int h = 0; h < op.kv_heads; h++) {
-        turn(keys + h * dim, op, static_cast<const float*>(op.book), cos_sin);
+        turn(keys + h * dim, op, static_cast<const float*>(op.third), cos_sin);
         if (op.cache_dtype == kInt8) {
             uint8_t* bytes = reinterpret_cast<uint8_t*>(key);
             put_bytes(op, slot, h, step.block_size, keys + h * dim, values + h * dim, bytes);
