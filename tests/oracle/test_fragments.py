@@ -13,6 +13,7 @@ from quantized_kit import blocks_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.core.errors import ConfigError
 from octavo.nn.ops import fragments, packed
 from octavo.nn.ops.fragments import Fragments
 from octavo.nn.quant.fragments import pack_fragments, pack_integers, unpack_fragments
@@ -174,3 +175,10 @@ def test_other_sizes_have_other_kernels() -> None:
     assert not isinstance(pack_integers([blocks], GPU, torch.bfloat16), Fragments)
     blocks = blocks_of(4, 64, False, 128, 128)
     assert not isinstance(pack_integers([blocks], GPU, torch.float32), Fragments)
+
+
+def test_other_names_of_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fragments.KERNELS, "cutlass")
+    fragments.usable.cache_clear()
+    with pytest.raises(ConfigError, match="OCTAVO_INTEGER_KERNELS=cutlass must be triton or cuda"):
+        fragments.usable(CPU)

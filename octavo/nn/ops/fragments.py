@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from ctypes import c_float, c_int
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.core.errors import ConfigError
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.norm import rms_norm
 from octavo.nn.ops.nvrtc import Kernel, address
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 OUTPUTS = 64
 """Outputs of a warp group's tile, and inputs of a step; both divide the matrix."""
+KERNELS = "OCTAVO_INTEGER_KERNELS"
+"""Environment variable: "triton", the default, or "cuda" for the kernels of this file."""
 _BLOCK_OUTPUTS = 2 * OUTPUTS
 _STRIP = 16
 """Outputs of a block that multiplies one row."""
@@ -114,16 +118,23 @@ def fits(outputs: int, inputs: int, group: int) -> bool:
 
 @functools.cache
 def usable(device: torch.device) -> bool:
-    """Return whether these kernels run on a device and compute a trial right; log why not on a Hopper GPU."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    """Return whether these kernels are chosen, run on a device and compute a trial right; log why they don't.
+
+    Raises:
+        ConfigError: the environment variable has another value.
+    """
+    chosen = os.environ.get(KERNELS) or "triton"
+    if chosen not in ("triton", "cuda"):
+        raise ConfigError(f"{KERNELS}={chosen} must be triton or cuda.")
+    if chosen == "triton" or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
         deviation = _deviation(device)
     except (nvrtc.CudaError, RuntimeError, OSError) as error:
-        log.warning("4- and 8-bit weights are multiplied by slower kernels: %s", error)
+        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: %s", error)
         return False
     if not deviation < _LIMIT:
-        log.warning("4- and 8-bit weights are multiplied by slower kernels: a trial deviates by %.2g", deviation)
+        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: a trial deviates by %.2g", deviation)
     return deviation < _LIMIT
 
 
