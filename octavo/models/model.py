@@ -17,6 +17,7 @@ from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import AnyBackend
 from octavo.nn.cached import CachedLayer
+from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -132,6 +133,8 @@ def compiled(model: LayeredModel, attention: AnyBackend, activation_dtype: str =
     if not isinstance(attention, NativeBackend) or not isinstance(model, CausalLM):
         return model
     reason = reason_against(model.spec)
+    if any(isinstance(layer, StateCache) for layer in model.cached_layers):
+        reason = reason or "it has recurrent layers"
     if mesh.size > 1 or not model.is_whole:
         reason = "it is divided over several devices"
     if reason is None:
