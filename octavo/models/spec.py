@@ -139,7 +139,7 @@ class StoredNames:
         ignored: ends of names of tensors that are not weights.
         stacks: tensors that hold those of all experts of a layer.
         foreign: beginnings of names of tensors that the decoder does not use, such as an audio encoder's.
-        nested: the checkpoint is of a model with images, of which this is the text half.
+        nested: the checkpoint is of a model with images; this is its text half.
     """
 
     root: str = "model"

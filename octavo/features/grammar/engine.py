@@ -74,7 +74,7 @@ class _Guide:
     """One request's matcher. `begun` is set by its first token; before that the mask is the grammar's `first`.
 
     `drafts` are those after its last token, as far as the grammar allows them. It `takes_drafts` unless masks are
-    costly, of which drafts need more.
+    costly: each draft needs one more.
     """
 
     __slots__ = ("begun", "compiled", "drafts", "error", "matcher", "spent", "takes_drafts")

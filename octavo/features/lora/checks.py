@@ -224,8 +224,8 @@ class _Matcher:
                 continue
             if sides[0] == sides[1] and not part.stack.transposed:
                 raise ModelFileError(
-                    f"{self._path}: {stack} has square matrices, of which the file does not tell the inputs from the "
-                    "outputs. Save the adapter with a pair for each expert, or merge it into its base model."
+                    f"{self._path}: {stack} has square matrices, and the file does not say which side has the inputs. "
+                    "Save the adapter with a pair for each expert, or merge it into its base model."
                 )
             for place in places:
                 self._name[place], self._outputs[place] = stack, sides[1]

@@ -158,8 +158,8 @@ def gate_kernel(
 ):
     """Gate y [num_rows, 2 SIZE] plus the additions of two parts: out [num_rows, SIZE].
 
-    The work, first [tiles of rows with adapters, blocks of columns], then likewise for all rows, of which only those of
-    the base model are computed, is divided evenly over any number of programs.
+    The work is divided evenly over any number of programs: first [tiles of rows with adapters, blocks of columns], then
+    likewise all rows, where only those of the base model are computed.
     """
     COLUMNS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     ROW_TILES: tl.constexpr = (SIZE + TILE - 1) // TILE

@@ -21,7 +21,7 @@ CACHE_DTYPES = {**DTYPES, torch.int8: Dtype.INT8}
 
 
 class NativeBackend:
-    """A backend in Octavo's C++ kernels, of which native programs can be made.
+    """A backend in Octavo's C++ kernels, which native programs can contain.
 
     Attributes:
         pool: the compute threads.

@@ -150,3 +150,22 @@ def rotate_and_store(
     low.copy_(rms_norm(low, *norm))
     apply_rope(q[..., spec.nope_dim :], latents[:, None, spec.rank :], cos_sin, step.positions)
     cache.flatten(0, 1).index_copy_(0, step.slot_mapping, latents.to(cache.dtype))
+
+
+class RowLatents:
+    """The part of a `LatentBackend` on a CPU that keeps latents as rows, which torch stores."""
+
+    def cache_shape(self, spec: LatentSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, spec.width)
+
+    def store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: LatentNorm,
+        cos_sin: Tensor,
+        cache: Tensor,
+        step: StepInput,
+        spec: LatentSpec,
+    ) -> None:
+        rotate_and_store(q, latents, norm, cos_sin, cache, step, spec)

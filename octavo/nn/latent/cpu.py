@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.attention.runs import runs_of
-from octavo.nn.latent.base import LatentNorm, LatentSpec, absorbs, rotate_and_store
+from octavo.nn.latent.base import LatentSpec, RowLatents, absorbs
 from octavo.nn.step import StepInput
 
 _QUERY_TILE = 128
@@ -44,14 +44,11 @@ class LatentRow:
         return cache[self.blocks].flatten(0, 1)[: self.length]
 
 
-class TorchLatents:
+class TorchLatents(RowLatents):
     """Stateless: the plan of a step is in `step.attn`."""
 
     name = "torch"
     follows_table_rows = False
-
-    def cache_shape(self, spec: LatentSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return (num_blocks, block_size, spec.width)
 
     def prepare(self, step: StepInput, block_size: int) -> list[LatentRow]:
         starts, tables = step.query_start.tolist(), step.block_tables.numpy()
@@ -64,18 +61,6 @@ class TorchLatents:
             blocks = None if adjacent else torch.from_numpy(table.astype("int64"))
             rows.append(LatentRow(starts[row], starts[row + 1], length, int(table[0]), blocks))
         return rows
-
-    def store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        norm: LatentNorm,
-        cos_sin: Tensor,
-        cache: Tensor,
-        step: StepInput,
-        spec: LatentSpec,
-    ) -> None:
-        rotate_and_store(q, latents, norm, cos_sin, cache, step, spec)
 
     def attend(
         self, q: Tensor, latents: Tensor, expansion: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec

@@ -13,13 +13,13 @@ from octavo.native.builder import ProgramBuilder
 from octavo.native.latent import Latent
 from octavo.native.program import Pool, Program
 from octavo.nn.attention.native import NativeBackend
-from octavo.nn.latent.base import LatentNorm, LatentSpec, rotate_and_store
+from octavo.nn.latent.base import LatentNorm, LatentSpec, RowLatents
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
 
 
-class NativeLatents(NativeBackend):
+class NativeLatents(RowLatents, NativeBackend):
     """Copies nothing. Results are bitwise independent of the rest of the batch and of a prompt's chunks."""
 
     name = "native"
@@ -27,21 +27,6 @@ class NativeLatents(NativeBackend):
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-
-    def cache_shape(self, spec: LatentSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return (num_blocks, block_size, spec.width)
-
-    def store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        norm: LatentNorm,
-        cos_sin: Tensor,
-        cache: Tensor,
-        step: StepInput,
-        spec: LatentSpec,
-    ) -> None:
-        rotate_and_store(q, latents, norm, cos_sin, cache, step, spec)
 
     def attend(
         self, q: Tensor, latents: Tensor, expansion: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec

@@ -5,33 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.latent.base import LatentNorm, LatentSpec, rotate_and_store
+from octavo.nn.latent.base import LatentSpec, RowLatents
 from octavo.nn.step import StepInput
 
 
-class ReferenceLatents:
+class ReferenceLatents(RowLatents):
     """The reference for all other backends. Supports any device, dtype, block size and spec."""
 
     name = "reference"
     follows_table_rows = True
 
-    def cache_shape(self, spec: LatentSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return (num_blocks, block_size, spec.width)
-
     def prepare(self, step: StepInput, block_size: int) -> None:
         return None
-
-    def store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        norm: LatentNorm,
-        cos_sin: Tensor,
-        cache: Tensor,
-        step: StepInput,
-        spec: LatentSpec,
-    ) -> None:
-        rotate_and_store(q, latents, norm, cos_sin, cache, step, spec)
 
     def attend(
         self, q: Tensor, latents: Tensor, expansion: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec

@@ -12,7 +12,7 @@ from octavo.nn.attention.triton_shapes import has_large_tiles
 _MOST_ROWS = 64
 """Heads times queries of a tile: the height of Hopper's matrix instruction."""
 _CHANNELS = 320
-"""Most channels of a key and a value of which two tiles fit the shared memory beside the queries."""
+"""Most channels of a key and a value: two tiles of them fit the shared memory beside the queries."""
 
 
 class AbsorbedShape(NamedTuple):

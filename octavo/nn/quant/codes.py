@@ -44,7 +44,7 @@ class Packed:
 
 
 def unified(parts: Sequence[QuantizedBlocks]) -> list[QuantizedBlocks] | None:
-    """Return parts in one form, of which at least one has a codebook; None if there is none that has all values.
+    """Return parts, at least one with a codebook, in one form; None if there is none that has all values.
 
     Integers of up to 6 bits become codes beside codes that are integers: llama.cpp stores some projections of a layer
     with more bits than others.

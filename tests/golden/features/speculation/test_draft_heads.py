@@ -140,7 +140,7 @@ def greedy(model: transformers.LlamaForCausalLM) -> Continuation:
 def test_drafts_are_the_references(
     kind: str, backend: str | None, accepted: bool, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after steps of which none, some or all drafts were accepted."""
+    """Also after steps that accepted none, some or all drafts."""
     folder, model = target
     head, weights = random_head(kind, tmp_path / "head")
     if kind == "eagle":

@@ -115,7 +115,7 @@ def test_drafts_may_pass_the_end_of_an_output() -> None:
 
 
 def test_the_worker_half_gives_each_position_its_row() -> None:
-    """Slot 7 has two drafts, of which the grammar allows one; slot 4 has no grammar and one draft."""
+    """Slot 7 has two drafts; the grammar allows the first. Slot 4 has no grammar and one draft."""
     words = np.random.default_rng(1).integers(-(2**31), 2**31, (3, 3), dtype=np.int32)
     allowed = GrammarWorker("grammar").allowed([4, 4, 7, 7, 7, 9], Masks([9, 7, 7], words.data.cast("B"), {2: "why"}))
     assert (allowed.rows, allowed.errors) == ([5, 2, 3], {3: "why"})
