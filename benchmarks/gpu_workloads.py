@@ -34,6 +34,8 @@ from octavo.engine.loop import EngineLoop
 from octavo.hub.files import ModelFiles
 
 HERE = Path(__file__).parent
+VOCAB = 128_000
+"""Prompts draw from this many ids, or from the model's vocabulary where that is smaller."""
 
 
 def main() -> None:
@@ -60,7 +62,8 @@ def main() -> None:
     report: dict[str, Any] = {"torch": torch.__version__, "ceilings": ceilings_alone()}
     print(json.dumps(report), flush=True)
     aside = time.perf_counter() - began
-    loop, info = build_core(config_of(args), files_of(args.model))
+    files = files_of(args.model)
+    loop, info = build_core(config_of(args), files)
     gc.collect()
     gc.freeze()  # as the server does once it is ready
     report |= {"start_s": round(seconds_since_exec() - aside, 2), "phases_s": info.phases, "memory": info.memory}
@@ -77,9 +80,11 @@ def main() -> None:
     report |= {"model": args.model.name, "quantization": args.quantization, "settings": args.settings}
     print(json.dumps(report), flush=True)
     report["workloads"] = {}
+    vocab = min(files.config["vocab_size"], VOCAB)
     for name in args.workloads:
-        measure(loop, workload(name, seed=-1, scale=0.1), args.sampled)
-        runs = [measure(loop, workload(name, seed=seed), args.sampled) for seed in range(args.runs)]
+        measure(loop, workload(name, seed=-1, vocab_size=vocab, scale=0.1), args.sampled)
+        seeds = range(args.runs)
+        runs = [measure(loop, workload(name, seed=seed, vocab_size=vocab), args.sampled) for seed in seeds]
         median = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
         report["workloads"][name] = median | {"all_seconds": [run["seconds"] for run in runs]}
         print(name, json.dumps(report["workloads"][name]), flush=True)
