@@ -69,7 +69,15 @@ def main() -> None:
     given = parser.parse_args()
     every = targets()
     reader = Reader(
-        Targets(every, (), tuple((Cut(),) * len(one.parts) for one in every)), BLOCK, torch.bfloat16, no_gains
+        Targets(
+            every,
+            (torch.nn.Identity(),) * len(every),
+            tuple((Cut(),) * len(one.parts) for one in every),
+            tuple((None,) * len(one.parts) for one in every),
+        ),
+        BLOCK,
+        torch.bfloat16,
+        no_gains,
     )
     checks, reads = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -140,14 +140,7 @@ def _with_worker(
 
 
 def _check_undivided(config: EngineConfig, hooks: Sequence[EngineHook]) -> None:
-    """Raise ConfigError for tiers with several ranks, since only one rank reports transfers, and for drafts in a
-    pipeline."""
-    ranks, tiers = config.parallel.num_ranks, [hook.name for hook in hooks if hook.tier]
-    if ranks > 1 and tiers:
-        raise ConfigError(
-            f"{' and '.join(tiers)} moves pages of the KV cache, which Octavo can't do with a model that is divided "
-            f"over {ranks} devices. Leave that feature or {config.parallel.division} out."
-        )
+    """Raise ConfigError for drafts in a pipeline."""
     drafters = [hook.name for hook in hooks if hook.max_drafts]
     if config.parallel.pipeline_parallel_size > 1 and drafters:
         raise ConfigError(
@@ -169,10 +162,12 @@ def _page_shape(config: EngineConfig, loaded: LoadedFacts) -> PageShape:
 
 
 def _content(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, port: WorkerPort) -> str:
-    """Return a digest of what KV pages depend on besides tokens: the model's files, and the form of its cache."""
+    """Return a digest of what KV pages depend on besides tokens: the model's files, the form of its cache, and which
+    part of it each rank has."""
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.weights]
     seed = config.model.seed if config.model.load_format == "dummy" else None
     form = [facts.dtype, port.kv_form, loaded.weight_form, loaded.kernels, loaded.kv_bytes_per_token, loaded.groups]
+    form += [config.parallel.division, config.parallel.pipeline_layers]
     data = msgspec.json.encode(
         [files.config, stats, config.model.load_format, seed, facts.device, form], order="sorted"
     )

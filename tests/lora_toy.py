@@ -75,7 +75,7 @@ class ToyWorker:
         assert feature == NAME
         args = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
         if method == "targets":
-            return done([msgspec.to_builtins(Targets((LAYER, HEAD), 4))])
+            return done([msgspec.to_builtins(Targets((LAYER, HEAD), (0, 1), SHAPE.num_slices, SHAPE.slice_bytes, 4))])
         if method == "drop":
             self.host.remove(args["uid"])
             return done([{}])

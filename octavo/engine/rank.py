@@ -40,7 +40,7 @@ class RankServer:
         ring: brings the engine's messages.
         make_build: starts to build the worker. It may raise the errors of `WorkerBuild`.
         codec: decodes plans and the features' payloads.
-        answers: whether it sends the steps' outputs; the other ranks report failures.
+        answers: whether it sends the steps' outputs; the other ranks report failures and transfers.
     """
 
     def __init__(
@@ -144,6 +144,8 @@ class RankServer:
             _end_if(lost)
         elif self._answers:
             self._send(wire.RankOutput(number, output))
+        elif step is not None and output.moved:
+            self._send(wire.RankMoved(output.moved))
 
     def _answer(self, call: wire.CallMethod) -> None:
         try:

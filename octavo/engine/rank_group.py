@@ -19,6 +19,7 @@ from octavo.core.output import StepOutput
 from octavo.engine import rank_wire as wire
 from octavo.engine.failure import Failure
 from octavo.engine.frames import frame
+from octavo.engine.rank_moves import RankMoves
 from octavo.engine.ring import RingHandles, RingWriter
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class RankGroup:
         self._outputs: queue.SimpleQueue[wire.RankOutput | wire.StepFailed | None] = queue.SimpleQueue()
         self._failures: dict[int, tuple[int, str, float]] = {}
         """Step that failed in another rank than the answering one -> the rank, the reason, the time of the report."""
+        self._moves = RankMoves(size)
         self._lost: DeviceLostError | None = None
         self._closed = threading.Event()
         self._ring = RingWriter(size)
@@ -135,7 +137,7 @@ class RankGroup:
             self._ring.write(data, self.check)
 
     def fetch(self, step: int) -> StepOutput:
-        """Wait for a step's output of the answering rank.
+        """Wait for a step's output of the answering rank, with what all ranks have reported of transfers.
 
         Raises:
             RankError: the step failed, in all ranks.
@@ -157,7 +159,10 @@ class RankGroup:
                 continue
             if isinstance(found, wire.RankOutput):
                 self._check_agreed(step)
-                return found.output
+                moved = self._moves.take()
+                if not moved and not found.output.moved:
+                    return found.output
+                return msgspec.structs.replace(found.output, moved=moved)
             raise self._failed(found)
 
     def call(self, kind: type[T], method: str, *args: Any, together: bool = False) -> list[T]:
@@ -208,7 +213,11 @@ class RankGroup:
         if isinstance(message, wire.RankReply):
             with self._answering:
                 self._answered(rank, message)
+        elif isinstance(message, wire.RankMoved):
+            self._moves.add(rank, message.moved)
         elif rank == self._answering_rank:
+            if isinstance(message, wire.RankOutput) and message.output.moved:
+                self._moves.add(rank, message.output.moved)
             self._outputs.put(message)
         elif isinstance(message, wire.StepFailed):
             self._failures[message.step] = rank, message.failure.message, time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.output import StepOutput
+from octavo.core.output import Moved, StepOutput
 from octavo.engine.failure import Failure
 
 
@@ -49,6 +49,12 @@ class RankOutput(msgspec.Struct, frozen=True, tag=True, array_like=True):
     output: StepOutput
 
 
+class RankMoved(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Reports of transfers, of a rank that does not send the steps' outputs."""
+
+    moved: list[Moved]
+
+
 class StepFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The step failed. `lost`: why the device is lost; None if it is not."""
 
@@ -67,7 +73,7 @@ class RankReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToRank = LaunchStep | SampleStep | FetchOutput | CallMethod
-FromRank = RankOutput | StepFailed | RankReply
+FromRank = RankOutput | RankMoved | StepFailed | RankReply
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

@@ -76,6 +76,7 @@ class Site:
         blocks: the KV cache, where a feature's own pages are (`schedule/pages.py`). Its memory is freed before `attach`
             is called again.
         room: limits of the runner; None for an encoder's.
+        rank: this process's number among those that compute the model, each of which has a part of every KV page.
     """
 
     build: Build
@@ -83,6 +84,7 @@ class Site:
     device: Device
     blocks: Blocks
     room: Capacity | None = None
+    rank: int = 0
 
 
 class WorkerHook:
@@ -222,7 +224,8 @@ class WorkerHook:
         """Keep pages of the KV cache. Called between steps for a feature with a `Tier`; must not wait for I/O.
 
         Args:
-            names: one a page, each of the same length; see `cache/tier.py`.
+            names: one a page, each of the same length; see `cache/tier.py`. All ranks of a divided model get the same:
+                where they share storage, add `Site.rank`.
             pages: [n, page bytes] uint8 in the host's memory, the hook's own from now on. On a GPU it is pinned memory,
                 which is scarce and slow to allocate, and is reused once it is released: copy what is kept, in a thread.
 

@@ -387,7 +387,7 @@ class Worker:
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
         device = self.device.torch_device
-        return Site(self._build(self._schemes(), device), self._reopen, self.device, blocks, room)
+        return Site(self._build(self._schemes(), device), self._reopen, self.device, blocks, room, self._place.rank)
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:

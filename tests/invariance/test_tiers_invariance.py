@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
 from shelf_kit import TOYS
 from test_cache_groups_invariance import MIXED, WINDOWED, replay_of
 from toy_engine import GPU, drive, tiny_config, tokens_of
@@ -214,6 +215,39 @@ def test_pages_that_are_gone_are_computed() -> None:
     tokens, stats = run(loop, requests())
     assert tokens == expected
     assert stats.blocks_loaded == 0
+    assert stats.loads_failed > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(TWO_RANKS, id="tp", marks=pytest.mark.slow),
+        pytest.param(PIPELINE, id="pp"),
+        pytest.param({**PIPELINE, **TWO_RANKS}, id="tp x pp", marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_keeps_its_part_of_a_page(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that one rank has lost is computed by all."""
+    from octavo.features.shelf.worker import PAGES
+
+    ranks_in_threads(monkeypatch)
+    config = LLAMA | {"vocab_size": VOCAB + 1}
+    few = {"async_scheduling": True, "max_num_batched_tokens": 24}
+    expected = plain(config, **few, device="cpu")
+    loop = engine(config, **few, **settings)
+    assert run(loop, requests(), close=False)[0] == expected
+    loop.reset_prefix_cache()
+    tokens, stats = run(loop, requests(), close=False)
+    assert tokens == expected
+    assert stats.blocks_loaded > 0
+    assert stats.loads_failed == 0
+    for page in [page for page in PAGES if page[0] == 0]:
+        del PAGES[page]
+    loop.reset_prefix_cache()
+    loaded = stats.blocks_loaded
+    tokens, stats = run(loop, requests())
+    assert tokens == expected
+    assert stats.blocks_loaded == loaded
     assert stats.loads_failed > 0
 
 

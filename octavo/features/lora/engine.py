@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from octavo.core.plan import PlanDraft
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
-from octavo.features.lora.layout import Geometry
+from octavo.features.lora.layout import most_blocks
 from octavo.features.lora.names import Names
 from octavo.features.lora.payload import NAME, AdapterEntry, LoraStep, Targets
 from octavo.features.lora.requests import CHANGES, LoraInfo, decode, not_loaded
@@ -62,13 +63,18 @@ class LoraEngine(EngineHook):
 
     def attach(self, pages: Pages) -> None:
         settings = self._settings
-        model = msgspec.convert(pages.call("targets", {}).result()[0], Targets)
-        geometry = Geometry(pages.shape.num_slices, pages.shape.slice_bytes, model.element_size)
+        ranks = [msgspec.convert(one, Targets) for one in pages.call("targets", {}).result()]
+        targets, shares = ranks[0].targets, {one.share for one in ranks}
         self._residency = Residency(
             pages, settings.max_loras, settings.max_cpu_loras or settings.max_loras, self._clock
         )
         self._names = Names(
-            settings, model.targets, geometry, pages.num_blocks, self._retire, replaceable=model.replaceable
+            settings,
+            targets,
+            partial(most_blocks, targets, shares=shares),
+            pages.num_blocks,
+            self._retire,
+            replaceable=ranks[0].replaceable,
         )
         for module in settings.modules():
             self._names.add(module)

@@ -56,6 +56,7 @@ class BaseNorms:
     def _weight(self, piece: Piece, kept: slice) -> Tensor:
         """Return the base weights of a piece, this rank's outputs and all inputs."""
         layer = self._targets.layers[piece.target]
+        assert layer is not None, "gains are of the rank's own layers"
         assert not hasattr(layer, "rows"), "embeddings have no gains"
         own = self._in_layer(layer, piece.part)
         if own is not None:

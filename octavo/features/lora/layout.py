@@ -20,12 +20,13 @@ piece (one projection of one layer), in this order:
   table has `inputs` rows of `outputs` elements, since its inputs are token ids.
 
 So a piece of rank r takes exactly 2 r rows, whatever the ranks of others. Elements are of the model's dtype. Under
-tensor parallelism a rank has its own features of each row (`own_inputs`, `own_outputs`), as many on each rank.
+tensor parallelism a rank has its own features of each row (`own_inputs`, `own_outputs`), as many on each rank. In a
+pipeline, a stage has the pieces of its own layers; the adapter takes as many blocks as the stage that has most of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -139,6 +140,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
     pieces: tuple[Piece, ...]
 
+    def among(self, targets: Collection[int]) -> Manifest:
+        """Return what it has for these targets."""
+        return Manifest(tuple(piece for piece in self.pieces if piece.target in targets))
+
     @property
     def max_rank(self) -> int:
         return max((piece.rank for piece in self.pieces), default=0)
@@ -201,6 +206,19 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank keeps of each adapter.
+
+    Attributes:
+        geometry: of its blocks.
+        own: indices of the targets that it computes.
+    """
+
+    geometry: Geometry
+    own: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """The place of a piece, in tiles from the start of the adapter's range; -1 for what it does not have.
 
@@ -256,6 +274,11 @@ def layout(targets: Sequence[Target], manifest: Manifest, geometry: Geometry) ->
             gain, end = end, end + -(-part.own_outputs * _GAIN_BYTES // geometry.tile_bytes)
         spans[piece.target, piece.part] = Span(a, b, piece.rank, gain)
     return Layout(geometry, spans, end)
+
+
+def most_blocks(targets: Sequence[Target], manifest: Manifest, shares: Collection[Share]) -> int:
+    """Return the blocks that an adapter takes: those of the rank that keeps most of it."""
+    return max(layout(targets, manifest.among(share.own), share.geometry).num_blocks for share in shares)
 
 
 def joined(manifests: Sequence[Manifest]) -> Manifest:

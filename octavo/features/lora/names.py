@@ -23,7 +23,7 @@ import msgspec
 from octavo.core.errors import InvalidRequestError, ModelFileError, ModelNotFoundError, OctavoError
 from octavo.core.futures import done
 from octavo.features.lora.checks import read_adapter
-from octavo.features.lora.layout import Geometry, Manifest, Target, joined, layout
+from octavo.features.lora.layout import Manifest, Target, joined
 from octavo.features.lora.payload import Source
 from octavo.features.lora.requests import Adapter, Selection, already_loaded, gone
 from octavo.features.lora.settings import LoraModule, LoraSettings
@@ -78,6 +78,7 @@ class _Job:
 class Names:
     """
     Args:
+        blocks_of: returns the blocks that an adapter takes.
         num_blocks: blocks of the KV cache.
         replaceable: see `payload.Targets`.
         retire: called with weights that no name leads to any more.
@@ -90,7 +91,7 @@ class Names:
         self,
         settings: LoraSettings,
         targets: Sequence[Target],
-        geometry: Geometry,
+        blocks_of: Callable[[Manifest], int],
         num_blocks: int,
         retire: Callable[[AdapterWeights], None],
         *,
@@ -99,7 +100,7 @@ class Names:
         self.changes = 0
         self._settings = settings
         self._targets = targets
-        self._geometry = geometry
+        self._blocks_of = blocks_of
         self._num_blocks = num_blocks
         self._retire = retire
         self._replaceable = replaceable
@@ -197,13 +198,13 @@ class Names:
         file = read_adapter(path, self._targets, self._settings.max_lora_rank)
         if not self._replaceable:
             self._require_additions(path, file.manifest)
-        placed = layout(self._targets, file.manifest, self._geometry)
-        if placed.num_blocks > self._num_blocks:
+        num_blocks = self._blocks_of(file.manifest)
+        if num_blocks > self._num_blocks:
             raise ModelFileError(
-                f"{path} takes {placed.num_blocks} blocks of the KV cache, which has {self._num_blocks}; start the "
+                f"{path} takes {num_blocks} blocks of the KV cache, which has {self._num_blocks}; start the "
                 "engine with a larger --kv-cache-memory-bytes."
             )
-        return _Found(path, file.manifest, file.base, placed.num_blocks)
+        return _Found(path, file.manifest, file.base, num_blocks)
 
     def _require_additions(self, path: Path, manifest: Manifest) -> None:
         """Raise ModelFileError unless the adapter changes linear layers only, by additions and gains."""
@@ -264,7 +265,7 @@ class Names:
                     value=one.label,
                 )
         manifest = joined([source.manifest for source in sources])
-        num_blocks = layout(self._targets, manifest, self._geometry).num_blocks
+        num_blocks = self._blocks_of(manifest)
         parts = tuple(one.uid for one, _ in found)
         names = tuple(one.label for one, _ in found)
         if len(self._sums) >= _MOST_SUMS:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.features.lora.layout import Manifest, Target
+from octavo.features.lora.layout import Geometry, Manifest, Share, Target
 
 NAME = "lora"
 
@@ -27,16 +27,25 @@ _PAGE_BYTES = 4
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """The model, for adapters.
+    """The model, for adapters, and what a rank keeps of them.
 
     Attributes:
-        element_size: bytes of an element of the model's dtype.
+        targets: of the whole model, the same in all ranks.
+        own: indices of those that the rank computes.
+        slices, slice_bytes, element_size: of the rank's `Geometry`.
         replaceable: saved modules can take the place of layers, and embeddings can be changed.
     """
 
     targets: tuple[Target, ...]
+    own: tuple[int, ...]
+    slices: int
+    slice_bytes: int
     element_size: int
     replaceable: bool = True
+
+    @property
+    def share(self) -> Share:
+        return Share(Geometry(self.slices, self.slice_bytes, self.element_size), frozenset(self.own))
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

@@ -55,13 +55,14 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, reading: Reading) -> tuple[Layout, Tensor]:
-        """Return an adapter's layout and its pages, [blocks, block bytes] uint8.
+        """Return the layout of the rank's part of an adapter and its pages, [blocks, block bytes] uint8.
 
         Raises:
             ModelFileError: a file can't be read, or has changed since it was checked.
         """
         targets, geometry = self.targets.targets, self.geometry
-        placed = layout(targets, reading.manifest, geometry)
+        own = self.targets.own
+        placed = layout(targets, reading.manifest.among(own), geometry)
         room = large(placed.num_blocks * geometry.block_bytes)[: placed.num_blocks * geometry.block_bytes]
         filled = dict.fromkeys(placed.spans, 0)
         for source in reading.sources:
@@ -70,6 +71,8 @@ class Reader:
                 raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
             tensors = _open(file.weights)
             for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
+                if piece.target not in own:
+                    continue
                 place = piece.target, piece.part
                 span, first = placed.spans[place], filled[place]
                 # Not in several threads: they would take the interpreter's lock from each other and from the steps.

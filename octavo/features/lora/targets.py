@@ -9,7 +9,7 @@ import msgspec
 from torch import nn
 
 from octavo.features.lora.layout import StackedPart, StoredPart, Target, TargetPart
-from octavo.models.decoder import DecoderLayer
+from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.load.arranged import rotated_order, stored_module, stored_stack
 from octavo.models.spec import DecoderSpec
 from octavo.nn.embedding import Embedding, TiedHead
@@ -24,7 +24,7 @@ Layer = Projection | Embedding | ExpertLayer
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The targets of a model, and the layer of each.
+    """The targets of a model, and the layer of each; None in place of a layer that another stage of a pipeline has.
 
     Attributes:
         cuts: of each target, the features of its parts on this rank.
@@ -33,26 +33,29 @@ class Targets:
     """
 
     targets: tuple[Target, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | None, ...]
     cuts: tuple[tuple[Cut, ...], ...]
     orders: tuple[tuple[tuple[int, ...] | None, ...], ...]
 
     @classmethod
-    def of(cls, model: nn.Module, *, experts: bool = True) -> Targets:
+    def of(cls, model: nn.Module, whole: nn.Module | None = None, *, experts: bool = True) -> Targets:
         """Return the targets of a model, in the order of its modules.
 
         Args:
+            whole: a model with the layers of all stages, without weights, if `model` has those of one.
             experts: include the products of experts, where their weights allow it.
         """
+        own = None if whole is None else _own_layers(model)
+        model = model if whole is None else whole
         late = _after_mixer(model)
         spec = getattr(model, "spec", None)
         targets: list[Target] = []
-        layers: list[Layer] = []
+        layers: list[Layer | None] = []
         cuts: list[tuple[Cut, ...]] = []
 
         def add(target: Target, layer: Layer, cut: tuple[Cut, ...]) -> None:
             targets.append(_stored(target, spec))
-            layers.append(layer)
+            layers.append(layer if own is None else own.get(_name(layer)))
             cuts.append(cut)
 
         for layer in model.modules():
@@ -62,6 +65,23 @@ class Targets:
                 for target, cut in _of_experts(layer, late=layer in late):
                     add(target, layer, cut)
         return cls(tuple(targets), tuple(layers), tuple(cuts), tuple(_orders(target, spec) for target in targets))
+
+    @property
+    def own(self) -> frozenset[int]:
+        """The indices of the targets whose layers are here."""
+        return frozenset(i for i, layer in enumerate(self.layers) if layer is not None)
+
+
+def _own_layers(model: nn.Module) -> dict[tuple[str, ...], Layer]:
+    """Return the layers of a stage by name. Its last one may have the embeddings, as the weights of a tied head."""
+    embeds = not isinstance(model, CausalLM) or not model.layer_range.start
+    kinds = (Linear, TiedHead, ExpertLayer, Embedding) if embeds else (Linear, TiedHead, ExpertLayer)
+    return {_name(layer): layer for layer in model.modules() if isinstance(layer, kinds)}
+
+
+def _name(layer: Layer) -> tuple[str, ...]:
+    """Return a layer's path and the names of its parts, which tell the layers of one path apart."""
+    return (layer.path, *(part.name for part in layer.parts)) if isinstance(layer, Linear) else (layer.path,)
 
 
 def _after_mixer(model: nn.Module) -> set[nn.Module]:

@@ -93,13 +93,10 @@ class LoraWorker(WorkerHook):
             raise ConfigError(
                 "This model's layers are not Octavo's own, so adapters can't change them. Leave out --enable-lora."
             )
-        if isinstance(layers, CausalLM) and not layers.is_whole:
-            raise ConfigError(
-                "Adapters need all layers of a model in one process, which a pipeline's stages don't have. Leave out "
-                "--enable-lora, or use --tensor-parallel-size instead of --pipeline-parallel-size."
-            )
         self._site = site
-        self._targets = Targets.of(layers, experts=not native)
+        divided = isinstance(layers, CausalLM) and not layers.is_whole
+        whole = type(layers)(site.build, layers.spec) if divided else None
+        self._targets = Targets.of(layers, whole, experts=not native)
         memory = site.blocks.memory
         self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
@@ -126,7 +123,8 @@ class LoraWorker(WorkerHook):
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         device, targets, geometry = self._site.device, self._targets.targets, self._geometry
-        most = min(largest(targets, self._max_rank, geometry), self._site.blocks.memory.shape[1])
+        own = [targets[i] for i in sorted(self._targets.own)]
+        most = min(largest(own, self._max_rank, geometry), self._site.blocks.memory.shape[1])
         self._tables = Tables(targets, geometry, self._max_adapters, most, device)
         self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device)
         self._uids.clear()
@@ -150,6 +148,8 @@ class LoraWorker(WorkerHook):
         self._deltas, self._embeddings = {LOW_RANK: [], GENERAL: []}, []
         experts: dict[ExpertLayer, dict[tuple[int, bool], tuple[int, Target]]] = {}
         for i, (target, layer) in enumerate(zip(self._targets.targets, self._targets.layers, strict=True)):
+            if layer is None:
+                continue
             if isinstance(layer, ExpertLayer):
                 products = experts.setdefault(layer, {})
                 products[target.expert, (target.expert, False) in products] = i, target
@@ -208,7 +208,8 @@ class LoraWorker(WorkerHook):
             return
         for entry in payload.entries:
             self._uids[entry.index] = entry.uid
-            self._tables.enter(entry.index, entry.blocks, self._layout(entry.uid))
+            placed = self._layout(entry.uid)
+            self._tables.enter(entry.index, entry.blocks[: placed.num_blocks], placed)
         if payload.rows is None:
             return
         self._rows = np.array(payload.rows, dtype=np.int32)
@@ -234,8 +235,10 @@ class LoraWorker(WorkerHook):
     def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
         """See `payload.py`."""
         if method == "targets":
+            targets, form = self._targets, self._geometry
+            sizes = form.slices, form.slice_bytes, form.element_size
             return msgspec.to_builtins(
-                messages.Targets(self._targets.targets, self._geometry.element_size, self._native is None)
+                messages.Targets(targets.targets, tuple(sorted(targets.own)), *sizes, self._native is None)
             )
         if method == "read":
             reading = msgspec.convert(args, Reading)
@@ -279,7 +282,8 @@ class LoraWorker(WorkerHook):
             pages.copy_(kept)
         else:
             for into, number in zip(pages, numbers, strict=True):
-                into.copy_(kept[number])
+                if number < len(kept):  # other stages of a pipeline may have more of the adapter
+                    into.copy_(kept[number])
         return ()
 
 

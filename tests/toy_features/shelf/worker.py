@@ -8,9 +8,10 @@ from torch import Tensor
 
 from octavo.core.errors import InvalidRequestError
 from octavo.features import FeatureContext
-from octavo.worker.hooks import WorkerHook
+from octavo.worker.hooks import Site, WorkerHook
 
-PAGES: dict[bytes, Tensor] = {}
+PAGES: dict[tuple[int, bytes], Tensor] = {}
+"""(rank, name) -> the rank's part of a page."""
 
 
 class ShelfWorker(WorkerHook):
@@ -18,6 +19,9 @@ class ShelfWorker(WorkerHook):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="shelf")
+
+    def attach(self, model: Any, site: Site) -> None:
+        self._rank = site.rank
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         if method != "count":
@@ -33,14 +37,14 @@ class ShelfWorker(WorkerHook):
         return self._threads.submit(self._load, names, pages)
 
     def _store(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
-        PAGES.update(zip(names, pages.clone(), strict=True))
+        PAGES.update(((self._rank, name), page) for name, page in zip(names, pages.clone(), strict=True))
         return ()
 
     def _load(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
-        missing = [i for i, name in enumerate(names) if name not in PAGES]
+        missing = [i for i, name in enumerate(names) if (self._rank, name) not in PAGES]
         for i, name in enumerate(names):
             if i not in missing:
-                pages[i] = PAGES[name]
+                pages[i] = PAGES[self._rank, name]
         return missing
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from rank_kit import TWO_RANKS, ranks_in_threads
+from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
 from tiny_adapters import merged, save_adapter
@@ -111,6 +111,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "another process": {"distributed_executor_backend": "mp", "async_scheduling": True},
     "two ranks": TWO_RANKS,
+    "two stages": {**PIPELINE, "async_scheduling": True, "num_blocks": 80, "max_model_len": 96},
+    "two stages of two ranks": {**PIPELINE, **TWO_RANKS},
+    "three stages, one adapter at a time": {**PIPELINE, "pipeline_parallel_size": 3, "max_loras": 1},
 }
 
 
@@ -119,7 +122,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+LONG_TAIL = ("two stages", "three stages, one adapter at a time")
+KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind in LONG_TAIL else kind for kind in SETTINGS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_merged_weights(kind: str, model: Path, adapters: dict[str, Path], expected: Any) -> None:
     loop = engine(model, adapters, **SETTINGS[kind])
     asked = [asking(f"r{i}", i % 4, *parts) for i, parts in enumerate(SELECTIONS)]
@@ -131,6 +138,28 @@ def test_tokens_are_those_of_merged_weights(kind: str, model: Path, adapters: di
     if kind == "one adapter at a time":
         assert stats["lora_evictions"][""] > 2
     loop.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_have_the_embeddings_or_the_head(tied: bool, tmp_path: Path) -> None:
+    """Low-rank changes of both, and saved ones in their place. With a tied head, the last stage has the table, too."""
+    make_checkpoint("llama", tmp_path, changes={"tie_word_embeddings": tied})
+    config = msgspec.json.decode((tmp_path / "config.json").read_bytes())
+    ends = ("embed_tokens", "lm_head")
+    adapters = {
+        "added": save_adapter(tmp_path / "added", config, seed=1, targets=("v_proj", *ends)),
+        "saved": save_adapter(tmp_path / "saved", config, seed=2, targets=("q_proj",), modules_to_save=ends),
+        "late": save_adapter(tmp_path / "late", config, seed=3, targets=("lm_head",), strength=3.0),
+    }
+    asked = [asking(name, 2, (name, 1.0)) for name in adapters] + [asking("base", 2)]
+    room = {"memory_bytes": 1 << 22, "max_model_len": 96, "max_lora_rank": 16}
+    found = []
+    for settings in ({}, PIPELINE):
+        loop = engine(tmp_path, adapters, **room, **settings)
+        found.append(tokens_of(drive(loop, asked)))
+        loop.close()
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0].values()}) == len(asked)
 
 
 @pytest.mark.parametrize("form", ["w4a16", "w8a16", "fp8"])
