@@ -121,8 +121,7 @@ class SpeculationEngine(EngineHook):
     def _measure(self, step: Planned, now: float) -> None:
         plain = self._costs.plain(step.rows)
         for found in self._pace.ended(step, now):
-            for _ in range(found.steps):
-                self._costs.add(found.rows, found.drafts, found.seconds)
+            self._costs.add(found.rows, found.drafts, found.seconds)
             if found.drafts:
                 self._judge_all(found)
         if self._adaptive and not self._plain and self._costs.needs_plain(step.rows):

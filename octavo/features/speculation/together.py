@@ -12,9 +12,9 @@ _STEPS = 8
 """Least steps of a measurement, except a trial's."""
 _AGE = 8
 """Measurements after which those of other limits are forgotten."""
-_ODD, _SOON, _FEW = 8.0, 16, 3
-"""A trial that takes as long as this many steps may have loaded kernels: it is repeated after that many steps, at most
-so often."""
+_SOON, _FIRST = 16, 3
+"""The first trials may take long because they load kernels: a failed one is repeated after that many steps, until so
+many have failed."""
 _MARGIN = 1.01
 """Least gain of drafts that pay."""
 
@@ -23,7 +23,8 @@ class Together:
     """One row with drafts makes the whole step longer, so the gain of all rows decides, as it was measured.
 
     A trial is a single step. If it gains, all steps have drafts, at most as many in a row as have gained the most;
-    numbers beside the present one are tried. If they lose, there are none until the next trial.
+    numbers beside the present one are tried. If they lose, there are none until the next trial. What is measured for
+    the first time may have loaded kernels, so it is measured again before it counts as a loss.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,10 +32,13 @@ class Together:
         self._limit = 0
         self._gains: dict[int, float] = {}
         """What each limit gained since drafts began to pay."""
+        self._sure: set[int] = set()
+        """Limits that were measured more than once."""
         self._pause = _PAUSE
         self._try_at = 0
         self._tries = False
-        self._odd = 0
+        self._failed, self._lost = 0, 0.0
+        """The first trials that failed, and the steps without drafts whose time they cost."""
         self._paid = 0
         """Measurements in a row that gained."""
         self._steps, self._saved, self._took = 0, 0.0, 0.0
@@ -61,18 +65,24 @@ class Together:
         self._steps, self._saved, self._took = self._steps + steps, self._saved + saved, self._took + took
         if self._limit and self._steps < _STEPS:
             return
-        trial, self._tries = self._tries, False
-        limit, gain, loss = self._limit or min(TRIAL, self._most), self._saved / self._took, self._took - self._saved
-        self._gains[limit] = (self._gains.get(limit, gain) + gain) / 2
+        self._tries = False
+        gain, loss = self._saved / self._took, self._took - self._saved
+        self._steps, self._saved, self._took = 0, 0.0, 0.0
+        limit = self._limit or min(TRIAL, self._most)
+        self._note(limit, gain)
         if max(self._gains.values()) >= _MARGIN:
             self._go_on(limit)
-        elif trial and gain < 1 / _ODD and self._odd < _FEW:
-            self._gains, self._try_at, self._odd = {}, step + _SOON, self._odd + 1
         else:
-            self._gains, self._limit, self._paid = {}, 0, 0
-            self._try_at = step + min(max(self._pause, int(_LOSS * loss)), _LONGEST_PAUSE)
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._steps, self._saved, self._took = 0, 0.0, 0.0
+            self._give_up(step, loss)
+
+    def _note(self, limit: int, gain: float) -> None:
+        """Remember what a limit gained: the better one of its first two measurements, then a mean."""
+        before = self._gains.get(limit)
+        if before is None:
+            self._gains[limit] = gain
+            return
+        self._gains[limit] = (before + gain) / 2 if limit in self._sure else max(before, gain)
+        self._sure.add(limit)
 
     def _go_on(self, limit: int) -> None:
         self._paid += 1
@@ -81,11 +91,21 @@ class Together:
             self._gains = {limit: self._gains[limit]}
         self._limit = self._better(limit)
 
+    def _give_up(self, step: int, loss: float) -> None:
+        """Draft nothing until the next trial."""
+        self._gains, self._sure, self._limit, self._paid = {}, set(), 0, 0
+        self._failed, self._lost = self._failed + 1, self._lost + loss
+        if self._failed < _FIRST:
+            self._try_at = step + _SOON
+            return
+        self._try_at = step + min(max(self._pause, int(_LOSS * self._lost)), _LONGEST_PAUSE)
+        self._pause, self._lost = min(2 * self._pause, _LONGEST_PAUSE), 0.0
+
     def _better(self, limit: int) -> int:
         """Return this limit or one beside it, which has gained more or has not been tried."""
         here, fewer, more = self._gains[limit], self._gains.get(limit - 1, 0.0), self._gains.get(limit + 1)
         if fewer > here:
-            return limit - 1
+            return limit if limit not in self._sure else limit - 1
         if limit < self._most and (more is None or more > here):
             return limit + 1
         return limit
