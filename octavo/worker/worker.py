@@ -463,11 +463,11 @@ class Worker:
         chosen = choose_products(model, recorded, self._await_kernels)
         if recorder is not None and isinstance(attention, Recordable):
             replay = GraphReplay(model, attention, slots, sampler, device, hooks)
-            shares = not self.settings.disable_cascade_attn
-            replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, shares=shares)
+            shares, drafts = not self.settings.disable_cascade_attn, room.max_drafts
+            replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, max_drafts=drafts, shares=shares)
             runner.replay = replay
         if device.torch_device.type == "cuda":
-            warm_up(runner, slots, room.max_step_tokens)
+            warm_up(runner, slots, room.max_step_tokens, room.max_drafts)
         return runner
 
     def _await_kernels(self) -> None:

@@ -21,6 +21,7 @@ from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
+from octavo.worker.resident.warm_up import warm_up
 
 SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -111,4 +112,26 @@ def test_nothing_is_allocated_for_drafts_unless_a_feature_drafts(monkeypatch: py
     runner: Any = runner_of(loop)
     assert runner.slots.drafts is None
     assert runner._sampler._drafted is None
+    loop.close()
+
+
+def test_a_warm_up_proposes_and_verifies_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the first steps with drafts load no kernels."""
+    worker = DrafterWorker((), VOCAB)
+    with_drafter(monkeypatch, DrafterEngine(3), worker)
+    loop = engine(monkeypatch, enforce_eager=True, max_num_seqs=2)
+    runner: Any = runner_of(loop)
+    verified: list[list[int]] = []
+    accept = runner.slots.drafts.accept
+
+    def noting(plan: Any, drawn: Any) -> Any:
+        verified.append(plan.num_drafts)
+        return accept(plan, drawn)
+
+    monkeypatch.setattr(runner.slots.drafts, "accept", noting)
+    asked = worker.asked
+    warm_up(runner, runner.slots, 12, 3)
+    assert worker.asked == asked + 1
+    assert verified == [[3, 3]]
+    assert not runner.slots.drafts.unsure.any()
     loop.close()

@@ -29,8 +29,8 @@ MAX_TOKENS = 1024
 """Longer steps with prompts are not recorded, since launching them takes no longer than computing them."""
 _MAX_PROMPTS = 16
 """Most prompts in a recorded step. Steps with more are launched operation by operation."""
-_MAX_DRAFTED = 16
-"""Most rows with drafts in a recorded step. With more, computing takes longer than launching."""
+_MAX_DRAFTED = 64
+"""Most rows with all their drafts in a recorded step. With more, computing takes longer than launching."""
 _SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
 """Batch sizes with a recording for contexts with common prefixes."""
 
@@ -50,9 +50,10 @@ def token_counts(max_tokens: int) -> list[int]:
 
 
 def draft_counts(max_tokens: int, max_drafts: int, max_rows: int) -> list[int]:
-    """Return the token counts of steps with drafts to record, ascending: up to 16 rows with all their drafts."""
-    most = (1 + max_drafts) * min(max_rows, _MAX_DRAFTED)
-    wanted = [count for count in (8, 16, 32, 48, 64, 96, 128) if count <= max(token_counts(max_tokens), default=0)]
+    """Return the token counts of steps with drafts to record, ascending: up to 64 rows with all their drafts, and 512
+    tokens."""
+    most, longest = (1 + max_drafts) * min(max_rows, _MAX_DRAFTED), max(token_counts(max_tokens), default=0)
+    wanted = [count for count in (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512) if count <= longest]
     return [count for i, count in enumerate(wanted) if i == 0 or wanted[i - 1] < most]
 
 
@@ -265,8 +266,8 @@ class Ragged:
 
 
 class Drafted(Ragged):
-    """Batches of rows with few tokens each, as rows with drafts are. Attention reads each row's context once, in parts
-    if there are few rows, as in decoding."""
+    """Batches of rows with few tokens each, as rows with drafts and those of a drafting model have. Attention reads a
+    row's context once, in parts if there are few rows, as in decoding."""
 
     def _most_tiles(self, tokens: int) -> int:
         return 0

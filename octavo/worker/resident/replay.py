@@ -5,8 +5,9 @@ head, sampling and appending of the tokens. Batches that need more than plain sa
 are read from the slots, so a decoding step with unchanged rows uploads nothing.
 
 Some batch sizes have a second forward pass, which reads common prefixes of contexts once. Steps with prompts have a
-forward pass per number of tokens, and so have small steps with drafts: launched operation by operation, they take the
-host about as long as a thousand tokens take the GPU. The graphs of decoding sample their tokens.
+forward pass per number of tokens, and where a feature drafts, so have small steps whose rows have few tokens each:
+launched operation by operation, they take the host about as long as a thousand tokens take the GPU. The graphs of
+decoding sample their tokens.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class GraphReplay:
         max_tokens: int,
         loaded: Collection[int] = (),
         *,
+        max_drafts: int = 0,
         shares: bool = True,
     ) -> None:
         """Record decoding and the shorter steps with prompts, in all variants.
@@ -131,6 +133,7 @@ class GraphReplay:
         Args:
             max_rows, max_tokens: limits of a step.
             loaded: sizes whose matrix products, the only kernels that depend on the exact size, are loaded.
+            max_drafts: most drafts of a row.
             shares: also record forward passes that read common prefixes once.
         """
         began = time.perf_counter()
@@ -146,7 +149,7 @@ class GraphReplay:
         log.info("captured decoding at %d batch sizes in %.1f s and %.2f GiB", len(self._singles.sizes), seconds, taken)
         began = time.perf_counter()
         self._hooks.select(ORDINARY)
-        self._reserve_ragged(max_rows, max_tokens)
+        self._reserve_ragged(max_rows, max_tokens, max_drafts)
         with no_collection():
             for variant in variants:
                 self._hooks.select(variant)
@@ -164,10 +167,10 @@ class GraphReplay:
         self._sampled = torch.empty(largest, dtype=torch.int32, device=self._slots.device)
         self._hidden = self._single(largest).clone()
 
-    def _reserve_ragged(self, max_rows: int, max_tokens: int) -> None:
+    def _reserve_ragged(self, max_rows: int, max_tokens: int, max_drafts: int) -> None:
         self._ragged = Ragged(self._slots, self._attention, token_counts(max_tokens))
-        most = 0 if self._slots.drafts is None else max(0, self._attention.most_few - 1)
-        counts = draft_counts(max_tokens, most, max_rows) if most else []
+        most = min(max_drafts, self._attention.most_few - 1)
+        counts = draft_counts(max_tokens, most, max_rows) if most > 0 else []
         self._drafted = Drafted(self._slots, self._attention, counts)
         batches = [one for one in (self._ragged, self._drafted) if one.counts]
         for one in batches:
@@ -253,7 +256,7 @@ class GraphReplay:
         if decodes:
             batches, size = None, least(self._singles.sizes, len(plan.slots))
         else:
-            batches = self._drafted if any(plan.num_drafts) and self._drafted.bucket(plan) else self._ragged
+            batches = self._drafted if self._drafted.bucket(plan) else self._ragged
             size = batches.bucket(plan)
         self._taken = _Taken(size, variant, batches)
         return size > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.worker.resident.batches import token_counts
@@ -16,8 +18,13 @@ def most_rows(num_slots: int, max_tokens: int) -> int:
     return max([num_slots, *(count + 2 for count in token_counts(max_tokens))])
 
 
-def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int) -> None:
-    """Run the steps. Slots and KV cache must be empty. `max_tokens` is the limit of a step."""
+def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int = 0) -> None:
+    """Run the steps. Slots and KV cache must be empty.
+
+    Args:
+        max_tokens: limit of a step.
+        max_drafts: most drafts of a row.
+    """
     all_slots = slots.num_slots
     long = min(slots.max_model_len - 1, max_tokens)
     long_rows = min(max(1, max_tokens // long), all_slots)
@@ -25,6 +32,24 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int) -> None:
     for counts in ([1, 1, 9], [2, 2], [long] * long_rows, [1] * (all_slots - 1) + [rest]):
         step = runner.forward(_trial(counts[-all_slots:], len(slots.block_tables)))
         runner.sample(step, {})
+        step.result()
+    drafts = min(max_drafts, max_tokens // 2 - 1, slots.max_model_len - 4)
+    if drafts > 0:
+        _draft(runner, min(2, all_slots), len(slots.block_tables), drafts)
+
+
+def _draft(runner: Runner, rows: int, groups: int, drafts: int) -> None:
+    """Propose drafts after a prompt, verify them, and draw a token where the host does not know the length."""
+    start = _trial([2] * rows, groups)
+    proposing = msgspec.structs.replace(start, proposals=dict.fromkeys(range(rows), drafts))
+    counts = [drafts] * rows
+    verifying = msgspec.structs.replace(start, new=[], num_tokens=[1 + drafts] * rows, num_drafts=counts)
+    following = msgspec.structs.replace(start, new=[], num_tokens=[1] * rows)
+    steps = []
+    for plan in (proposing, verifying, following):
+        steps.append(runner.forward(plan))
+        runner.sample(steps[-1], {})
+    for step in steps:
         step.result()
 
 
