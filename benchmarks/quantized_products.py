@@ -108,7 +108,7 @@ def copy_of(matrix: packed.Matrix) -> packed.Matrix:
 def dequantized(matrix: packed.Matrix) -> Tensor:
     if isinstance(matrix, Fragments):
         return unpack_fragments(matrix)
-    return unpack_words(matrix) if isinstance(matrix, Words) else matrix.codes.float() * matrix.scales[:, None]
+    return unpack_words(matrix) if isinstance(matrix, Words) else matrix.values()
 
 
 def candidates(matrix: packed.Matrix, x: Tensor, *, sweep: bool) -> Iterator[tuple[str, Run]]:
@@ -161,15 +161,19 @@ def of_words(matrix: Words, rows: int, *, sweep: bool) -> Iterator[tuple[str, Ru
 def of_floats(matrix: Floats, x: Tensor, *, sweep: bool) -> Iterator[tuple[str, Run]]:
     rows = x.shape[0]
     if rows > 1:
-        yield "rounded", lambda x, m: floats.rounded_product(floats.round_rows(x), m, None, x.dtype)
-        made = floats.round_rows(x)
+        dtype = matrix.rounded_dtype
+        yield "rounded", lambda x, m: floats.rounded_product(floats.round_rows(x, dtype), m, None, x.dtype)
+        made = floats.round_rows(x, dtype)
         codes, scales = made.codes, made.scales
-        yield (
-            "of them the library",
-            lambda x, m: torch._scaled_mm(
-                codes, m.codes.t(), scales, m.scales[None], out_dtype=x.dtype, use_fast_accum=True
-            ),
-        )
+        if dtype == torch.int8:
+            yield "of them the library", lambda x, m: torch._int_mm(codes, m.codes.t())
+        else:
+            yield (
+                "of them the library",
+                lambda x, m: torch._scaled_mm(
+                    codes, m.codes.t(), scales, m.scales[None], out_dtype=x.dtype, use_fast_accum=True
+                ),
+            )
     if not sweep:
         return
     if rows == 1:

@@ -127,8 +127,8 @@ def packed_integers(bits: int, group: int, *, symmetric: bool = True, act_order:
     return Example(compressed("pack-quantized", weights), write)
 
 
-def compressed(kind: str, weights: dict[str, Any]) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+def compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
 
 
@@ -140,7 +140,8 @@ def int8(asymmetric: bool = False) -> Example:
             stored["weight_zero_point"] = (zeros - 128).to(torch.int8)
         return stored, value(integers, scales, zeros)
 
-    return Example(compressed("int-quantized", {"num_bits": 8, "type": "int"}), write)
+    form = {"num_bits": 8, "type": "int"}
+    return Example(compressed("int-quantized", form, form), write)
 
 
 def bnb_int8() -> Example:
@@ -169,7 +170,8 @@ def fp8(scales: str, dtype: torch.dtype = torch.float8_e4m3fn, method: str = "fp
         return {"weight": narrow, name: factors[0, 0] if scales == "tensor" else factors}, exact
 
     if method == "compressed-tensors":
-        return Example(compressed("float-quantized", {"num_bits": 8, "type": "float"}), write, packs=False, codes=True)
+        form = {"num_bits": 8, "type": "float"}
+        return Example(compressed("float-quantized", form, form), write, packs=False, codes=True)
     block = {"weight_block_size": [128, 128]} if scales == "tiles" else {}
     return Example({"quant_method": method, "activation_scheme": "dynamic", **block}, write, packs=False, codes=True)
 
@@ -372,7 +374,7 @@ def blocks_of(bits: int, group: int, minima: bool, outputs: int, inputs: int) ->
     size = group or inputs
 
     def grouped(values: Tensor) -> Tensor:
-        return values.half().repeat_interleave(size // 32, 1)
+        return values.half().repeat_interleave(size // min(size, 32), 1)
 
     middle = 1 << (bits - 1)
     values = torch.randint(0, 2 * middle, (outputs, inputs), dtype=torch.uint8)
@@ -383,6 +385,7 @@ def blocks_of(bits: int, group: int, minima: bool, outputs: int, inputs: int) ->
 
 def value_of(blocks: QuantizedBlocks) -> Tensor:
     """Its values in float64."""
-    scales = blocks.scales.double().repeat_interleave(32, 1)
-    least = 0.0 if blocks.minima is None else blocks.minima.double().repeat_interleave(32, 1)
+    size = blocks.values.shape[1] // blocks.scales.shape[1]
+    scales = blocks.scales.double().repeat_interleave(size, 1)
+    least = 0.0 if blocks.minima is None else blocks.minima.double().repeat_interleave(size, 1)
     return (blocks.values.double() - blocks.zero_point) * scales + least

@@ -15,9 +15,10 @@ from gguf import GGML_QUANT_SIZES
 from quantized_kit import EXAMPLES
 
 from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks
-from octavo.models.load.quantized.table import dequantizing
+from octavo.models.load.quantized.table import dequantizing, rounds_activations
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.packed import packed
 from octavo.nn.weights import QuantizedBlocks
 
@@ -39,8 +40,10 @@ def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
         stored, _ = example.write(torch.randn(ROWS, COLUMNS))
         tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
         view = dequantizing(TensorCheckpoint(tensors), {"quantization_config": example.settings})
-        blocks = (view.blocks("a.weight", codes=codes) for codes in (True, False))
-        yield example.settings["quant_method"], f"`{name}`", _forms(*blocks)
+        codes, integers = (view.blocks("a.weight", codes=codes) for codes in (True, False))
+        rounds = codes is not None and rounds_activations({"quantization_config": example.settings})
+        kept = rounds and pack_floats([codes], torch.device("cpu")) is not None
+        yield example.settings["quant_method"], f"`{name}`", _forms(codes, codes if kept else integers)
     for kind in sorted(SUPPORTED & (CODES.keys() | INTEGERS.keys())):
         per_block, size = GGML_QUANT_SIZES[kind]
         made = as_blocks(torch.zeros(ROWS, COLUMNS // per_block * size, dtype=torch.uint8), kind)

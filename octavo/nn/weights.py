@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 Index = tuple[slice, ...]
 """A part of a tensor: a slice of each dimension."""
+_DIVISOR = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +82,26 @@ class QuantizedBlocks:
     order: Tensor | None = None
     book: Codebook | None = None
 
+    @property
+    def _size(self) -> int:
+        """Inputs of a block."""
+        return self.values.shape[1] // self.scales.shape[1]
+
     def divides(self, index: Index) -> bool:
-        """Return whether `part` can be taken: inputs are divided between blocks only, and if they are in order."""
-        size = self.values.shape[1] // self.scales.shape[1]
+        """Return whether `part` can be taken: inputs are divided between blocks only, or blocks of all inputs into
+        multiples of 32, and if they are in order."""
+        size = self._size if self.scales.shape[1] > 1 else min(self._size, _DIVISOR)
         begin, end, _ = index[1].indices(self.values.shape[1])
         return not begin % size and not end % size and (self.order is None or end - begin == self.values.shape[1])
 
     def part(self, index: Index) -> QuantizedBlocks:
         """Return the outputs and inputs of an index that divides the matrix."""
         outputs, inputs = index
-        size = self.values.shape[1] // self.scales.shape[1]
+        size = self._size
         begin, end, _ = inputs.indices(self.values.shape[1])
         if not self.divides(index):
             raise ValueError(f"inputs {begin} to {end} don't begin and end with blocks of {size}")
-        groups = slice(begin // size, end // size)
+        groups = slice(begin // size, -(-end // size))
         minima = None if self.minima is None else self.minima[outputs, groups]
         return replace(self, values=self.values[outputs, begin:end], scales=self.scales[outputs, groups], minima=minima)
 

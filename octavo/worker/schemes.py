@@ -11,7 +11,7 @@ from octavo.config import ModelConfig
 from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
-from octavo.models.load.quantized.table import METHODS
+from octavo.models.load.quantized.table import METHODS, rounds_activations
 from octavo.nn.quant.base import Apart, Schemes, everywhere
 from octavo.nn.quant.blocks import BlockQuantized, RoundedBlocks
 from octavo.nn.quant.none import Unquantized
@@ -63,7 +63,7 @@ def schemes_of(
     if online is not None or (config.dtype == "auto" and method_name(files) is not None):
         from octavo.nn.quant.packed_gpu import PackedSchemes
 
-        return PackedSchemes(dtype, where, keep, online)
+        return PackedSchemes(dtype, where, keep, online, rounds=rounds_activations(files.config))
     from octavo.nn.quant.gpu import OnGpu
 
     return everywhere(OnGpu, dtype, where, keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from quantized_kit import EXAMPLES, blocks_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.models.load.quantized.table import dequantizing
+from octavo.models.load.quantized.table import dequantizing, rounds_activations
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear
@@ -40,6 +41,7 @@ FORMS = {
     "8 bits, groups of 128": (8, 128, True, 48, 384),
     "8 bits, groups of 32": (8, 32, False, 20, 160),
     "8 bits, whole columns": (8, 0, False, 48, 256),
+    "8 bits, groups of 16 with minima": (8, 16, True, 32, 96),
 }
 ROWS = [1, 2, 7, 16, 33, 64, 257] if GPU else [1, 7, 33]
 
@@ -90,16 +92,34 @@ def check_fusion(matrix: floats.Floats, exact: Tensor) -> None:
     assert off(target, wide @ exact.T + bias.double() + stream.double()) < TOLERANCE
 
 
-@pytest.mark.parametrize("shape", [(48, 96), (48, 1024)], ids=str)
-def test_packed_floats_are_multiplied_by_any_number_of_rows(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape) * shape[1] ** -0.5
-    matrix = floats.rounded(weight.to(DEVICE))
-    exact = matrix.codes.cpu().double() * matrix.scales.cpu().double()[:, None]
-    assert off(exact, weight.double()) < 0.03
-    check_fusion(matrix, exact)
-    bias = torch.randn(shape[0]).to(DTYPE)
+def in_tiles(outputs: int, inputs: int) -> floats.Floats:
+    """Random numbers with a scale for each tile of 128 x 128."""
+    codes = (torch.randn(outputs, inputs, device=DEVICE) * 100).clamp(-448, 448).to(floats.DTYPE)
+    scales = (torch.rand(-(-outputs // 128), -(-inputs // 512) * 4, device=DEVICE) + 0.5) / (100 * inputs**0.5)
+    return floats.Floats(codes, scales)
+
+
+MATRICES = {
+    "E4M3": lambda: floats.rounded(torch.randn(48, 96, device=DEVICE) / 10),
+    "E4M3, longer rows": lambda: floats.rounded(torch.randn(48, 1024, device=DEVICE) / 32),
+    "E5M2": lambda: floats.Floats(
+        torch.randn(48, 96, device=DEVICE).to(torch.float8_e5m2), torch.rand(48, device=DEVICE) + 0.5
+    ),
+    "integers": lambda: floats.rounded(torch.randn(48, 96, device=DEVICE) / 10, torch.int8),
+    "tiles": lambda: in_tiles(256, 320),
+    "tiles, the last output's cut": lambda: in_tiles(144, 640),
+}
+
+
+@pytest.mark.parametrize("form", MATRICES)
+def test_packed_floats_are_multiplied_by_any_number_of_rows(form: str) -> None:
+    matrix = MATRICES[form]()
+    exact = matrix.values().cpu().double()
+    if form != "tiles, the last output's cut":
+        check_fusion(matrix, exact)
+    bias = torch.randn(matrix.outputs).to(DTYPE)
     for rows in ROWS:
-        x = torch.randn(rows, shape[1]).to(DTYPE)
+        x = torch.randn(rows, matrix.inputs).to(DTYPE)
         expected = x.double() @ exact.T + bias.double()
         # Activations of more rows are rounded to three bits of mantissa: at most 1/16, evenly spread.
         limit = TOLERANCE if rows <= packed.FEW_FLOATS else 0.05
@@ -109,15 +129,29 @@ def test_packed_floats_are_multiplied_by_any_number_of_rows(shape: tuple[int, in
             assert off(parts.sum(0), expected - bias.double()) < TOLERANCE
 
 
-def test_rows_are_rounded_to_nearest() -> None:
+@pytest.mark.parametrize("dtype", floats.LARGEST, ids=str)
+def test_rows_are_rounded_to_nearest(dtype: torch.dtype) -> None:
     x = torch.randn(5, 96).to(DTYPE)
-    made = floats.round_rows(x.to(DEVICE))
+    made = floats.round_rows(x.to(DEVICE), dtype)
     codes, scales = made.codes, made.scales
-    torch.testing.assert_close(scales.cpu()[:, 0], x.float().abs().amax(1) / floats.LARGEST)
-    expected = (x.float() / scales.cpu()).to(floats.DTYPE).float()
-    close = (codes.cpu().float() - expected).abs() <= expected.abs() / 8  # the quotient may be rounded otherwise
-    assert close.all()
+    torch.testing.assert_close(scales.cpu()[:, 0], x.float().abs().amax(1) / floats.LARGEST[dtype])
+    expected = x.float() / scales.cpu()
+    expected = (expected if dtype.is_floating_point else expected.round()).to(dtype).float()
+    # The quotient may be rounded otherwise.
+    step = expected.abs() / 8 if dtype.is_floating_point else torch.ones(())
+    assert ((codes.cpu().float() - expected).abs() <= step).all()
     assert (codes.cpu().float() != expected).float().mean() < 0.01
+
+
+def test_groups_of_a_row_have_scales_of_their_own() -> None:
+    x = torch.randn(5, 320).to(DTYPE)
+    made = floats.round_groups(x.to(DEVICE))
+    assert made.scales.shape == (8, 3)
+    assert made.scales.stride() == (1, 8)
+    scales = made.scales[:5].cpu().repeat_interleave(128, 1)[:, :320]
+    groups = torch.nn.functional.pad(x.float(), (0, 64)).view(5, 3, 128)
+    torch.testing.assert_close(made.scales[:5].cpu(), groups.abs().amax(2) / 448)
+    assert off(made.codes[:5].cpu().float() * scales, x.double()) < 0.04
 
 
 class Doubled(Delta):
@@ -172,7 +206,7 @@ def test_formats_of_checkpoints_stay_packed(name: str) -> None:
     """Whole, and the slices that ranks of tensor parallelism read."""
     stored, exact = EXAMPLES[name].write(torch.randn(48, 256) / 16)
     tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
-    view = dequantizing(TensorCheckpoint(tensors), {"quantization_config": EXAMPLES[name].settings})
+    view = dequantizing(TensorCheckpoint(tensors), settings_of(name))
     blocks = view.blocks("a.weight")
     assert blocks is not None
     for index in ((slice(0, 48), slice(0, 256)), (slice(16, 32), slice(0, 256)), (slice(0, 48), slice(128, 256))):
@@ -188,12 +222,68 @@ def test_formats_of_checkpoints_stay_packed(name: str) -> None:
         assert off(layer.apply(x.to(DEVICE)), x.double() @ values.T) < max(TOLERANCE, 2e-3)
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    return {"quantization_config": EXAMPLES[name].settings}
+
+
+EIGHT_BITS = ("fp8-tensor", "fp8-channel", "fp8-tiles", "fp8-e5m2", "fp8-modelopt", "fp8-compressed", "w8a8")
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_checkpoints_whose_activations_have_8_bits(name: str) -> None:
+    """Two projections, fused; and the slices that ranks of tensor parallelism read."""
+    written = [EXAMPLES[name].write(torch.randn(size, 512) / 16) for size in (256, 144)]
+    tensors = {f"{i}.{suffix}": tensor for i, (stored, _) in enumerate(written) for suffix, tensor in stored.items()}
+    view = dequantizing(TensorCheckpoint(tensors), settings_of(name))
+    parts = [view.blocks(f"{i}.weight", codes=True) for i in range(2)]
+    exact = torch.cat([values for _, values in written])
+    for index in ((slice(None), slice(None)), (slice(0, 128), slice(None)), (slice(None), slice(256, 512))):
+        layer = PackedOnGpu(DTYPE, DEVICE, rounds=rounds_activations(settings_of(name)))
+        assert layer.takes_codes
+        cut = [None if part is None else part.part(index) for part in parts]
+        assert all(one is not None for one in cut)
+        layer.prepare([{"weight": one} for one in cut if one is not None])
+        assert isinstance(layer.matrix, floats.Floats)
+        assert layer.nbytes < 1.1 * sum(one.values.numel() for one in cut if one is not None)
+        values = torch.cat([part[index] for part in exact.split([256, 144])])
+        for rows, limit in ((1, TOLERANCE), (3, TOLERANCE), (40, 0.05)):
+            x = torch.randn(rows, values.shape[1]).to(DTYPE)
+            assert off(layer.apply(x.to(DEVICE)), x.double() @ values.T) < max(limit, 2e-3)
+
+
+@pytest.mark.parametrize("name", ["w8a16", "fp8-weights", "nvfp4", "gptq-8"])
+def test_other_activations_stay_as_they_are(name: str) -> None:
+    settings = dict(EXAMPLES.get(name, EXAMPLES["fp8-compressed"]).settings)
+    if name == "fp8-weights":
+        group = {"weights": {"num_bits": 8, "type": "float"}, "input_activations": None}
+        settings["config_groups"] = {"group_0": group}
+    assert not rounds_activations({"quantization_config": settings})
+
+
+def test_codes_of_other_forms_are_expanded() -> None:
+    """As with fused projections of different formats."""
+    weights = [torch.randn(128, 256) / 16 for _ in range(2)]
+    parts, exact = [], []
+    for name, weight in zip(("fp8-channel", "nvfp4"), weights, strict=True):
+        stored, values = EXAMPLES[name].write(weight)
+        tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
+        view = dequantizing(TensorCheckpoint(tensors), settings_of(name))
+        parts.append(view.blocks("a.weight", codes=True))
+        exact.append(values)
+    layer = PackedOnGpu(DTYPE, DEVICE, rounds=True)
+    layer.prepare([{"weight": part} for part in parts if part is not None])
+    assert layer.matrix is None
+    x = torch.randn(3, 256).to(DTYPE)
+    assert off(layer.apply(x.to(DEVICE)), x.double() @ torch.cat(exact).T) < TOLERANCE
+
+
+@pytest.mark.parametrize("method", ["fp8", "w8a8"])
 @pytest.mark.parametrize("rows", [packed.FEW_LEFT + 1, 150])
-def test_activations_are_rounded_by_the_operation_before_the_product(rows: int) -> None:
+def test_activations_are_rounded_by_the_operation_before_the_product(rows: int, method: str) -> None:
     """The norm, with what it adds to the stream, and the gate; through the layers that call them."""
     size = 64
-    up = Linear("", DEVICE, [Part("gate", size, 48), Part("up", size, 48)], NONE, scheme(), gates=True)
-    down = Linear("", DEVICE, [Part("down", 48, size)], NONE, scheme())
+    up = Linear("", DEVICE, [Part("gate", size, 48), Part("up", size, 48)], NONE, scheme(method), gates=True)
+    down = Linear("", DEVICE, [Part("down", 48, size)], NONE, scheme(method))
     weights = [torch.randn(48, size) / 8, torch.randn(48, size) / 8, torch.randn(size, 48) / 7]
     up.place([weight.to(DEVICE, DTYPE) for weight in weights[:2]])
     down.place([weights[2].to(DEVICE, DTYPE)])
@@ -220,5 +310,5 @@ def test_activations_are_rounded_by_the_operation_before_the_product(rows: int) 
     assert isinstance(up.gated_after_norm(Stream(value.to(DEVICE)), norm, down), Tensor)
 
 
-def scheme() -> PackedOnGpu:
-    return PackedOnGpu(DTYPE, DEVICE, online=ONLINE["fp8"])
+def scheme(method: str) -> PackedOnGpu:
+    return PackedOnGpu(DTYPE, DEVICE, online=ONLINE[method])

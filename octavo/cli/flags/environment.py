@@ -11,9 +11,7 @@ PREFIX = "VLLM_"
 _OURS = "OCTAVO_"
 _OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP|SCTP)")
 """Variables that Kubernetes sets in every container near a service named octavo."""
-_READ_ELSEWHERE = frozenset(
-    {"OCTAVO_CACHE", "OCTAVO_DATA", "OCTAVO_INTEGER_KERNELS", "OCTAVO_KERNEL_CACHE", *FOLDER_VARIABLES}
-)
+_READ_ELSEWHERE = frozenset({"OCTAVO_CACHE", "OCTAVO_DATA", "OCTAVO_KERNEL_CACHE", *FOLDER_VARIABLES})
 
 
 def _gibibytes(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Products with a matrix of 8-bit floating-point numbers on a GPU.
+"""Products with a matrix of 8-bit numbers on a GPU: floating-point, or integers.
 
 Few rows are multiplied unrounded by the widened matrix. More rows are rounded to 8 bits, too, each with a scale of its
 own, and multiplied by units for such numbers, at twice the rate of 16 bits.
@@ -6,19 +6,24 @@ own, and multiplied by units for such numbers, at twice the rate of 16 bits.
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from octavo.nn.ops.triton_floats import (
     floats_row_kernel,
     floats_rows_kernel,
     gate_round_kernel,
     norm_round_kernel,
+    round_groups_kernel,
     round_kernel,
+    scale_sums_kernel,
 )
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_sum import sum_parts
@@ -26,14 +31,28 @@ from octavo.nn.rounded import Rounded
 from octavo.nn.stream import Summands
 
 DTYPE = torch.float8_e4m3fn
-LARGEST = 448.0
+LARGEST = {DTYPE: 448.0, torch.int8: 127.0}
+"""Dtype of rounded numbers -> the largest."""
+TILE = 128
+"""Outputs and inputs of a tile that has a scale."""
+log = logging.getLogger(__name__)
+
+_ROUNDED = 0.06
+"""Largest relative error of a trial with rows rounded to E4M3."""
+_MOST_ROWS = 64
+"""Of a tile of a product of unrounded rows."""
 _PROGRAMS = 400
 """Programs of a product that keep an H200 busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """A matrix [N, K]: codes [N, K] E4M3, times scales [N] float32."""
+    """A matrix [N, K].
+
+    Attributes:
+        codes: [N, K] E4M3, E5M2 or int8.
+        scales: factors in float32: [N], or of tiles, [ceil(N / 128), ceil(K / 128), rounded up to a multiple of 4].
+    """
 
     codes: Tensor
     scales: Tensor
@@ -46,13 +65,31 @@ class Floats:
     def inputs(self) -> int:
         return self.codes.shape[1]
 
+    @property
+    def tile(self) -> int:
+        """Outputs and inputs of a tile that has a scale; 0 if outputs have."""
+        return TILE if self.scales.dim() == 2 else 0
+
+    @property
+    def rounded_dtype(self) -> torch.dtype:
+        """The dtype to which rows are rounded before they are multiplied."""
+        return torch.int8 if self.codes.dtype == torch.int8 else DTYPE
+
+    def values(self) -> Tensor:
+        """Return the matrix's values [N, K] in float32."""
+        if not self.tile:
+            return self.codes.float() * self.scales[:, None]
+        scales = self.scales.repeat_interleave(TILE, 0)[: self.outputs].repeat_interleave(TILE, 1)[:, : self.inputs]
+        return self.codes.float() * scales
+
 
 class RowPlan(NamedTuple):
-    """Matrix rows of a program, columns of a pass, warps."""
+    """Matrix rows of a program, columns of a pass, warps; columns of each matrix row that are prefetched."""
 
     block_n: int
     block_k: int
     warps: int
+    ahead: int = 0
 
 
 class RowsPlan(NamedTuple):
@@ -66,11 +103,12 @@ class RowsPlan(NamedTuple):
     stages: int
 
 
-def rounded(weight: Tensor) -> Floats:
-    """Round a matrix [N, K] to E4M3, with a scale for each output."""
+def rounded(weight: Tensor, dtype: torch.dtype = DTYPE) -> Floats:
+    """Round a matrix [N, K] to E4M3 or int8, with a scale for each output."""
     largest = weight.abs().amax(1, keepdim=True).float().clamp_min(1e-12)
-    scales = largest / LARGEST
-    return Floats((weight.float() / scales).clamp(-LARGEST, LARGEST).to(DTYPE), scales.flatten())
+    scales = largest / LARGEST[dtype]
+    codes = (weight.float() / scales).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return Floats((codes if dtype.is_floating_point else codes.round()).to(dtype), scales.flatten())
 
 
 def row_product(
@@ -108,6 +146,8 @@ def row_product(
         GATED=gated,
         BIASED=bias is not None,
         ADDED=add_to is not None,
+        TILE=floats.tile,
+        AHEAD=plan.ahead,
         num_warps=plan.warps,
         **overlap(x.device),
     )
@@ -138,6 +178,7 @@ def rows_product(x: Tensor, floats: Floats, plan: RowsPlan, dtype: torch.dtype) 
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         PARTS_OF_K=plan.parts,
+        TILE=floats.tile,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **overlap(x.device),
@@ -145,31 +186,56 @@ def rows_product(x: Tensor, floats: Floats, plan: RowsPlan, dtype: torch.dtype) 
     return out
 
 
-def round_rows(x: Tensor) -> Rounded:
+def round_rows(x: Tensor, dtype: torch.dtype = DTYPE) -> Rounded:
     """Return x [M, K], contiguous, rounded to nearest."""
-    made = _empty(x.shape[0], x.shape[1], x.device)
+    made = _empty(x.shape[0], x.shape[1], x.device, dtype)
     if x.shape[0]:
         codes = made.codes.view(torch.uint8)
-        round_kernel[(x.shape[0],)](x, codes, made.scales, **_by_rows(x.shape[1], x.device))
+        round_kernel[(x.shape[0],)](x, codes, made.scales, **_by_rows(x.shape[1], x.device, dtype))
     return made
 
 
-def round_gated(gate_up: Tensor) -> Rounded:
+def round_groups(x: Tensor) -> Rounded:
+    """Return x [M, K], contiguous, rounded to nearest with scales [M, ceil(K / 128)], whose columns are contiguous.
+
+    M is rounded up to a multiple of 4, as the library requires; further rows have no values.
+    """
+    (rows, size), padded = x.shape, _multiple(x.shape[0])
+    codes = torch.empty(padded, size, dtype=DTYPE, device=x.device)
+    scales = torch.empty(triton.cdiv(size, TILE), padded, dtype=torch.float32, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(max(size, TILE))
+        round_groups_kernel[(rows,)](
+            x,
+            codes.view(torch.uint8),
+            scales,
+            padded,
+            SIZE=size,
+            BLOCK=block,
+            GROUP=TILE,
+            num_warps=max(1, min(16, block // 512)),
+            **overlap(x.device),
+        )
+    return Rounded(codes, scales.t())
+
+
+def round_gated(gate_up: Tensor, dtype: torch.dtype = DTYPE) -> Rounded:
     """Return silu(first half) * second half of gate_up [M, 2 * K], contiguous, rounded to nearest."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    made = _empty(rows, size, gate_up.device)
+    made = _empty(rows, size, gate_up.device, dtype)
     if rows:
         codes = made.codes.view(torch.uint8)
-        gate_round_kernel[(rows,)](gate_up, codes, made.scales, **_by_rows(size, gate_up.device))
+        gate_round_kernel[(rows,)](gate_up, codes, made.scales, **_by_rows(size, gate_up.device, dtype))
     return made
 
 
 class RoundedNorm:
     """A root-mean-square norm whose results are rounded, with the methods of `nn/norm.py` that a stream calls."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype = DTYPE) -> None:
         self._weight = weight
         self._eps = eps
+        self._dtype = dtype
 
     def __call__(self, x: Tensor) -> Rounded:
         return self._launch(x, x, x, parts=0)
@@ -187,35 +253,106 @@ class RoundedNorm:
 
     def _launch(self, x: Tensor, residual: Tensor, total: Tensor, *, parts: int) -> Rounded:
         rows, size = total.shape
-        made = _empty(rows, size, total.device)
+        made = _empty(rows, size, total.device, self._dtype)
         if rows:
-            codes, form = made.codes.view(torch.uint8), _by_rows(size, total.device)
+            codes, form = made.codes.view(torch.uint8), _by_rows(size, total.device, self._dtype)
             norm_round_kernel[(rows,)](
                 x, residual, total, self._weight, codes, made.scales, self._eps, PARTS=parts, **form
             )
         return made
 
 
-def _empty(rows: int, size: int, device: torch.device) -> Rounded:
+def _empty(rows: int, size: int, device: torch.device, dtype: torch.dtype) -> Rounded:
     scales = torch.empty(rows, 1, dtype=torch.float32, device=device)
-    return Rounded(torch.empty(rows, size, dtype=DTYPE, device=device), scales)
+    return Rounded(torch.empty(rows, size, dtype=dtype, device=device), scales)
 
 
-def _by_rows(size: int, device: torch.device) -> dict[str, Any]:
+def _by_rows(size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return the launch options of a kernel with a program for each row."""
     block = triton.next_power_of_2(size)
-    return {"SIZE": size, "BLOCK": block, "num_warps": max(1, min(16, block // 512)), **overlap(device)}
+    form = {"SIZE": size, "BLOCK": block, "INTEGERS": dtype == torch.int8}
+    return {**form, "num_warps": max(1, min(16, block // 512)), **overlap(device)}
 
 
 def rounded_product(x: Rounded, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x [M, K] @ W^T + bias, multiplied in 8 bits: [M, N]."""
+    """Return x [M, K] @ W^T + bias, multiplied in 8 bits: [M, N]. Rows of integers are more than 16."""
     codes, scales = x.codes, x.scales
+    if codes.dtype == torch.int8:
+        return _scaled_sums(torch._int_mm(codes, floats.codes.t()), scales, floats, bias, dtype)
     if not codes.is_cuda:
-        y = (codes.float() * scales) @ (floats.codes.float() * floats.scales[:, None]).T
+        y = (codes.float() * scales) @ floats.values().T
         return (y if bias is None else y + bias).to(dtype)
     wanted = torch.bfloat16 if dtype == torch.float32 else dtype
     y = torch._scaled_mm(codes, floats.codes.t(), scales, floats.scales[None, :], out_dtype=wanted, use_fast_accum=True)
     return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+def tiled_product(x: Tensor, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x [M, K], contiguous, @ W^T + bias: [M, N]; the rows are rounded with a scale for each 128 inputs."""
+    rows, groups = x.shape[0], triton.cdiv(floats.inputs, TILE)
+    made = round_groups(x)
+    if not x.is_cuda:
+        wide = made.codes.float() * made.scales.repeat_interleave(TILE, 1)[:, : floats.inputs]
+        y = (wide @ floats.values().T)[:rows]
+        return (y if bias is None else y + bias).to(dtype)
+    y = scaled_mm(
+        made.codes,
+        floats.codes.t(),
+        made.scales,
+        ScalingType.BlockWise1x128,
+        floats.scales[:, :groups].t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16 if dtype == torch.float32 else dtype,
+    )[:rows]
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+def _multiple(count: int) -> int:
+    """Return a count rounded up to a multiple of 4, as the library requires of scales."""
+    return -(-count // 4) * 4
+
+
+def _scaled_sums(sums: Tensor, scales: Tensor, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return sums [M, N], int32, times the scales of rows [M, 1] and outputs, plus bias."""
+    rows, outputs = sums.shape
+    out = torch.empty(rows, outputs, dtype=dtype, device=sums.device)
+    block_m, block_n = (4, 1024) if sums.is_cuda else (64, 256)
+    scale_sums_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, block_m))](
+        sums,
+        scales,
+        floats.scales,
+        scales if bias is None else bias,
+        out,
+        rows,
+        N=outputs,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BIASED=bias is not None,
+        num_warps=4,
+        **overlap(sums.device),
+    )
+    return out
+
+
+@functools.cache
+def multiplies_tiles(device: torch.device) -> bool:
+    """Return whether the library multiplies matrices with scales of tiles, and computes a trial right."""
+    if device.type != "cuda":
+        return True
+    random = torch.Generator(device).manual_seed(0)
+    x = torch.randn(21, 5 * TILE, generator=random, device=device, dtype=torch.bfloat16)
+    codes = torch.randn(3 * TILE, 5 * TILE, generator=random, device=device).to(DTYPE)
+    matrix = Floats(codes, torch.rand(3, _multiple(5), generator=random, device=device) + 0.1)
+    expected = x.float() @ matrix.values().T
+    try:
+        made = tiled_product(x, matrix, None, torch.bfloat16).float()
+        deviation = float((made - expected).norm() / expected.norm())
+    except (RuntimeError, ValueError, TypeError) as error:
+        log.warning("FP8 weights with scales of tiles are multiplied without rounding rows: %s", error)
+        return False
+    if not deviation < _ROUNDED:
+        log.warning("FP8 weights with scales of tiles are multiplied without rounding rows: deviation %.2g", deviation)
+    return deviation < _ROUNDED
 
 
 def row_plan(inputs: int, device: torch.device) -> RowPlan:
@@ -229,7 +366,9 @@ def rows_plan(floats: Floats, rows: int, device: torch.device) -> RowsPlan:
     """Return how programs divide the product of several rows, as measured on an H200."""
     if device.type != "cuda":
         return RowsPlan(16 if rows <= 16 else 64, 128, 128, 2 if floats.inputs > 128 else 1, 1, 1)
-    block_m = max(16, triton.next_power_of_2(rows))
+    block_m = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     block_n, block_k, most = (32, 256, 2) if block_m == 16 else (64, 128, 4)
-    wanted = min(most, _PROGRAMS // triton.cdiv(floats.outputs, block_n))
-    return RowsPlan(block_m, block_n, block_k, 1 << max(0, wanted.bit_length() - 1), 4, 3 if block_m == 16 else 5)
+    programs = triton.cdiv(floats.outputs, block_n) * triton.cdiv(rows, block_m)
+    wanted = min(most, _PROGRAMS // programs)
+    form = (floats.tile or block_k, 1 << max(0, wanted.bit_length() - 1))
+    return RowsPlan(block_m, block_n, *form, 4, 3 if block_m == 16 else 5)

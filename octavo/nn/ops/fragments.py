@@ -8,8 +8,6 @@ wait for the widening; here it runs while the previous values are multiplied.
 from __future__ import annotations
 
 import functools
-import logging
-import os
 from ctypes import c_float, c_int
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,27 +17,19 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.core.errors import ConfigError
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.norm import rms_norm
 from octavo.nn.ops.nvrtc import Kernel, address
 from octavo.nn.ops.triton_sum import sum_parts
 
-log = logging.getLogger(__name__)
-
 OUTPUTS = 64
 """Outputs of a warp group's tile, and inputs of a step; both divide the matrix."""
-KERNELS = "OCTAVO_INTEGER_KERNELS"
-"""Environment variable: "triton", the default, or "cuda" for the kernels of this file."""
-_BLOCK_OUTPUTS = 2 * OUTPUTS
 _STRIP = 16
 """Outputs of a block that multiplies one row."""
-_THREADS = 256
 _ALIGNMENT = 1024
 """Of tiles in shared memory."""
 _FEW_ROWS = 64
-_LIMIT = 0.02
-"""Largest relative error of the trial."""
+_SMALL_GROUP = 16
 _MOST_PARTS = 8
 _MOST_INPUTS = 20480
 _FEW_STRIPS = 264
@@ -49,6 +39,7 @@ _TILES = {
     8: {16: (4, 16, 2), 32: (2, 8, 2), 64: (2, 8, 2), 128: (4, 8, 1), 192: (2, 6, 1), 256: (2, 6, 1)},
 }
 """Bits -> rows of a tile -> depth, stages, blocks; see `RowsPlan`."""
+_WARPS = 8
 _LARGE = 3
 """Tiles for more rows than one has."""
 
@@ -58,13 +49,14 @@ class Fragments:
     """A matrix [N, K] of integers: value = scale * (integer - 2 ** (bits - 1)) + minimum.
 
     Attributes:
-        codes: [N / 64, K / 64, bits / 4, 128, 4] int32: 16 bytes for each thread; see `quant/fragments.py`.
+        codes: [N / 64, K / 64, bits / 4, 128, 4] int32: 16 bytes for each thread; see `quant/fragments.py`. Integers of
+            8 bits are stored less 128.
         scales: [N / 64, G, 4, 8, 2] float16, for groups of `group` inputs: of outputs 16 a + b and 16 a + b + 8.
         minima: likewise, or None if all are 0.
         order: [K] int32: input of the layer that the matrix's column multiplies; None if they are in order.
         outputs, inputs: N and K.
         bits: 4 or 8.
-        group: 32, a multiple of 64, or all inputs.
+        group: 16, 32, a multiple of 64, or all inputs.
     """
 
     codes: Tensor
@@ -90,6 +82,7 @@ class RowsPlan(NamedTuple):
         stages: steps whose rows are in shared memory.
         blocks: of a multiprocessor.
         parts: blocks that share an output's inputs.
+        warps: of a block; every four have 64 outputs.
     """
 
     rows: int
@@ -97,6 +90,12 @@ class RowsPlan(NamedTuple):
     stages: int
     blocks: int
     parts: int
+    warps: int = _WARPS
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a block."""
+        return self.warps // 4 * OUTPUTS
 
 
 class RowForm(NamedTuple):
@@ -113,43 +112,7 @@ class RowForm(NamedTuple):
 def fits(outputs: int, inputs: int, group: int) -> bool:
     """Return whether a matrix can be stored so."""
     divided = outputs % OUTPUTS == 0 and inputs % OUTPUTS == 0
-    return divided and (group == inputs or group % OUTPUTS == 0 or group == 32)
-
-
-@functools.cache
-def usable(device: torch.device) -> bool:
-    """Return whether these kernels are chosen, run on a device and compute a trial right; log why they don't.
-
-    Raises:
-        ConfigError: the environment variable has another value.
-    """
-    chosen = os.environ.get(KERNELS) or "triton"
-    if chosen not in ("triton", "cuda"):
-        raise ConfigError(f"{KERNELS}={chosen} must be triton or cuda.")
-    if chosen == "triton" or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        deviation = _deviation(device)
-    except (nvrtc.CudaError, RuntimeError, OSError) as error:
-        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: %s", error)
-        return False
-    if not deviation < _LIMIT:
-        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: a trial deviates by %.2g", deviation)
-    return deviation < _LIMIT
-
-
-def _deviation(device: torch.device) -> float:
-    """Return the relative error of a product of one and of several rows, with a matrix whose integers are all 11."""
-    outputs, inputs = 2 * OUTPUTS, 4 * OUTPUTS
-    codes = torch.full(
-        (outputs // OUTPUTS, inputs // OUTPUTS, 1, 128, 4), -0x44444445, dtype=torch.int32, device=device
-    )
-    scales = torch.full((outputs // OUTPUTS, 2, 4, 8, 2), 0.25, dtype=torch.float16, device=device)
-    matrix = Fragments(codes, scales, None, None, outputs, inputs, 4, 2 * OUTPUTS)
-    x = torch.ones(3, inputs, dtype=torch.bfloat16, device=device)
-    expected = 3 * 0.25 * inputs
-    made = [product(x, matrix, None, torch.float32), row_product(x[:1], matrix, dtype=torch.float32, narrow=x.dtype)]
-    return max(float((one - expected).abs().max()) / expected for one in made)
+    return divided and (group == inputs or group % OUTPUTS == 0 or group in (_SMALL_GROUP, 32))
 
 
 def product(x: Tensor, matrix: Fragments, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -174,7 +137,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
     """
     rows, outputs = x.shape[0], matrix.outputs
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(outputs, _BLOCK_OUTPUTS), plan.parts, triton.cdiv(rows, plan.rows))
+    grid = (triton.cdiv(outputs, plan.outputs), plan.parts, triton.cdiv(rows, plan.rows))
     _rows_kernel(plan._replace(parts=1), *_form(matrix), x.dtype).launch(
         grid,
         [
@@ -242,7 +205,7 @@ def rows_plan(matrix: Fragments, rows: int) -> RowsPlan:
     several."""
     tile = tile_rows(rows)
     depth, stages, blocks = _TILES[matrix.bits][tile]
-    tiles = triton.cdiv(matrix.outputs, _BLOCK_OUTPUTS) * triton.cdiv(rows, tile)
+    tiles = triton.cdiv(matrix.outputs, _WARPS // 4 * OUTPUTS) * triton.cdiv(rows, tile)
     wanted = min(_MOST_PARTS, _multiprocessors(matrix.codes.device) * blocks // tiles, matrix.inputs // (4 * OUTPUTS))
     return RowsPlan(tile, depth, stages, blocks, 1 << max(0, wanted.bit_length() - 1))
 
@@ -252,9 +215,11 @@ def fuses(matrix: Fragments) -> bool:
     return matrix.order is None and matrix.inputs <= _MOST_INPUTS
 
 
-def compile_ahead(matrix: Fragments, dtype: torch.dtype) -> None:
-    """Compile the kernels for a matrix's products of several rows in the background."""
+def compile_ahead(matrix: Fragments, dtype: torch.dtype, only: int | None = None) -> None:
+    """Compile the kernels for a matrix's products of several rows in the background: all, or that of one tile."""
     for tile, (depth, stages, blocks) in _TILES[matrix.bits].items():
+        if only not in (None, tile):
+            continue
         plan = RowsPlan(tile, depth, stages, blocks, 1)
         nvrtc.compile_ahead(*_rows_source(plan, *_form(matrix), dtype))
 
@@ -285,11 +250,12 @@ def _macros(bits: int, group: int, minima: bool, dtype: torch.dtype) -> dict[str
 @functools.cache
 def _rows_kernel(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> Kernel:
     shared = plan.stages * plan.rows * 2 * OUTPUTS + _ALIGNMENT
-    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype), _THREADS, shared)
+    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype), 32 * plan.warps, shared)
 
 
 def _rows_source(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
-    sizes = {"ROWS": plan.rows, "DEPTH": plan.depth, "STAGES": plan.stages, "BLOCKS": plan.blocks}
+    depth = 2 if group == _SMALL_GROUP else plan.depth  # there are enough registers for their scales then
+    sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks, "WARPS": plan.warps}
     source = _source("integers.cuh") + _multiply(plan.rows, dtype) + _source("rows.cu")
     return source, {**_macros(bits, group, minima, dtype), **sizes}
 

@@ -55,9 +55,11 @@ def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: tor
         return torch.empty(0, matrix.outputs, dtype=dtype, device=x.device)
     if isinstance(matrix, Floats):
         x = x.contiguous()
-        if rows <= FEW_FLOATS:
+        if rows <= FEW_FLOATS or (matrix.tile and not floats.multiplies_tiles(x.device)):
             return floats.product(x, matrix, bias, dtype)
-        return floats.rounded_product(floats.round_rows(x), matrix, bias, dtype)
+        if matrix.tile:
+            return floats.tiled_product(x, matrix, bias, dtype)
+        return floats.rounded_product(floats.round_rows(x, matrix.rounded_dtype), matrix, bias, dtype)
     x = in_order(x, matrix)
     if isinstance(matrix, Fragments):
         return fragments.product(x, matrix, bias, dtype)

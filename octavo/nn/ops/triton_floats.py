@@ -1,6 +1,7 @@
-"""Products with a matrix of 8-bit floating-point numbers on a GPU, widened in registers; launched by `floats.py`.
+"""Products with a matrix of 8-bit numbers on a GPU, widened in registers; launched by `floats.py`.
 
-The matrix [N, K] has a scale for each output.
+The matrix [N, K] has a scale for each output, or, with TILE above 0, for each tile of TILE outputs and inputs; the
+tiles' scales are in rows whose length is a multiple of 4.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 
 from octavo.nn.attention.triton_fp8 import narrow
+from octavo.nn.ops.triton_gemv import ask_for
 from octavo.nn.ops.triton_overlap import follow
 
 
@@ -30,9 +32,14 @@ def floats_row_kernel(
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Multiply one row by some rows of the matrix; the partners of GATED rows are N rows below."""
+    """Multiply one row by some rows of the matrix, all of one TILE; the partners of GATED rows are N rows below.
+
+    AHEAD numbers of each matrix row are prefetched before the wait.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_valid = n < N
     own = tl.minimum(n, N - 1)
@@ -42,6 +49,14 @@ def floats_row_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     gated = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([BLOCK_K], tl.float32)
+    if TILE > 0:
+        tile_scales = scales + tl.program_id(0) * BLOCK_N // TILE * ((K + 4 * TILE - 1) // (4 * TILE) * 4)
+        partner_scales = tile_scales + N // TILE * ((K + 4 * TILE - 1) // (4 * TILE) * 4)
+    if OVERLAPS and AHEAD > 0:
+        line = tl.arange(0, AHEAD // 128) * 128
+        ask_for(start + line[None, :])
+        if GATED:
+            ask_for(partner + line[None, :])
     follow(OVERLAPS)
     for first in range(0, K, BLOCK_K):
         at = first + k
@@ -61,12 +76,21 @@ def floats_row_kernel(
             if NORMED:
                 square += value * value
                 value = value * tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
-        acc += w.to(tl.float32) * value[None, :]
-        if GATED:
+        if TILE > 0:
+            if GATED:
+                scaled = value * tl.load(partner_scales + at // TILE, mask=at < K, other=0.0)
+                gated += up.to(tl.float32) * scaled[None, :]
+            value = value * tl.load(tile_scales + at // TILE, mask=at < K, other=0.0)
+        elif GATED:
             gated += up.to(tl.float32) * value[None, :]
-    total = tl.sum(acc, 1) * tl.load(scales + own)
+        acc += w.to(tl.float32) * value[None, :]
+    total = tl.sum(acc, 1)
     if GATED:
-        partners = tl.sum(gated, 1) * tl.load(scales + own + N)
+        partners = tl.sum(gated, 1)
+    if TILE == 0:
+        total = total * tl.load(scales + own)
+        if GATED:
+            partners = partners * tl.load(scales + own + N)
     if NORMED:
         inverse = tl.rsqrt(tl.sum(square, 0) / K + eps)
         total = total * inverse
@@ -94,10 +118,14 @@ def floats_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS_OF_K: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply rows, unrounded, by some rows of the matrix, the left operand of the matrix units. Each of PARTS_OF_K
-    programs takes a part of the inputs and stores its product in its own part of `out` [PARTS_OF_K, M, N]."""
+    programs takes a part of the inputs and stores its product in its own part of `out` [PARTS_OF_K, M, N].
+
+    A TILE above 0 is BLOCK_K and a multiple of BLOCK_N.
+    """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (STEPS + PARTS_OF_K - 1) // PARTS_OF_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -118,27 +146,69 @@ def floats_rows_kernel(
         else:
             w = tl.load(start + at[None, :], mask=(at < K)[None, :], other=0.0)
             value = tl.load(row + at[:, None], mask=m_valid & (at < K)[:, None], other=0.0)
-        acc = tl.dot(w.to(tl.float32).to(value.dtype), value, acc, input_precision="ieee")
-    acc *= tl.load(scales + own)[:, None]
+        if TILE > 0:
+            scale = tl.load(scales + tl.program_id(0) * BLOCK_N // TILE * ((STEPS + 3) // 4 * 4) + step)
+            acc += tl.dot(w.to(tl.float32).to(value.dtype), value, input_precision="ieee") * scale
+        else:
+            acc = tl.dot(w.to(tl.float32).to(value.dtype), value, acc, input_precision="ieee")
+    if TILE == 0:
+        acc *= tl.load(scales + own)[:, None]
     valid = (n < N)[:, None] & m_valid
     place = out + (tl.program_id(1).to(tl.int64) * M + m.to(tl.int64)[None, :]) * N + n[:, None]
     tl.store(place, acc.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def round_kernel(x, out, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Round each row [SIZE] of x to E4M3, divided by a scale by which its largest magnitude becomes the format's."""
+def _nearest(value, scale, INTEGERS: tl.constexpr):
+    """Return the bits of value / scale, rounded to nearest: of E4M3, or of 8-bit INTEGERS."""
+    quotient = value * (1.0 / scale)
+    if INTEGERS:
+        # Adding 1.5 * 2 ** 23 leaves no bits for fractions.
+        return (quotient + 12582912.0 - 12582912.0).to(tl.int8).to(tl.uint8, bitcast=True)
+    return narrow(quotient, 1)
+
+
+@triton.jit
+def _scale_of(value, INTEGERS: tl.constexpr):
+    """Return the scale by which the largest magnitude along the last axis becomes the format's."""
+    largest = tl.maximum(tl.max(tl.abs(value), len(value.shape) - 1), 1e-12)
+    return largest * (1.0 / 127.0) if INTEGERS else largest * (1.0 / 448.0)
+
+
+@triton.jit
+def round_kernel(
+    x, out, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, INTEGERS: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """Round each row [SIZE] of x, divided by a scale of its own, to E4M3 or INTEGERS."""
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     value = tl.load(x + row + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) * (1.0 / 448.0)
+    scale = _scale_of(value, INTEGERS)
     tl.store(scales + tl.program_id(0), scale)
-    tl.store(out + row + i, narrow(value * (1.0 / scale), 1), mask=i < SIZE)
+    tl.store(out + row + i, _nearest(value, scale, INTEGERS), mask=i < SIZE)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def round_groups_kernel(
+    x, out, scales, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """Round each GROUP of a row [SIZE] of x to E4M3 with a scale of its own; scales [groups, stride]."""
+    follow(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    group = tl.arange(0, BLOCK // GROUP)
+    i = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(x + row + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    scale = _scale_of(value, False)
+    place = scales + group.to(tl.int64) * stride + tl.program_id(0)
+    tl.store(place, scale, mask=group * GROUP < SIZE)
+    tl.store(out + row + i, _nearest(value, scale[:, None], False), mask=i < SIZE)
 
 
 @triton.jit
-def gate_round_kernel(gate_up, out, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def gate_round_kernel(
+    gate_up, out, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, INTEGERS: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Round silu(first half) * second half of each row [2 SIZE] as `round_kernel`."""
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -146,9 +216,9 @@ def gate_round_kernel(gate_up, out, scales, SIZE: tl.constexpr, BLOCK: tl.conste
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=i < SIZE, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     value = (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) * (1.0 / 448.0)
+    scale = _scale_of(value, INTEGERS)
     tl.store(scales + row, scale)
-    tl.store(out + row * SIZE + i, narrow(value * (1.0 / scale), 1), mask=i < SIZE)
+    tl.store(out + row * SIZE + i, _nearest(value, scale, INTEGERS), mask=i < SIZE)
 
 
 @triton.jit
@@ -162,6 +232,7 @@ def norm_round_kernel(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    INTEGERS: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -182,6 +253,33 @@ def norm_round_kernel(
     wide = stream.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     value = wide * inverse * tl.load(weight + i, mask=valid, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) * (1.0 / 448.0)
+    scale = _scale_of(value, INTEGERS)
     tl.store(scales + tl.program_id(0), scale)
-    tl.store(out + row + i, narrow(value * (1.0 / scale), 1), mask=valid)
+    tl.store(out + row + i, _nearest(value, scale, INTEGERS), mask=valid)
+
+
+@triton.jit(do_not_specialize=["M"])
+def scale_sums_kernel(
+    sums,
+    rows,
+    columns,
+    bias,
+    out,
+    M,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BIASED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Write sums [M, N], int32, times the scales of `rows` [M] and `columns` [N]."""
+    follow(OVERLAPS)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    valid = (m < M)[:, None] & (n < N)[None, :]
+    total = tl.load(sums + place, mask=valid, other=0).to(tl.float32)
+    total *= tl.load(rows + m, mask=m < M, other=0.0)[:, None] * tl.load(columns + n, mask=n < N, other=0.0)[None, :]
+    if BIASED:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=valid)

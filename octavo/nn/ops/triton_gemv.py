@@ -16,7 +16,7 @@ from octavo.nn.ops.triton_overlap import follow
 
 
 @triton.jit
-def _ask_for(pointers):
+def ask_for(pointers):
     """Prefetch the cache lines at these addresses, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -32,9 +32,9 @@ def _ask_for(pointers):
 def ask_for_row(weight, start, partner, n_valid, GATED: tl.constexpr, AHEAD: tl.constexpr):
     """Prefetch AHEAD elements of matrix rows at `start`, and of their partners."""
     line = tl.arange(0, AHEAD // 64) * 64
-    _ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
+    ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
     if GATED:
-        _ask_for(tl.where(n_valid[:, None], partner, weight) + line[None, :])
+        ask_for(tl.where(n_valid[:, None], partner, weight) + line[None, :])
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def rows_kernel(
     start = weight + n.to(tl.int64)[:, None] * K
     if OVERLAPS and AHEAD > 0:
         line = tl.arange(0, AHEAD // 64) * 64
-        _ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
+        ask_for(tl.where(n_valid[:, None], start, weight) + line[None, :])
     follow(OVERLAPS)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first in range(0, K, BLOCK_K):

@@ -8,20 +8,29 @@ The matrix units take a left operand of 16 x 16 values from the 32 threads of a 
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from octavo.nn.ops import fragments
+from octavo.nn.ops import fragments, nvrtc
 from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.words import Words
+from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.words import largest_group, minima_of, pack_words
 from octavo.nn.weights import QuantizedBlocks
+
+log = logging.getLogger(__name__)
 
 _BLOCK = 32
 _STEP = 64
 _MULTIPLES = 6
+_MIDDLE = 128
+_LIMIT = 0.02
+"""Largest relative error of the trial."""
+_TRIED_ROWS = (1, 3, 150)
 
 
 def pack_integers(
@@ -33,7 +42,7 @@ def pack_integers(
         dtype: of the activations.
         group: inputs that share scale and minimum; None to find out.
     """
-    if dtype.itemsize == 2 and fragments.usable(device):
+    if dtype.itemsize == 2 and usable(device):
         outputs, inputs = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
         size = group or min(largest_group(part, _sizes(inputs)) for part in parts)
         if fragments.fits(outputs, inputs, size):
@@ -41,10 +50,60 @@ def pack_integers(
     return pack_words(parts, device, group)
 
 
+@functools.cache
+def usable(device: torch.device) -> bool:
+    """Return whether the CUDA kernels run on a device and compute a trial right; log why they don't."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        deviation = _deviation(device)
+    except (nvrtc.CudaError, RuntimeError, OSError) as error:
+        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: %s", error)
+        return False
+    if not deviation < _LIMIT:
+        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: a trial deviates by %.2g", deviation)
+    return deviation < _LIMIT
+
+
+def _deviation(device: torch.device) -> float:
+    """Return the largest relative error of products of some numbers of rows with random matrices, compared with float32
+    on the CPU."""
+    dtype, random = torch.bfloat16, torch.Generator().manual_seed(0)
+    trials = [_trial(bits, random) for bits in (4, 8)]
+    matrices = [pack_fragments([blocks], device, group) for blocks, group in trials]
+    form = fragments.RowForm(gated=False, normed=False, biased=False, added=False, x_float=False, out_float=True)
+    for matrix in matrices:
+        fragments.compile_row_ahead(matrix, dtype, form)
+        for rows in _TRIED_ROWS[1:]:
+            fragments.compile_ahead(matrix, dtype, only=fragments.tile_rows(rows))
+    deviations = []
+    for (blocks, _), matrix in zip(trials, matrices, strict=True):
+        values = dequantized(blocks, torch.float32)
+        for rows in _TRIED_ROWS:
+            x = torch.randn(rows, matrix.inputs, generator=random).to(dtype)
+            if rows == 1:
+                made = fragments.row_product(x.to(device), matrix, dtype=torch.float32, narrow=dtype)
+            else:
+                made = fragments.product(x.to(device), matrix, None, torch.float32)
+            expected = x.float() @ values.T
+            deviations.append(float((made.cpu() - expected).norm() / expected.norm()))
+    return max(deviations)
+
+
+def _trial(bits: int, random: torch.Generator) -> tuple[QuantizedBlocks, int]:
+    """Return a random matrix and its groups' size: 4 bits with minima in groups, 8 bits with a scale per output."""
+    outputs, inputs = 3 * _STEP, 6 * _STEP
+    values = torch.randint(0, 1 << bits, (outputs, inputs), generator=random, dtype=torch.uint8)
+    group = 2 * _STEP if bits == 4 else inputs
+    scales = torch.rand(outputs, inputs // group, generator=random).half().repeat_interleave(group // _BLOCK, 1)
+    minima = (0.5 - scales) if bits == 4 else None
+    return QuantizedBlocks(values, scales, minima, 1 << (bits - 1), bits), group
+
+
 def pack_fragments(parts: Sequence[QuantizedBlocks], device: torch.device, group: int) -> Fragments:
     """Return the parts as one matrix on a device, whose sizes and groups `fragments.fits` accepts."""
     bits, inputs = parts[0].bits, parts[0].values.shape[1]
-    every = group // _BLOCK
+    every = group * parts[0].scales.shape[1] // inputs
     codes = _codes(torch.cat([part.values.to(device) for part in parts]), bits)
     scales = _by_thread(torch.cat([part.scales[:, ::every].to(device) for part in parts]))
     minima = None
@@ -65,12 +124,13 @@ def unpack_fragments(matrix: Fragments) -> Tensor:
 
 def _sizes(inputs: int) -> list[int]:
     """Return the numbers of inputs that may share a scale, from the largest on."""
-    return [inputs, *(_STEP << i for i in range(_MULTIPLES, -1, -1)), _BLOCK]
+    return [inputs, *(_STEP << i for i in range(_MULTIPLES, -1, -1)), _BLOCK, _BLOCK // 2]
 
 
 def _codes(values: Tensor, bits: int) -> Tensor:
     """Convert integers [N, K] uint8 to codes; see `Fragments`."""
     outputs, inputs = values.shape
+    values = values ^ _MIDDLE if bits == 8 else values
     # Strip of 64 outputs, warp, upper 8 outputs, a; step, operand of the step, upper 8 inputs, b, second of a pair.
     by_thread = values.view(outputs // _STEP, 4, 2, 8, inputs // _STEP, 4, 2, 4, 2)
     if bits == 4:
@@ -94,7 +154,8 @@ def _integers(matrix: Fragments) -> Tensor:
         by_thread = fields.view(strips, steps, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
     else:
         by_thread = fields.view(strips, steps, 2, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 9, 4, 1, 2, 6, 7, 5, 8)
-    return by_thread.reshape(matrix.outputs, matrix.inputs)
+    integers = by_thread.reshape(matrix.outputs, matrix.inputs)
+    return integers ^ _MIDDLE if matrix.bits == 8 else integers
 
 
 def _by_thread(scales: Tensor) -> Tensor:

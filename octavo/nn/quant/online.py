@@ -36,8 +36,8 @@ class Online:
         return all(size % self.multiple == 0 for size in weight.shape)
 
 
-def _floats(weights: Sequence[Tensor]) -> Floats:
-    parts = [floats.rounded(weight) for weight in weights]
+def _floats(dtype: torch.dtype, weights: Sequence[Tensor]) -> Floats:
+    parts = [floats.rounded(weight, dtype) for weight in weights]
     return Floats(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
 
 
@@ -60,7 +60,8 @@ def _rounded(weight: Tensor, bits: int, group: int) -> QuantizedBlocks:
 
 
 ONLINE: dict[str, Online] = {
-    "fp8": Online(_floats, 16),
+    "fp8": Online(lambda weights: _floats(floats.DTYPE, weights), 16),
+    "w8a8": Online(lambda weights: _floats(torch.int8, weights), 16),
     "w8a16": Online(lambda weights: _integers(8, None, weights), _BLOCK),
     "w4a16": Online(lambda weights: _integers(4, _GROUP, weights), _BLOCK),
 }

@@ -20,6 +20,7 @@ from octavo.nn.ops.words import Words
 from octavo.nn.quant.base import Part, Scheme
 from octavo.nn.quant.blocks import alike, dequantized, same_order
 from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.fragments import pack_integers
 from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.quant.online import Online
@@ -42,14 +43,22 @@ class PackedOnGpu(OnGpu):
     takes_blocks = True
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, keep: Keep = fused, *, online: Online | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep: Keep = fused,
+        *,
+        online: Online | None = None,
+        rounds: bool = False,
     ) -> None:
         """
         Args:
             online: how to quantize a plain matrix; None for not at all.
+            rounds: the checkpoint's activations are rounded to 8 bits, too.
         """
         super().__init__(dtype, device, keep)
         self._online = online
+        self._rounds = self.takes_codes = rounds
         self.matrix: packed.Matrix | None = None
         self.codes: Tensor | None = None
         self.scales: Tensor | None = None
@@ -60,8 +69,9 @@ class PackedOnGpu(OnGpu):
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
         matched = alike(blocks) if len(blocks) == len(weights) and same_order(blocks) else None
-        if matched is not None:
-            self._take(pack_integers(matched, self.device, self.dtype))
+        packed_blocks = None if matched is None else self._packed(matched)
+        if packed_blocks is not None:
+            self._take(packed_blocks)
         elif self._online is not None and not blocks and self._online.fits(plain(weights[0])):
             self._take(self._online.pack([plain(weight) for weight in weights]))
         else:
@@ -73,6 +83,13 @@ class PackedOnGpu(OnGpu):
             return
         if "bias" in parts[0]:
             self.bias = torch.cat([plain(part["bias"]) for part in parts])
+
+    def _packed(self, parts: list[QuantizedBlocks]) -> packed.Matrix | None:
+        """Return parts of one form as one matrix; None if no kernel multiplies with it."""
+        made = pack_floats(parts, self.device) if self._rounds else None
+        if made is not None or parts[0].book is not None:
+            return made
+        return pack_integers(parts, self.device, self.dtype)
 
     def share(self, weight: Stored) -> None:
         super().share(dequantized(weight, self.dtype) if isinstance(weight, QuantizedBlocks) else weight)
@@ -106,7 +123,8 @@ class PackedOnGpu(OnGpu):
         if self.matrix is None:
             return None
         if isinstance(self.matrix, Floats):
-            return "8-bit floats"
+            form = "8-bit integers" if self.matrix.codes.dtype == torch.int8 else "8-bit floats"
+            return f"{form} in tiles" if self.matrix.tile else form
         minima, order = " with minima" if self.minima is not None else "", ", inputs reordered"
         return f"{self.matrix.bits}-bit integers{minima}{'' if self.order is None else order}"
 
@@ -125,13 +143,15 @@ class PackedOnGpu(OnGpu):
         return OnGpu(self.dtype, self.device, self._keep).experts(form)
 
     def takes_rounded(self, rows: int) -> bool:
-        return isinstance(self.matrix, Floats) and rows > packed.FEW_LEFT
+        return isinstance(self.matrix, Floats) and not self.matrix.tile and rows > packed.FEW_LEFT
 
     def round_norm(self, weight: Tensor, eps: float) -> StreamNorm[Rounded]:
-        return floats.RoundedNorm(weight, eps)
+        assert isinstance(self.matrix, Floats)
+        return floats.RoundedNorm(weight, eps, self.matrix.rounded_dtype)
 
     def round_gated(self, gate_up: Tensor) -> Rounded:
-        return floats.round_gated(gate_up)
+        assert isinstance(self.matrix, Floats)
+        return floats.round_gated(gate_up, self.matrix.rounded_dtype)
 
     def multiply_rounded(self, x: Rounded, dtype: torch.dtype | None = None) -> Tensor:
         assert self.matrix is not None
@@ -226,7 +246,7 @@ class PackedOnGpu(OnGpu):
             elif isinstance(layer.matrix, Words) and rows > packed.FEW_WORDS:
                 packed.widened(layer.matrix, x)
             elif isinstance(layer.matrix, Floats) and rows > packed.FEW_FLOATS:
-                self._launch_rounding(x, stream, outputs, gates=gates, added=added)
+                self._launch_rounding(layer.matrix, x, stream, outputs, gates=gates, added=added)
             elif added and residual == self.dtype:
                 packed.parts(x, layer.matrix)
             else:
@@ -245,17 +265,22 @@ class PackedOnGpu(OnGpu):
         )
         fragments.compile_row_ahead(matrix, self.dtype, fused)
 
-    def _launch_rounding(self, x: Tensor, stream: Tensor, outputs: int, *, gates: bool, added: bool) -> None:
+    def _launch_rounding(
+        self, matrix: Floats, x: Tensor, stream: Tensor, outputs: int, *, gates: bool, added: bool
+    ) -> None:
         """Launch the kernels that round rows before and after a layer."""
+        dtype = matrix.rounded_dtype
+        if dtype == torch.int8:
+            packed.product(floats.round_rows(x, dtype), matrix, None, self.dtype)
         if added:
-            floats.round_rows(x)
+            floats.round_rows(x, dtype)
             return
-        norm = floats.RoundedNorm(x[0], 1e-5)
+        norm = floats.RoundedNorm(x[0], 1e-5, dtype)
         start = x.to(stream.dtype)
         norm(start)
         norm.add(x.clone(), start)
         if gates:
-            floats.round_gated(x.new_zeros(x.shape[0], outputs))
+            floats.round_gated(x.new_zeros(x.shape[0], outputs), dtype)
 
     @property
     def nbytes(self) -> int:
@@ -269,16 +294,18 @@ class PackedSchemes:
 
     Attributes:
         online: how to quantize plain matrices, except an output head's, when they are loaded; None for not at all.
+        rounds: the checkpoint's activations are rounded to 8 bits, too.
     """
 
     dtype: torch.dtype
     device: torch.device
     keep: Keep = fused
     online: Online | None = None
+    rounds: bool = False
 
     def at(self, path: str, parts: Sequence[Part]) -> Scheme:
         name = parts[0].name
         if not name:
             return OnGpu(self.dtype, self.device, self.keep)
         online = None if name == "lm_head" else self.online
-        return PackedOnGpu(self.dtype, self.device, self.keep, online=online)
+        return PackedOnGpu(self.dtype, self.device, self.keep, online=online, rounds=self.rounds)

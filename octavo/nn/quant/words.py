@@ -80,8 +80,9 @@ def _sizes(inputs: int, size: int) -> list[int]:
 def largest_group(blocks: QuantizedBlocks, sizes: Sequence[int]) -> int:
     """Return the first of `sizes` whose adjacent inputs share scale and minimum everywhere."""
     inputs = blocks.values.shape[1]
+    block = inputs // blocks.scales.shape[1]
     both = [blocks.scales] if blocks.minima is None else [blocks.scales, blocks.minima]
-    return next(one for one in sizes if one >= _BLOCK and inputs % one == 0 and _alike(both, one // _BLOCK))
+    return next(one for one in sizes if one >= block and inputs % one == 0 and _alike(both, one // block))
 
 
 def _alike(tensors: Sequence[Tensor], count: int) -> bool:

@@ -82,3 +82,13 @@ def dequantizing(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
     """Return the checkpoint as one of plain matrices; the same if it is not quantized."""
     method = method_of(config)
     return checkpoint if method is None else QuantizedCheckpoint(checkpoint, method)
+
+
+def rounds_activations(config: Mapping[str, Any]) -> bool:
+    """Return whether activations are to be rounded to 8 bits, as the weights are, by a checkpoint's configuration."""
+    settings = config.get("quantization_config") or config.get("compression_config") or {}
+    if settings.get("quant_method") in ("fp8", "modelopt"):
+        return True
+    groups = (settings.get("config_groups") or {}).values()
+    activations = [group.get("input_activations") or {} for group in groups]
+    return bool(activations) and all(one.get("num_bits") == 8 for one in activations)

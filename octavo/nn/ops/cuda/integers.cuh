@@ -1,6 +1,6 @@
 // Matrices of small integers in the order in which the matrix units take them; see nn/ops/fragments.py.
 //
-// Macros: BITS 4 or 8; GROUP inputs that share a scale, 32 or a multiple of 64, 0 for one scale per output; MINIMA;
+// Macros: BITS 4 or 8; GROUP inputs that share a scale, 16, 32 or a multiple of 64, 0 for one scale per output; MINIMA;
 // HALF for float16, else bfloat16.
 
 typedef unsigned int u32;
@@ -14,7 +14,8 @@ typedef unsigned long long u64;
 #define BASE 0x43004300u
 #endif
 #define WORDS (BITS / 4)              // 16-byte loads of a thread for 64 inputs of 64 outputs
-#define HALVES (GROUP == 32 ? 2 : 1)  // groups in 64 inputs, at most
+#define SCALES (GROUP == 16 ? 4 : GROUP == 32 ? 2 : 1)  // groups in 64 inputs, at most
+#define SCALED (4 / SCALES)                             // fragments of 16 inputs in one of them
 
 __device__ __forceinline__ void overlap() { asm volatile("griddepcontrol.launch_dependents;"); }
 
@@ -86,7 +87,8 @@ __device__ __forceinline__ u32 nibbles(u32 w) {
 }
 
 // Two adjacent inputs of a thread's words for 64 inputs, less the middle of the integers' range: pair P of the fragment
-// for 16 inputs number r. P & 1 selects output g or g + 8, P & 2 the upper 8 inputs.
+// for 16 inputs number r. P & 1 selects output g or g + 8, P & 2 the upper 8 inputs. Integers of 8 bits are stored less
+// that middle.
 template <int P>
 __device__ __forceinline__ u32 pair(const uint4* words, int r) {
 #if BITS == 4
@@ -95,12 +97,15 @@ __device__ __forceinline__ u32 pair(const uint4* words, int r) {
 #else
   const uint4 v = words[r / 2];
   const u32 w = (r % 2 == 0 ? (P < 2 ? v.x : v.y) : (P < 2 ? v.z : v.w)) >> (P % 2 == 0 ? 0 : 8);
-#if HALF
+#if HALF  // with the sign inverted, an integer from 0 on
   u32 d;
-  asm("lop3.b32 %0, %1, 0x00FF00FF, %2, 0xEA;" : "=r"(d) : "r"(w), "n"(BASE));
+  asm("lop3.b32 %0, %1, 0x00FF00FF, %2, 0x6A;" : "=r"(d) : "r"(w), "n"(0x64806480u));
   return add2(d, 0xE480E480u);
-#else  // 16 * (upper 4 bits - 8) + lower 4 bits
-  return fma2(add2(nibbles(w >> 4), 0xC308C308u), 0x41804180u, add2(nibbles(w), 0xC300C300u));
+#else  // lower 7 bits + 128, less 128 or, of negative integers, 256
+  u32 low, high;
+  asm("lop3.b32 %0, %1, 0x007F007F, %2, 0xEA;" : "=r"(low) : "r"(w), "n"(BASE));
+  asm("lop3.b32 %0, %1, 0x00800080, %2, 0xEA;" : "=r"(high) : "r"(w), "n"(0xC300C300u));
+  return add2(low, high);
 #endif
 #endif
 }

@@ -2,9 +2,9 @@
 // the gated activation or the addition to `out`.
 //
 // Grid: 16 outputs, and with GATED the 16 that they gate, N / 2 below. The block's warps share the inputs. Each thread
-// loads its first integers before it waits for the previous launch.
+// loads its first integers before it waits for the previous launch, and others as soon as these are multiplied.
 //
-// Macros: those of integers.cuh; N, K; WARPS; AHEAD steps of 64 inputs that a thread loads at a time; NORMED, GATED,
+// Macros: those of integers.cuh; N, K; WARPS; AHEAD steps of 64 inputs whose integers a thread holds; NORMED, GATED,
 // BIASED, ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type.
 
 #define STEPS (K / 64)
@@ -36,28 +36,26 @@ row(const void* __restrict__ x, const uint4* __restrict__ norm, const uint4* __r
     scale_place[side] = (u64)(strip / 4) * (GROUPS * 32) + strip % 4 * 8 + g;
   }
   uint4 held[AHEAD][SIDES][WORDS];
-  u32 held_scale[AHEAD][SIDES][HALVES], held_least[AHEAD][SIDES][HALVES];
-  auto take = [&](int round) {
+  u32 held_scale[AHEAD][SIDES][SCALES], held_least[AHEAD][SIDES][SCALES];
+  auto take = [&](int i, int round) {
+    const int step = (round * AHEAD + i) * WARPS + warp;
+    if (step >= STEPS) return;
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      const int step = (round * AHEAD + i) * WARPS + warp;
-      if (step >= STEPS) continue;
+    for (int side = 0; side < SIDES; side++) {
 #pragma unroll
-      for (int side = 0; side < SIDES; side++) {
-#pragma unroll
-        for (int j = 0; j < WORDS; j++) held[i][side][j] = fetch(codes + place[side] + (step * WORDS + j) * 128);
+      for (int j = 0; j < WORDS; j++) held[i][side][j] = fetch(codes + place[side] + (step * WORDS + j) * 128);
 #if GROUP
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) {
-          const u64 group = scale_place[side] + (GROUP == 32 ? 2 * step + h : step * 64 / GROUP) * 32;
-          held_scale[i][side][h] = fetch(scales + group);
-          if (MINIMA) held_least[i][side][h] = fetch(minima + group);
-        }
-#endif
+      for (int h = 0; h < SCALES; h++) {
+        const u64 group = scale_place[side] + (GROUP < 64 ? SCALES * step + h : step * 64 / GROUP) * 32;
+        held_scale[i][side][h] = fetch(scales + group);
+        if (MINIMA) held_least[i][side][h] = fetch(minima + group);
       }
+#endif
     }
   };
-  take(0);
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) take(i, 0);
 #if NORMED
   uint4 norm_of[CHUNKS];
 #pragma unroll
@@ -127,7 +125,7 @@ row(const void* __restrict__ x, const uint4* __restrict__ norm, const uint4* __r
         for (int side = 0; side < SIDES; side++) {
           float* const sums_of = d[side];
           const uint4* words = held[i][side];
-          if (r % (4 / HALVES) == 0) sums_of[0] = sums_of[1] = sums_of[2] = sums_of[3] = 0.f;
+          if (r % SCALED == 0) sums_of[0] = sums_of[1] = sums_of[2] = sums_of[3] = 0.f;
           asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
               : "+f"(sums_of[0]), "+f"(sums_of[1]), "+f"(sums_of[2]), "+f"(sums_of[3])
@@ -137,22 +135,22 @@ row(const void* __restrict__ x, const uint4* __restrict__ norm, const uint4* __r
           const float2 a = wide2(low), b = wide2(high);
           sum += a.x + a.y + b.x + b.y;
         }
-        if (r % (4 / HALVES) < 4 / HALVES - 1) continue;
+        if (r % SCALED < SCALED - 1) continue;
         if (MINIMA) {
           sum += __shfl_xor_sync(0xffffffffu, sum, 1);
           sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         }
 #pragma unroll
         for (int side = 0; side < SIDES; side++) {
-          const float2 s = GROUP ? both(held_scale[i][side][r * HALVES / 4]) : make_float2(1.f, 1.f);
-          const float2 l = MINIMA && GROUP ? both(held_least[i][side][r * HALVES / 4]) : make_float2(0.f, 0.f);
+          const float2 s = GROUP ? both(held_scale[i][side][r / SCALED]) : make_float2(1.f, 1.f);
+          const float2 l = MINIMA && GROUP ? both(held_least[i][side][r / SCALED]) : make_float2(0.f, 0.f);
           total[side][0] += d[side][0] * s.x + sum * l.x;
           total[side][1] += d[side][2] * s.y + sum * l.y;
         }
         sum = 0.f;
       }
+      if (round + 1 < ROUNDS) take(i, round + 1);
     }
-    if (round + 1 < ROUNDS) take(round + 1);
   }
   if (t == 0) {
 #pragma unroll

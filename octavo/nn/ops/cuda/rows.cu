@@ -1,19 +1,19 @@
 // Multiply rows x [M, K] by a matrix [N, K]: the matrix units take values from registers, into which their integers are
 // widened while the previous ones are multiplied, and rows from shared memory, into which one thread copies them.
 //
-// Grid: 128 outputs, parts of the inputs, ROWS rows; 256 threads, of which each half has 64 outputs. Writes the parts'
-// sums [parts, M, N], in float or the rows' dtype.
+// Grid: 16 * WARPS outputs, parts of the inputs, ROWS rows; four warps have 64 outputs. Writes the parts' sums
+// [parts, M, N], in float or the rows' dtype.
 //
-// Macros: those of integers.cuh; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose rows are
-// held in shared memory; BLOCKS of a multiprocessor. `multiply` is defined by nn/ops/fragments.py.
+// Macros: those of integers.cuh; WARPS; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose
+// rows are held in shared memory; BLOCKS of a multiprocessor. `multiply` is defined by nn/ops/fragments.py.
 
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
 #define STAGE (ROWS * 128)
-#define WARPS 8
-#define MIDDLE (BITS == 4 ? 0x88888888u : 0x80808080u)
+#define MIDDLE (BITS == 4 ? 0x88888888u : 0u)
+#define NEAR 8  // tiles of rows whose blocks run at a time, so that they find each other's rows and integers in the cache
 
 template <int I>
 struct At {
@@ -66,6 +66,9 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
   const int count = max(0, min(share, steps - first)), padded = (count + DEPTH - 1) / DEPTH * DEPTH;
   const u32 base = (shared(memory) + 1023) & ~1023u;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int id = blockIdx.z * gridDim.x + blockIdx.x, band = id / (NEAR * gridDim.x) * NEAR;
+  const int high = min(NEAR, (int)gridDim.z - band), in_band = id - band * gridDim.x;
+  const int column = in_band / high, row = (band + in_band % high) * ROWS;
   overlap();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -78,14 +81,14 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
   auto load = [&](int i) {
     const int s = i % STAGES;
     wait(shared(&empty[s]), ((i / STAGES) & 1) ^ 1);
-    copy(base + s * STAGE, &map, shared(&full[s]), (first + i) * 64, blockIdx.z * ROWS);
+    copy(base + s * STAGE, &map, shared(&full[s]), (first + i) * 64, row);
   };
 
-  const int tile = blockIdx.x * 2 + warp / 4, tiles = N / 64, near = min(tile, tiles - 1);
+  const int tile = column * (WARPS / 4) + warp / 4, tiles = N / 64, near = min(tile, tiles - 1);
   const uint4* at = codes + ((u64)near * steps + first) * (128 * WORDS) + (threadIdx.x & 127);
   const u64 place = (u64)near * groups * 32 + (warp & 3) * 8 + g;
   uint4 held[DEPTH][WORDS];
-  u32 held_scale[DEPTH][HALVES], held_least[DEPTH][HALVES];
+  u32 held_scale[DEPTH][SCALES], held_least[DEPTH][SCALES];
   auto take = [&](int i, int slot) {
     const bool valid = i < count;
 #pragma unroll
@@ -93,8 +96,8 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
       held[slot][j] = valid ? fetch(at + (i * WORDS + j) * 128) : make_uint4(MIDDLE, MIDDLE, MIDDLE, MIDDLE);
 #if GROUP
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
-      const int group = GROUP == 32 ? 2 * (first + i) + h : (first + i) * 64 / GROUP;
+    for (int h = 0; h < SCALES; h++) {
+      const int group = GROUP < 64 ? SCALES * (first + i) + h : (first + i) * 64 / GROUP;
       held_scale[slot][h] = valid ? fetch(scales + place + group * 32) : 0u;
       held_least[slot][h] = valid && MINIMA ? fetch(minima + place + group * 32) : 0u;
     }
@@ -106,8 +109,8 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
 #pragma unroll
     for (int r = 0; r < 4; r++) {
 #if GROUP
-      if (r % (4 / HALVES) == 0) {
-        const float2 s = both(held_scale[slot][r * HALVES / 4]), l = both(held_least[slot][r * HALVES / 4]);
+      if (r % SCALED == 0) {
+        const float2 s = both(held_scale[slot][r / SCALED]), l = both(held_least[slot][r / SCALED]);
         low = narrow2(s.x, s.x), high = narrow2(s.y, s.y);
         if (MINIMA) least_low = narrow2(l.x, l.x), least_high = narrow2(l.y, l.y);
       }
@@ -172,7 +175,7 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
     const int odd = g & 1;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; j++) {
-      const int m = blockIdx.z * ROWS + 8 * j + 2 * t;
+      const int m = row + 8 * j + 2 * t;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float here = acc[4 * j + 2 * half], below = acc[4 * j + 2 * half + 1];
