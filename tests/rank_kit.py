@@ -118,7 +118,7 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     passed: dict[int, dict[int, SimpleQueue[Tensor]]] = {}
     meeting = threading.Lock()
 
-    def join(place: RankPlace, accelerator: str) -> tuple[Mesh, Stage]:
+    def join(place: RankPlace, accelerator: str, *, peers: bool = True) -> tuple[Mesh, Stage]:
         if place.size == 1:
             return Mesh(), Stage()
         own = threading.Barrier(place.shards), [torch.empty(0)] * place.shards

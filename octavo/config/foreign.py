@@ -75,7 +75,6 @@ _ENGINE: dict[str, Missing | Needless] = {
     "data-parallel-rank": _value("data parallelism is", "0"),
     "data-parallel-size-local": _one("data parallelism"),
     "enable-eplb": _switch("balancing experts over ranks is"),
-    "disable-custom-all-reduce": Needless("sums over devices are torch's"),
     "max-parallel-loading-workers": Needless("each device's process reads its own part", takes_value=True),
     "ray-workers-use-nsight": Needless("no model runs in Ray's own processes"),
     "weight-transfer-config": _value("sending weights other than by files is", '{"backend": "disk"}'),

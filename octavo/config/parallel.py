@@ -44,6 +44,10 @@ class ParallelConfig:
         False,
         "give each rank of --tensor-parallel-size some of a layer's experts, instead of a part of each",
     )
+    disable_custom_all_reduce: bool = setting(
+        False,
+        "sum over GPUs with NCCL only, not in the memory of peers",
+    )
     nnodes: int = setting(
         1,
         "machines that compute the model together, each with an equal part of the ranks",

@@ -288,6 +288,28 @@ class Linear(Projection):
         kept = [one.outputs for one in self.cuts]
         self.sizes = [part.out_features if own is None else len(own) for part, own in zip(parts, kept, strict=True)]
 
+    def into(self, stream: Stream, x: Activations) -> None:
+        if self.mesh.size == 1 or self.shard is not ROW:
+            super().into(stream, x)
+            return
+        y = self._share(x)
+        later = self.mesh.sum_later(y)
+        if later is None:
+            stream.add_later(self.mesh.all_reduce(y))
+        else:
+            stream.add_summands_later(later)
+
+    def _share(self, x: Activations) -> Tensor:
+        """Return this rank's part of the sum over ranks that is the output."""
+        if isinstance(x, Rounded):
+            assert self._rounding_scheme is not None
+            return self._rounding_scheme.multiply_rounded(x)
+        addition = None if self.delta is None else self.delta.begin(x)
+        y = self.scheme.apply(x)
+        if addition is not None:
+            addition.add_to(y)
+        return y
+
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The output's parts, as views."""
         parts: tuple[Tensor, ...] = y.split(self.sizes, dim=-1)

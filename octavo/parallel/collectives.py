@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed
@@ -18,6 +18,31 @@ class Collectives(Protocol):
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return all ranks' `x`, of one shape with at least one dimension, in rank order."""
+        ...
+
+
+class RankSum(Protocol):
+    """A sum over ranks that is not computed yet. All ranks must call the same method, once."""
+
+    def total(self) -> Tensor:
+        """Return the sum, [T, H], as a new tensor."""
+        ...
+
+    def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
+        """Add the sum to stream [T, H] in place, and return its RMS norm in a dtype.
+
+        Args:
+            norm: its weight and epsilon.
+        """
+        ...
+
+
+@runtime_checkable
+class SummingLater(Protocol):
+    """`Collectives` that can sum in the launch of the norm that follows."""
+
+    def summands(self, x: Tensor) -> RankSum | None:
+        """Return the sum of x [T, H] over all ranks; None if it must be computed by itself."""
         ...
 
 

@@ -13,8 +13,10 @@ from torch.distributed import TCPStore, init_process_group  # type: ignore[attr-
 
 from octavo.core.errors import ConfigError
 from octavo.core.worker_info import RankPlace
-from octavo.parallel.collectives import TorchCollectives
+from octavo.parallel.collectives import Collectives, TorchCollectives
 from octavo.parallel.mesh import ALONE, Mesh
+from octavo.parallel.peer_memory import Share
+from octavo.parallel.peers import with_peers
 from octavo.parallel.stage import WHOLE, Stage
 
 LOCAL = "127.0.0.1"
@@ -64,14 +66,15 @@ class TorchLink:
         torch.distributed.recv(x, self._before)
 
 
-def join(place: RankPlace, accelerator: str) -> tuple[Mesh, Stage]:
+def join(place: RankPlace, accelerator: str, *, peers: bool = True) -> tuple[Mesh, Stage]:
     """Meet the other ranks; return the mesh of this rank's stage, and the stage. Call once in each rank's process.
 
     Args:
-        accelerator: "cpu" communicates by gloo, "cuda" by NCCL.
+        accelerator: "cpu" communicates by gloo, "cuda" by NCCL and by the memory of peers.
+        peers: GPUs may write to each other's memory.
 
     Raises:
-        ConfigError: the ranks did not meet.
+        ConfigError: the ranks did not meet, or can't share a GPU.
     """
     if place.size == 1:
         return ALONE, WHOLE
@@ -79,7 +82,8 @@ def join(place: RankPlace, accelerator: str) -> tuple[Mesh, Stage]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = TCPStore(place.host, place.port, is_master=False, timeout=_MEET)
-        backend = "gloo" if accelerator == "cpu" else "nccl"
+        shared = accelerator == "cuda" and _share_a_gpu(place, store)
+        backend = "gloo" if accelerator == "cpu" or shared else "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=device)
     except RuntimeError as error:
@@ -87,7 +91,10 @@ def join(place: RankPlace, accelerator: str) -> tuple[Mesh, Stage]:
             f"Rank {place.rank} of {place.size} did not reach the others at {place.host}:{place.port} within "
             f"{_MEET.seconds} s: {error}. The log of another rank may say why it did not start."
         ) from error
-    mesh = Mesh(place.shard, place.shards, TorchCollectives(_own_group(place)))
+    collectives: Collectives = TorchCollectives(_own_group(place))
+    if accelerator == "cuda" and (shared or (peers and _on_one_machine(place))):
+        collectives = _through_peers(place, store, None if shared else collectives)
+    mesh = Mesh(place.shard, place.shards, collectives)
     return mesh, Stage(place.stage, place.stages, TorchLink(place.rank - place.shards, place.rank + place.shards))
 
 
@@ -99,3 +106,38 @@ def _own_group(place: RankPlace) -> torch.distributed.ProcessGroup | None:
     groups = [torch.distributed.new_group(list(range(first, first + place.shards))) for first in firsts]
     own: torch.distributed.ProcessGroup = groups[place.stage]
     return own
+
+
+def _share_a_gpu(place: RankPlace, store: TCPStore) -> bool:
+    """Return whether some ranks have the same GPU, which NCCL refuses."""
+    own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return len(set(_sharing(store, "gpu", place.rank, place.size)("uuid", own.encode()))) < place.size
+
+
+def _on_one_machine(place: RankPlace) -> bool:
+    """Return whether all ranks of this rank's stage are on one machine, and there are several."""
+    first = place.stage * place.shards
+    return place.shards > 1 and (
+        place.per_node == 0 or first // place.per_node == (first + place.shards - 1) // place.per_node
+    )
+
+
+def _through_peers(place: RankPlace, store: TCPStore, others: Collectives | None) -> Collectives:
+    """Return collectives through the memory of peers where they can, and `others` elsewhere; None if there are none."""
+    if others is None and place.stages > 1:
+        raise ConfigError("Stages of a pipeline can't share a GPU: CUDA_VISIBLE_DEVICES must name one for each rank.")
+    share = _sharing(store, f"stage {place.stage}", place.shard, place.shards)
+    made = with_peers(place.shard, share, others)
+    if made is None:
+        raise ConfigError("These ranks can't share a GPU: CUDA_VISIBLE_DEVICES must name one for each rank.")
+    return made
+
+
+def _sharing(store: TCPStore, group: str, rank: int, size: int) -> Share:
+    """Return a function that exchanges data of a group's ranks through the store."""
+
+    def share(name: str, data: bytes) -> list[bytes]:
+        store.set(f"{group}/{name}/{rank}", "=" + data.hex())  # the store has no empty values
+        return [bytes.fromhex(store.get(f"{group}/{name}/{other}").decode()[1:]) for other in range(size)]
+
+    return share

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.parallel.collectives import Collectives
+from octavo.parallel.collectives import Collectives, RankSum, SummingLater
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class Mesh:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over all ranks and return it; `x` may be overwritten."""
         return x if self.size == 1 else self._joined.all_reduce(x)
+
+    def sum_later(self, x: Tensor) -> RankSum | None:
+        """Return the sum of x [T, H] over all ranks for a norm's launch to compute; None if only `all_reduce` can."""
+        return self.group.summands(x) if isinstance(self.group, SummingLater) else None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""

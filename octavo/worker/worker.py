@@ -139,7 +139,9 @@ class Worker:
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def _join(self) -> None:
-        self.mesh, self.stage = join(self._place, self.device.torch_device.type)
+        self.mesh, self.stage = join(
+            self._place, self.device.torch_device.type, peers=not self.parallel.disable_custom_all_reduce
+        )
 
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other

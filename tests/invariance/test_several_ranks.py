@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rank_kit import ranks_in_threads
+import torch
+from rank_kit import ThreadCollectives, ranks_in_threads
 from test_invariance import requests
 from test_rank import CROWDED, life
 from test_recurrent_families import FAMILIES
+from torch import Tensor
 from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LATENT, LLAMA, QWEN3, model_files
 
@@ -18,6 +20,7 @@ from octavo.core.output import TokenDelta, TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
+from octavo.nn.ops.norm import rms_norm
 
 EVEN = {"vocab_size": 132}
 QWEN3_NEXT = "Qwen3NextForCausalLM"
@@ -90,6 +93,31 @@ def test_recurrent_layers_are_whole_on_each_rank(name: str) -> None:
     config = FAMILIES[name] | {"architectures": [name], "model_type": "any", "initializer_range": 0.3}
     few = {"max_model_len": 128, "max_num_seqs": 4}
     assert run(config, tensor_parallel_size=2, **few) == run(config, **few)
+
+
+class LaterSum:
+    """A sum of ranks in threads that the norm after it computes, as in GPUs' launches."""
+
+    computed = 0
+
+    def __init__(self, ranks: ThreadCollectives, x: Tensor) -> None:
+        self.ranks, self.x = ranks, x
+
+    def total(self) -> Tensor:
+        return self.ranks.all_reduce(self.x)
+
+    def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
+        LaterSum.computed += 1
+        stream += self.total()
+        return rms_norm(stream, *norm, dtype)
+
+
+def test_sums_that_the_next_norm_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run()
+    monkeypatch.setattr(ThreadCollectives, "summands", lambda ranks, x: LaterSum(ranks, x), raising=False)
+    monkeypatch.setattr(LaterSum, "computed", 0)
+    assert run(tensor_parallel_size=2) == expected
+    assert LaterSum.computed > 0
 
 
 def scored(**settings: Any) -> list[TokenDelta]:

@@ -1,0 +1,162 @@
+"""Sums over ranks in recorded graphs, with and without the norm that follows, by each way; and the floor of the link.
+
+    python benchmarks/parallel_sums.py [--ranks 2] [--one-gpu] [--output FILE]
+
+Microseconds of an operation, from graphs that repeat it 20 times: the median of ten replays on the slowest rank.
+`--one-gpu` has all ranks share a GPU, which shows that it works, not how fast it is. Under `link`: an exchange of a few
+words, which is the floor of any sum here, and the smallest launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import queue
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from machine import describe, describe_gpu
+from torch import Tensor
+
+from octavo.core.worker_info import RankPlace
+from octavo.device.visible import environment_of
+from octavo.parallel.join import LOCAL, MeetingPoint, join
+from octavo.parallel.peers import Limits, PeerCollectives
+
+HIDDEN = 8192
+ROWS = (1, 4, 16, 64, 256, 1024)
+"""Of 16 KiB in bfloat16: the first is what a model of 70 billion parameters sums for one token."""
+REPEATS = 20
+ONE_SHOT, TWO_SHOTS, NCCL = Limits(1 << 60, 1 << 60), Limits(0, 1 << 60), Limits(0, 0)
+_PATIENCE_S = 90.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--one-gpu", action="store_true")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if args.one_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join("0" * args.ranks)
+    report = {"machine": describe(), "gpu": describe_gpu(), **measure_sums(args.ranks)}
+    print(json.dumps(report, indent=1))
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_sums(ranks: int, *, trial: bool = False) -> dict[str, Any]:
+    """Return microseconds by way and KiB, of the slowest rank.
+
+    Args:
+        trial: on the CPU through gloo, to see that it works.
+    """
+    with MeetingPoint() as point:
+        context = torch.multiprocessing.get_context("spawn")
+        found: Any = context.Queue()
+        processes = []
+        for rank in range(ranks):
+            place = RankPlace(rank, ranks, LOCAL, point.port)
+            own = {} if trial else environment_of(rank, ranks)
+            processes.append(context.Process(target=run_rank, args=(place, own, trial, found), daemon=True))
+            processes[-1].start()
+        try:
+            each = [found.get(timeout=_PATIENCE_S) for _ in processes]
+        except queue.Empty:
+            raise SystemExit(f"no result within {_PATIENCE_S:.0f} s; a rank's error is above") from None
+        finally:
+            for process in processes:
+                process.kill()
+    return functools.reduce(slower, each)
+
+
+def slower(one: Any, other: Any) -> Any:
+    """Return the larger of two numbers, at each place of two dictionaries."""
+    if isinstance(one, dict):
+        return {name: slower(one[name], other[name]) for name in one}
+    return max(one, other) if isinstance(one, int | float) else one
+
+
+def run_rank(place: RankPlace, environment: dict[str, str], trial: bool, found: Any) -> None:
+    os.environ |= environment
+    if trial:
+        torch.set_num_threads(1)
+    mesh, _ = join(place, "cpu" if trial else "cuda")
+    group = mesh.group
+    result: dict[str, Any] = {"ranks": place.size, "us": {}}
+    device = torch.device("cpu" if trial else "cuda")
+    ways: dict[str, Limits | None] = {"NCCL": None}
+    if isinstance(group, PeerCollectives):
+        result["chosen_bytes"] = {"one_shot": group.limits.one_shot, "two_shots": group.limits.two_shots}
+        ways = {"one shot": ONE_SHOT, "two shots": TWO_SHOTS}
+        ways |= {} if group._others is None else {"NCCL": NCCL}
+        result["link"] = link_floor(group, place)
+    timed = timed_on_cpu if trial else timed_in_graph
+    for rows in ROWS[:2] if trial else ROWS:
+        x = torch.randn(rows, HIDDEN, device=device).bfloat16()
+        stream, weight = torch.zeros_like(x), torch.ones(HIDDEN, device=device, dtype=torch.bfloat16)
+        for name, limits in ways.items():
+            if limits is not None and isinstance(group, PeerCollectives):
+                group.limits = limits
+            key = f"{rows * HIDDEN * 2 >> 10} KiB"
+            result["us"].setdefault(key, {})[name] = timed(lambda x=x: mesh.all_reduce(x))
+            result["us"][key][f"{name}, norm"] = timed(lambda x=x, s=stream, w=weight: sum_norm(mesh, x, s, w))
+    found.put(result)
+    found.close()
+    found.join_thread()
+    torch.distributed.barrier()
+
+
+def sum_norm(mesh: Any, x: Tensor, stream: Tensor, weight: Tensor) -> Tensor:
+    """What follows a block's last product: the sum, the residual addition, the norm."""
+    from octavo.nn.ops.norm import add_rms_norm
+
+    later = mesh.sum_later(x)
+    if later is None:
+        return add_rms_norm(mesh.all_reduce(x), stream, weight, 1e-5)[0]
+    return later.normed_with(stream, (weight, 1e-5), torch.bfloat16)
+
+
+def link_floor(group: PeerCollectives, place: RankPlace) -> dict[str, float]:
+    """Return the microseconds of an exchange of the fewest words, where there is nothing else to do."""
+    kept, group.limits = group.limits, ONE_SHOT
+    x = torch.zeros(1, 2 * place.size, device="cuda")
+    found = {"exchange_of_words_us": timed_in_graph(lambda: group.all_reduce(x))}
+    one = torch.zeros(1, device="cuda")
+    found["empty_launch_us"] = timed_in_graph(lambda: one.add_(1))
+    group.limits = kept
+    return found
+
+
+def timed_in_graph(launch: Callable[[], object]) -> float:
+    """Return the microseconds of a launch."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            launch()
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / REPEATS)
+    return round(statistics.median(times[2:]), 2)
+
+
+def timed_on_cpu(launch: Callable[[], object]) -> float:
+    launch()
+    return 0.0
+
+
+if __name__ == "__main__":
+    main()

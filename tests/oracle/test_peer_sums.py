@@ -1,0 +1,217 @@
+"""Sums in the memory of peers, against plain sums: in Triton's interpreter, and between processes on one GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.parallel.peer_memory import Inboxes, PeerAccessError, inbox_bytes
+from octavo.parallel.peers import Limits, PeerCollectives, limits_of, with_peers
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROGRAMS, SLOT = 3, 64
+ONE, TWO = Limits(1 << 40, 1 << 40), Limits(0, 1 << 40)
+Norm = tuple[Tensor, float]
+
+
+class Ranks:
+    """Several ranks' collectives in one process, whose launches run one after the other.
+
+    Each launch is repeated until all have found what the others send: the first time they read what is not there yet.
+    A program may make two exchanges in a launch; a third would overwrite the first, since nobody waits here.
+    """
+
+    def __init__(self, count: int, limits: Limits) -> None:
+        cells = inbox_bytes(count, PROGRAMS, SLOT) // 8
+        self.memory = [torch.zeros(cells, dtype=torch.int64, device=DEVICE) for _ in range(count)]
+        addresses = torch.tensor([one.data_ptr() for one in self.memory], device=DEVICE)
+        self.counts = [torch.zeros(PROGRAMS, dtype=torch.int32, device=DEVICE) for _ in range(count)]
+        inboxes = [Inboxes(rank, addresses, self.counts[rank], SLOT) for rank in range(count)]
+        self.each = [Impatient(one, None, limits) for one in inboxes]
+
+    def together(self, compute: Callable[[PeerCollectives, int], Any]) -> list[Any]:
+        before = [one.clone() for one in self.counts]
+        for _ in range(3):
+            for one, count in zip(self.counts, before, strict=True):
+                one.copy_(count)
+            found = [compute(one, rank) for rank, one in enumerate(self.each)]
+        return found
+
+
+class Impatient(PeerCollectives):
+    """Reads each cell twice at most, so that it does not wait for launches that come later."""
+
+    def _launch(self, *args: Any, **options: Any) -> None:
+        super()._launch(*args, **options | {"patience": 1})
+
+
+def parts(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Tensor]:
+    """Return values whose sums no dtype rounds: Triton's interpreter truncates instead."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-30, 31, shape, generator=generator).to(DEVICE, dtype) for _ in range(count)]
+
+
+def noise(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(count)]
+
+
+def total(each: list[Tensor]) -> Tensor:
+    """Add up in float32 and in the order of ranks."""
+    found = each[0].float()
+    for one in each[1:]:
+        found = found + one.float()
+    return found
+
+
+@pytest.mark.parametrize("limits", [ONE, TWO], ids=["one shot", "two shots"])
+@pytest.mark.parametrize(
+    ("count", "shape", "dtype"),
+    [
+        (2, (5, 36), torch.bfloat16),
+        (2, (1, 64), torch.float32),
+        (3, (1, 22), torch.float16),
+        (4, (1, 200), torch.float32),
+    ],
+    ids=["bfloat16, more rows than programs", "float32", "three ranks, parts that are not equal", "rows in parts"],
+)
+def test_sums(count: int, shape: tuple[int, ...], dtype: torch.dtype, limits: Limits) -> None:
+    ranks = Ranks(count, limits)
+    # Consecutive exchanges use different halves of the inboxes, the third the first one again.
+    for seed in range(3 if count == 2 else 1):
+        each = parts(count, *shape, dtype=dtype, seed=seed)
+        expected = total(each).to(dtype)
+        for found in ranks.together(lambda one, rank, each=each: one.all_reduce(each[rank])):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("limits", [ONE, TWO], ids=["one shot", "two shots"])
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32], ids=str)
+def test_a_sum_with_the_stream_and_its_norm(wide: torch.dtype, limits: Limits) -> None:
+    ranks = Ranks(2, limits)
+    each, (stream,), (weight,) = parts(2, 5, 72), parts(1, 5, 72, dtype=wide, seed=1), parts(1, 72, seed=2)
+
+    def compute(one: PeerCollectives, rank: int) -> tuple[Tensor, Tensor]:
+        own, summands = stream.clone(), one.summands(each[rank])
+        assert summands is not None
+        return summands.normed_with(own, (weight, 1e-5), torch.bfloat16), own
+
+    (first, *others), after = zip(*ranks.together(compute), strict=True)
+    assert torch.equal(after[0], (stream.float() + total(each)).to(wide))
+    norm = after[0].float() * torch.rsqrt(after[0].float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()
+    torch.testing.assert_close(first.float(), norm, rtol=1e-2, atol=1e-2)
+    assert all(torch.equal(other, first) for other in others)
+    assert torch.equal(after[1], after[0])
+
+
+def test_gathers() -> None:
+    ranks = Ranks(2, ONE)
+    for dtype, width in itertools.product((torch.float32, torch.int64), (8, 72)):
+        each = [(one * 9).to(dtype) for one in parts(2, 2, width)]
+        for found in ranks.together(lambda one, rank, each=each: one.all_gather(each[rank])):
+            assert all(torch.equal(mine, its) for mine, its in zip(found, each, strict=True))
+
+
+class Elsewhere:
+    """`Collectives` that say that they were asked."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x + 100
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x + 100]
+
+
+def test_what_is_too_large_or_not_of_whole_words_goes_another_way() -> None:
+    ranks = Ranks(2, Limits(64, 128))
+    one = PeerCollectives(ranks.each[0]._inboxes, Elsewhere(), Limits(64, 128))
+    for x in (torch.zeros(3, 33), torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.int64)):
+        assert torch.equal(one.all_reduce(x.to(DEVICE)), (x + 100).to(DEVICE))
+        assert one.summands(x.to(DEVICE)) is None
+    assert one.summands(torch.zeros(1, 2 * SLOT, device=DEVICE)) is None, "a norm needs the whole row"
+
+
+def test_limits_are_where_another_way_becomes_faster() -> None:
+    one = {"one shot": {"1": 1.0, "2": 3.0, "4": 3.0}, "two shots": {"1": 2.0, "2": 2.0, "4": 2.0}}
+    assert limits_of([one | {"others": {"1": 9.0, "2": 9.0, "4": 2.5}}] * 2) == Limits(1, 4)
+    assert limits_of([one | {"others": {"1": 9.0, "2": 1.0, "4": 9.0}}]) == Limits(1, 1), "no gap"
+    assert limits_of([one | {"others": {"1": 0.5, "2": 9.0, "4": 9.0}}]) == Limits(0, 0)
+    slow = {way: {size: 5 * time for size, time in times.items()} for way, times in one.items()}
+    others = {"others": {"1": 4.0, "2": 9.0, "4": 5.0}}
+    assert limits_of([one | others]) == Limits(1, 4)
+    assert limits_of([one | others, slow | others]) == Limits(1, 2), "the time of all ranks counts"
+
+
+def on_one_gpu(rank: int, folder: str) -> None:
+    """One of two processes that exchange through files at the start, and through the GPU's memory then."""
+    names = itertools.count()
+
+    def share(name: str, data: bytes) -> list[bytes]:
+        place = f"{next(names)}-{name}"
+        part = Path(folder) / f"{rank}.part"
+        part.write_bytes(data)
+        part.rename(Path(folder) / f"{place}-{rank}")
+        paths = [Path(folder) / f"{place}-{other}" for other in range(2)]
+        while not all(path.exists() for path in paths):
+            os.sched_yield()
+        return [path.read_bytes() for path in paths]
+
+    torch.cuda.set_device(0)
+    made = with_peers(rank, share, None)
+    assert isinstance(made, PeerCollectives), "the process does not reach the other's memory"
+    results = []
+    for limits, rows, dtype in itertools.product((ONE, TWO), (1, 7, 200), (torch.bfloat16, torch.float32)):
+        made.limits = limits
+        each, (stream,), (weight,) = (
+            noise(2, rows, 4096, dtype=dtype),
+            parts(1, rows, 4096, dtype=dtype, seed=1),
+            parts(1, 4096, dtype=dtype, seed=2),
+        )
+        assert torch.equal(made.all_reduce(each[rank]), total(each).to(dtype))
+        gathered = made.all_gather(each[rank])
+        assert all(torch.equal(mine, its) for mine, its in zip(gathered, each, strict=True))
+        summands = made.summands(each[rank])
+        assert summands is not None
+        normed = summands.normed_with(stream, (weight, 1e-5), dtype)
+        results += [stream.cpu(), normed.cpu()]
+    made.limits = ONE
+    x, kept = noise(2, 4, 4096)[rank], torch.zeros(4, 4096, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            kept += made.all_reduce(x)
+    for _ in range(5):
+        graph.replay()
+    expected = torch.zeros_like(kept)
+    for _ in range(15):
+        expected += total(noise(2, 4, 4096)).bfloat16()
+    assert torch.equal(kept, expected), "replays"
+    share("done", b"")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_two_processes_on_one_gpu(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(on_one_gpu, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"results-{rank}.pt") for rank in range(2))
+    assert all(torch.equal(mine, its) for mine, its in zip(first, second, strict=True))
+
+
+def test_without_access_the_others_are_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*args: object) -> Inboxes:
+        raise PeerAccessError("rank 1 can't map the memory of rank 0: peer access is not supported")
+
+    monkeypatch.setattr("octavo.parallel.peers.map_inboxes", fail)
+    others = Elsewhere()
+    assert with_peers(0, lambda name, data: [data, data], others) is others
+    assert "rank 1 can't map the memory of rank 0" in caplog.text
