@@ -103,7 +103,6 @@ def _with_worker(
     encodes = is_encoder(files.config)
     hooks = build_engine_halves(context)
     tasks = _tasks(files, hooks, generates=context.generates)
-    _check_undivided(config, hooks)
     loaded = worker.load(timer, most_drafts(hooks))
     num_blocks, limits = (_encoder_sized if encodes else _sized)(config, files, worker.facts, loaded)
     sizes = _cache_sizes(num_blocks, limits, hooks)
@@ -139,16 +138,6 @@ def _with_worker(
     return loop, info
 
 
-def _check_undivided(config: EngineConfig, hooks: Sequence[EngineHook]) -> None:
-    """Raise ConfigError for drafts in a pipeline."""
-    drafters = [hook.name for hook in hooks if hook.max_drafts]
-    if config.parallel.pipeline_parallel_size > 1 and drafters:
-        raise ConfigError(
-            f"{' and '.join(drafters)} drafts tokens, which only the last stage of a pipeline would know. Leave that "
-            f"feature or --pipeline-parallel-size {config.parallel.pipeline_parallel_size} out."
-        )
-
-
 def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: Limits, *, keeps: bool) -> KVCache:
     if not keeps:
         return KVCache(0, 1, groups=())
@@ -179,8 +168,7 @@ def _info(
 ) -> ModelInfo:
     """Describe the core from settings and facts; the fields that depend on its hooks are filled in later."""
     kv_bytes = loaded.kv_bytes_per_token
-    block_bytes = loaded.block_size * kv_bytes + loaded.block_bytes_besides
-    cache = {"kv_cache": num_blocks * block_bytes} if kv_bytes else {}
+    cache = {"kv_cache": num_blocks * loaded.block_bytes} if kv_bytes else {}
     return ModelInfo(
         name=files.name,
         architecture=_architecture(files),
@@ -352,7 +340,7 @@ def _fit(
     stated, block_size = config.cache.memory_bytes, loaded.block_size
     longest = facts.max_position
     wanted = _checked_length(config.model.max_model_len, longest)
-    block_bytes = block_size * loaded.kv_bytes_per_token + loaded.block_bytes_besides
+    block_bytes = loaded.block_bytes
     asked = _asked_blocks(config, block_bytes)
     if asked is not None:
         cache_bytes: int | None = asked * block_bytes

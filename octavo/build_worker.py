@@ -290,7 +290,8 @@ class DecoderBuild:
             worker.load()
         if not worker.device.resident:
             self._check_products()
-        self._hooks = build_worker_halves(self.context)
+        halves = build_worker_halves(self.context)
+        self._hooks = [hook for hook in halves if worker.stage.last or not hook.last_stage_only]
         limits = config.scheduler.limits(*self.facts.default_limits)
         worker.reserved = sum((hook.prepare(worker, limits) for hook in self._hooks), Reserved())
         timer.begin("kv cache")

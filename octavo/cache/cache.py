@@ -327,10 +327,8 @@ class KVCache:
         """Hold `count` new blocks likewise; None, with nothing changed, if too few are free."""
         if count > self.pool.num_free:
             return None
-        blocks = [self._allocate() for _ in range(count)]
-        lease = self.lease_blocks(blocks, owner)
-        for block in blocks:
-            self.pool.drop(block, keep=False)  # the reference of its allocation
+        lease = Lease(owner, (tuple(self._allocate() for _ in range(count)),), 0, self._end_lease)
+        self.leases[lease] = None  # has the references of the allocation, so that no failure comes between
         return lease
 
     def _leased(self, lease: Lease) -> Lease:

@@ -70,6 +70,25 @@ class Transfers(msgspec.Struct, frozen=True):
     doubted: list[int] = []
 
 
+class SampledRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a row of an earlier step sampled, for ranks that do not sample.
+
+    Attributes:
+        tokens: those that were kept, at least one.
+        num_drafts: drafts that the row computed, the last of which were rejected unless there are more tokens.
+        drafts: proposed after the tokens, for the slot's next row.
+    """
+
+    slot: int
+    tokens: list[int]
+    num_drafts: int = 0
+    drafts: list[int] = []
+
+    @property
+    def num_rejected(self) -> int:
+        return 1 + self.num_drafts - len(self.tokens)
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One planned step. The order and counts of its rows *are* the layout: scheduler and worker both read them.
 
@@ -92,7 +111,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         reports_drafts: the step's output must have the drafts themselves: a feature's engine half reads them.
         transfers: blocks to load and to store; None for none. A plan without rows has nothing else: it begins
             transfers, or asks for their reports, while nothing is computed.
-        sampled: (slot, token) of earlier steps, appended before anything else by ranks that did not sample them.
+        sampled: rows of earlier steps, taken in before anything else by ranks that did not sample them.
     """
 
     id: int
@@ -109,7 +128,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     repeats: bool = False
     proposals: dict[int, int] = msgspec.field(default_factory=dict)
     transfers: Transfers | None = None
-    sampled: list[tuple[int, int]] = []
+    sampled: list[SampledRow] = []
     reports_drafts: bool = False
 
     @property

@@ -112,6 +112,11 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[CacheGroup, ...] = FULL
     kv_budget: int | None = None
 
+    @property
+    def block_bytes(self) -> int:
+        """Memory of a block, that of features included."""
+        return self.block_size * self.kv_bytes_per_token + self.block_bytes_besides
+
 
 class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a worker's allocations.

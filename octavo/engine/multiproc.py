@@ -20,7 +20,7 @@ from octavo.core.errors import ConfigError, DeviceLostError, UnsupportedError
 from octavo.core.futures import mapped
 from octavo.core.output import StepOutput
 from octavo.core.pausing import SleepTag
-from octavo.core.plan import StepPlan
+from octavo.core.plan import SampledRow, StepPlan
 from octavo.core.profiling import ProfileSettings
 from octavo.core.spans import Spans
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
@@ -32,17 +32,22 @@ from octavo.engine.rank_group import RankGroup, ranks_of
 
 @dataclass(slots=True)
 class RankStep:
-    """A step sent to the ranks. Its tokens are added to `sampled`, if given, for the ranks that do not sample."""
+    """A step sent to the ranks. Its tokens and drafts are added to `sampled`, if given, for the ranks that do not
+    sample."""
 
     plan: StepPlan
     ranks: RankGroup
-    sampled: list[tuple[int, int]] | None = None
+    sampled: list[SampledRow] | None = None
 
     def result(self) -> StepOutput:
         output = self.ranks.fetch(self.plan.id)
         if self.sampled is not None:
-            rows = zip(self.plan.slots, output.tokens, strict=True)
-            self.sampled += [(slot, tokens[0]) for slot, tokens in rows if tokens]
+            rows = enumerate(zip(self.plan.slots, output.tokens, self.plan.num_drafts, strict=True))
+            self.sampled += [
+                SampledRow(slot, tokens, drafts, output.drafted.get(row, []))
+                for row, (slot, tokens, drafts) in rows
+                if tokens
+            ]
         return output
 
 
@@ -50,18 +55,20 @@ class RankExecutor:
     """An `Executor` over ranks. Errors of a step are raised by `RankStep.result`.
 
     Args:
-        passes_tokens: only some of the ranks sample, so that plans bring the others the tokens of earlier steps.
+        passes_tokens: only some of the ranks sample, so that plans bring the others the tokens and drafts of earlier
+            steps.
     """
 
     def __init__(self, ranks: RankGroup, codec: PlanCodec, *, passes_tokens: bool = False) -> None:
         self._ranks = ranks
         self._codec = codec
-        self._sampled: list[tuple[int, int]] | None = [] if passes_tokens else None
+        self._sampled: list[SampledRow] | None = [] if passes_tokens else None
 
     def forward(self, plan: StepPlan) -> RankStep:
         sent = plan
-        if self._sampled:
-            sent = msgspec.structs.replace(plan, sampled=self._sampled.copy())
+        if self._sampled is not None and (self._sampled or plan.proposals):
+            reports = plan.reports_drafts or bool(plan.proposals)
+            sent = msgspec.structs.replace(plan, sampled=self._sampled.copy(), reports_drafts=reports)
             self._sampled.clear()
         self._ranks.send(wire.LaunchStep(plan.id, self._codec.encode_plan(sent)))
         return RankStep(plan, self._ranks, self._sampled)
@@ -121,13 +128,13 @@ def _common(found: Sequence[WorkerFacts]) -> WorkerFacts:
 
 
 def _together(found: Sequence[LoadedFacts], stages: int) -> LoadedFacts:
-    """Return the facts of the whole model. Sizes per token and the budget of the KV cache are those of the rank whose
-    layers keep most."""
-    most = max(found, key=lambda facts: facts.kv_bytes_per_token)
+    """Return the facts of the whole model. The sizes of blocks are those of the rank whose blocks are the largest, and
+    the budget of the KV cache is for as many blocks as fit in all."""
+    most = max(found, key=lambda facts: facts.block_bytes)
     budgets = [
-        facts.kv_budget * most.kv_bytes_per_token // facts.kv_bytes_per_token
+        facts.kv_budget * most.block_bytes // facts.block_bytes
         for facts in found
-        if facts.kv_budget is not None and facts.kv_bytes_per_token
+        if facts.kv_budget is not None and facts.block_bytes
     ]
     firsts = found[:: len(found) // stages]
     return msgspec.structs.replace(

@@ -210,8 +210,8 @@ class CausalLM(nn.Module):
 
         Reads and writes the KV caches. Does not modify x.
         """
-        stream, last, taps = Stream(self._entering(x, step)), len(self.layers) - 1, self.taps
-        for i, layer in enumerate(self.layers):
+        stream, last, taps = Stream(self._entering(x, step)), self.layer_range.stop - 1, self.taps
+        for i, layer in enumerate(self.layers, self.layer_range.start):
             if taps is not None and i in taps.places:
                 taps.keep(i, stream.total())
             layer(stream, step, step.hidden_rows if i == last else None)

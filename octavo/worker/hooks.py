@@ -100,6 +100,8 @@ class WorkerHook:
     """
 
     name: str = ""
+    last_stage_only: bool = False
+    """It takes part only where tokens are sampled: other stages of a pipeline go without it."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         """Load what the feature needs besides the model, before the memory that is left becomes the KV cache.

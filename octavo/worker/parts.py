@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
-from octavo.core.plan import StepPlan
+from octavo.core.plan import SampledRow, StepPlan
 from octavo.core.spans import Spans
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
@@ -45,8 +45,8 @@ class Slots(Protocol):
         """Apply the plan's changes: requests that took a slot, then changed block tables."""
         ...
 
-    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
-        """Append tokens that another rank sampled: (slot, token)."""
+    def learn(self, sampled: Sequence[SampledRow]) -> None:
+        """Take in what another rank sampled: append the tokens, forget the rejected drafts, store the new ones."""
         ...
 
     def lay_out(self, plan: StepPlan) -> Layout[Any]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.params import LogprobsMode
-from octavo.core.plan import NewRow, StepPlan
+from octavo.core.plan import NewRow, SampledRow, StepPlan
 from octavo.nn.step import StepInput
 from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
@@ -69,9 +69,15 @@ class HostSlots:
         for slot, group, index, block in plan.block_writes:
             self.block_tables[group, slot, index] = block
 
-    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
-        slots, tokens = zip(*sampled, strict=True)
-        self.append(list(slots), np.array(tokens))
+    def learn(self, sampled: Sequence[SampledRow]) -> None:
+        for one in sampled:
+            start = int(self.length[one.slot])
+            known = [*one.tokens, *one.drafts]
+            room = self.tokens[one.slot, start : start + len(known)]
+            room[:] = known[: len(room)]
+            self.length[one.slot] += len(one.tokens)
+            self.num_drafts[one.slot] = len(one.drafts)
+            self.computed[one.slot] -= one.num_rejected
 
     def lay_out(self, plan: StepPlan) -> Layout[Rows]:
         rows, counts = np.array(plan.slots), np.array(plan.num_tokens)

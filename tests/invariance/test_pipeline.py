@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from rank_kit import ranks_in_threads
+from test_drafts import requests as drafted_requests
 from test_invariance import Faulty, requests
 from test_rank import life
 from test_recurrent_families import FAMILIES
 from test_several_ranks import EVEN, MODELS, QWEN3_NEXT, engine, run, scored, scores_of
+from toy_drafter import DrafterEngine, DrafterWorker, check_same, news_of
 from toy_engine import drive, tokens_of
-from toy_models import LLAMA
+from toy_models import LLAMA, VOCAB
 
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
@@ -102,6 +104,33 @@ def test_stages_compute_different_requests_at_once() -> None:
     decodes = [plan for plan in launched if max(plan.num_tokens) == 1]
     assert max(most) == 3
     assert {len(plan.slots) for plan in decodes if len(plan.slots) > 2} == set()
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+        pytest.param({"pipeline_parallel_size": 3, **CROWDED}, marks=SLOW),
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, marks=SLOW),
+    ],
+)
+def test_drafts_change_nothing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage proposes and verifies; the others learn of both by the next plans."""
+    config = LONGER | {"vocab_size": VOCAB + 1}
+    rest = {name: value for name, value in settings.items() if "parallel" not in name}
+    loop = engine(config, **rest)
+    expected = news_of(list(drive(loop, drafted_requests())))
+    loop.close()
+    prompts = {request.id: request.tokens for request in drafted_requests()}
+    texts = [prompts[name] + tokens for (name, _), (tokens, *_) in expected.items()]
+    drafter = DrafterEngine()
+    monkeypatch.setattr("octavo.build.build_engine_halves", lambda _: [drafter])
+    monkeypatch.setattr("octavo.build_worker.build_worker_halves", lambda _: [DrafterWorker(texts, VOCAB)])
+    loop = engine(config, **settings)
+    check_same(news_of(list(drive(loop, drafted_requests()))), expected)
+    assert drafter.accepted > 50
+    assert drafter.rejected > 20
     loop.close()
 
 

@@ -24,7 +24,7 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.schedule.hooks import NO_ROOM, EngineHook
 from octavo.schedule.limits import Limits
-from octavo.schedule.pages import PageShape
+from octavo.schedule.pages import Pages, PageShape
 from octavo.schedule.policy import make_policy
 from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Scheduler
@@ -189,7 +189,7 @@ def test_steps_that_fail_lose_no_page(world, count, seed):
 def test_blocks_that_a_failing_feature_took_are_free_again(monkeypatch):
     """The pool fails between the blocks of a lease."""
     loop, scheduler, _, _ = small_engine(depth=0)
-    fault = Fault(BlockPool, "hold", 1, after=False)
+    fault = Fault(BlockPool, "take_blank", 1, after=False)
     fault.install(monkeypatch)
     fault.within(monkeypatch, Scheduler, "plan")
     loop.add(asking("cold", [1, 2, 3], 2))
@@ -199,7 +199,16 @@ def test_blocks_that_a_failing_feature_took_are_free_again(monkeypatch):
     scheduler.check_idle()
 
 
-@given(worlds(LAYOUTS), faults(WITHIN), st.integers(1, 12), st.sampled_from(["commit", "plan"]))
+LEASING = {(KVCache, "lease_new"), (Pages, "take")}
+"""Functions after whose work the lease belongs to the feature: nothing inside is left to fail."""
+
+
+@given(
+    worlds(LAYOUTS),
+    faults([point for point in WITHIN if point not in LEASING]),
+    st.integers(1, 12),
+    st.sampled_from(["commit", "plan"]),
+)
 @settings(max_examples=80)
 def test_a_failure_of_any_function_of_the_scheduler_harms_one_request(world, fault, count, within):
     world = vaulted(replace(world, faulty=True), failures=0.1)

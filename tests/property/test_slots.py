@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.core.cache_groups import NO_BLOCK, CacheGroup
 from octavo.core.params import SamplingParams
-from octavo.core.plan import NewRow, StepPlan
+from octavo.core.plan import NewRow, SampledRow, StepPlan
 from octavo.device.cpu import CpuDevice
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
@@ -152,6 +153,55 @@ def test_on_a_device(groups: int, data: st.DataObject) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     slots = DeviceSlots(SLOTS, LENGTH, PAGE, VOCAB, device, groups=[CacheGroup()] * groups)
     check(slots, data.draw(plans(groups)), groups)
+
+
+def rows_after(slots: Any, known: list[int], learned: list[list[SampledRow]]) -> list[list[int]]:
+    """Return the tokens that each step with drafts computes, where another rank samples."""
+    blocks = [list(range(-(-LENGTH // PAGE)))]
+    params = SamplingParams(temperature=0)
+    new = [NewRow(slot, known, len(known), params, 0, [], len(known) - 1, blocks) for slot in range(SLOTS)]
+    found, drafts = [], [0] * SLOTS
+    for number, rows in enumerate([[], *learned]):
+        if rows:
+            slots.learn(rows)
+            drafts = [len(row.drafts) for row in rows]
+        counts = [1 + count for count in drafts]
+        plan = StepPlan(number, new if not rows else [], list(range(SLOTS)), counts, drafts, [True] * SLOTS, [], [], [])
+        slots.apply(plan)
+        layout = slots.lay_out(plan)
+        found.append([*layout.input.input_ids.tolist(), *layout.input.positions.tolist()])
+        slots.advance(plan, layout)
+    return found
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_what_another_rank_sampled_is_the_next_rows(data: st.DataObject) -> None:
+    """Wherever the slots are: with drafts that were kept or rejected, and others after them."""
+    known, token = [3, 1, 4], st.integers(0, VOCAB - 1)
+    learned: list[list[SampledRow]] = []
+    truth, expected, computed = [list(known) for _ in range(SLOTS)], [], [len(known) - 1] * SLOTS
+    drafts: list[list[int]] = [[] for _ in range(SLOTS)]
+    for _ in range(4):
+        ids = [(truth[slot] + drafts[slot])[computed[slot] :] for slot in range(SLOTS)]
+        places = [range(computed[slot], computed[slot] + len(one)) for slot, one in enumerate(ids)]
+        expected.append([value for part in (ids, places) for one in part for value in one])
+        rows = []
+        for slot in range(SLOTS):
+            kept = data.draw(st.integers(0, len(drafts[slot])))
+            tokens = [*drafts[slot][:kept], data.draw(token)]
+            follow = data.draw(st.lists(token, max_size=3))
+            rows.append(SampledRow(slot, tokens, len(drafts[slot]), follow))
+            computed[slot] += 1 + kept
+            truth[slot] += tokens
+            drafts[slot] = follow
+        learned.append(rows)
+    assert rows_after(HostSlots(SLOTS, LENGTH, PAGE, VOCAB), known, learned[:-1]) == expected
+    if importlib.util.find_spec("triton"):
+        from octavo.worker.resident.slots import DeviceSlots
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        assert rows_after(DeviceSlots(SLOTS, LENGTH, PAGE, VOCAB, device, drafts=True), known, learned[:-1]) == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=5), st.sampled_from(["f", "b"]))

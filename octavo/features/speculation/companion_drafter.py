@@ -29,6 +29,7 @@ class CompanionDrafter(WorkerHook):
     """Follows the target's slots and block tables; `prepare` and `propose` are its subclasses'."""
 
     name = NAME
+    last_stage_only = True
     _companion: Companion
 
     def __init__(self, config: DraftConfig, context: FeatureContext) -> None:

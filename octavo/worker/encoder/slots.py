@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.plan import StepPlan
+from octavo.core.plan import SampledRow, StepPlan
 from octavo.device.transfer import upload
 from octavo.nn.attention.whole import LengthGroup, groups_of
 from octavo.nn.step import StepInput
@@ -53,7 +53,7 @@ class PromptSlots:
         )
         return Layout(batch, nothing, None)
 
-    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
+    def learn(self, sampled: Sequence[SampledRow]) -> None:
         raise AssertionError("an encoder samples no tokens")
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.plan import StepPlan
+from octavo.core.plan import SampledRow, StepPlan
 from octavo.device.transfer import download, upload_parts
 from octavo.sampling.verify import verify
 from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints, Stored
@@ -84,6 +84,25 @@ class DeviceDrafts:
         table.length[slots] = (length + kept).int()
         table.computed[slots] += (kept - 1 - room).int()
         return kept, lambda counts: self._settle(rows, np.array(counts))
+
+    def learn(self, sampled: Sequence[SampledRow]) -> None:
+        """Take in tokens that another rank kept, and the drafts after them."""
+        table = self._slots
+        known = [[*one.tokens, *one.drafts] for one in sampled]
+        counts = [len(one) for one in known]
+        padded = np.zeros((len(known), max(counts)), dtype=np.int32)
+        for row, one in zip(padded, known, strict=True):
+            row[: len(one)] = one
+        numbers = [(one.slot, len(one.tokens), one.num_rejected) for one in sampled]
+        parts = [*np.array(numbers, dtype=np.int32).T, np.array(counts, dtype=np.int32), padded.reshape(-1)]
+        slots, kept, rejected, count, tokens = (part.long() for part in upload_parts(parts, table.device))
+        length = table.length[slots]
+        self._write(slots, length, tokens.view(padded.shape), count)
+        table.length[slots] = (length + kept).int()
+        table.computed[slots] -= rejected.int()
+        own = np.array([one.slot for one in sampled])
+        self.unsure[own] -= [one.num_drafts for one in sampled]
+        table.take_back(own, np.array([one.num_rejected for one in sampled]))
 
     def _settle(self, rows: DraftRows, kept: Ints) -> None:
         self.unsure[rows.slots] -= rows.drafts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
 from octavo.core.params import LogprobsMode
-from octavo.core.plan import NewRow, StepPlan
+from octavo.core.plan import NewRow, SampledRow, StepPlan
 from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
 from octavo.sampling.parameters import NUM_PARAMS, packed_words
@@ -126,8 +126,11 @@ class DeviceSlots:
                 writes[:, 0] += writes[:, 1] * (self.num_slots + 1)
             self._extend(writes[:, [0, 2, 3]])
 
-    def learn(self, sampled: Sequence[tuple[int, int]]) -> None:
-        slots, tokens = np.array(sampled, dtype=np.int32).T
+    def learn(self, sampled: Sequence[SampledRow]) -> None:
+        if self.drafts is not None and any(one.num_drafts or one.drafts for one in sampled):
+            self.drafts.learn(sampled)
+            return
+        slots, tokens = np.array([(one.slot, one.tokens[0]) for one in sampled], dtype=np.int32).T
         self.append(*upload_parts([slots, tokens], self.device))
 
     def _extend(self, writes: NDArray[np.int32]) -> None:

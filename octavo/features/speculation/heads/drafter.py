@@ -54,19 +54,30 @@ class HeadDrafter(CompanionDrafter):
         random = worker.load_format == "dummy" and not files.weights
         device = worker.device.torch_device.type
         own = open_checkpoint(files, "dummy" if random else "auto", worker.config.seed, device)
-        shared = model if isinstance(model, CausalLM) else None
+        shared = model if isinstance(model, CausalLM) and (model.is_whole or model.spec.tied) else None
         kind = cast("Kind", self._config.method)
         layers = HeadLayers(kind, spec, shared, own.names(), worker.checkpoint())
         self._companion = Companion(worker, files, layers)
+        kept = cast("HeadSpec", self._companion.spec)
+        if isinstance(model, CausalLM):
+            self._check_places(kept, model.layer_range)
         self._companion.prepare_kernels()
         self._companion.load()
         self._dtype = worker.dtype
-        kept = self._head_spec
         tokens = max(limits) + 2
         states = tokens * (len(kept.places) * kept.target_size + 2 * kept.hidden_size) * worker.dtype.itemsize
         if not worker.device.resident:
             states += limits[0] * MOST_WAITING * len(kept.places) * kept.target_size * worker.dtype.itemsize
         return self._companion.reserved_for(limits) + Reserved(workspace=states)
+
+    def _check_places(self, kept: HeadSpec, layers: range) -> None:
+        """Raise ConfigError if the head reads states that another stage of a pipeline computes."""
+        if kept.places[0] < layers.start:
+            raise ConfigError(
+                f"speculative_config: method={self._config.method} reads the input of layer {kept.places[0]}, but in a "
+                f"pipeline the last stage drafts, which has layers {layers.start} to {layers.stop - 1} here. Choose "
+                "method=ngram, draft_model or eagle, or use --tensor-parallel-size instead of --pipeline-parallel-size."
+            )
 
     def _files(self, worker: Worker) -> ModelFiles:
         if self._config.method == "mtp":

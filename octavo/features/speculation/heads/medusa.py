@@ -61,6 +61,7 @@ class MedusaDrafter(WorkerHook):
     """Every rank has all heads."""
 
     name = NAME
+    last_stage_only = True
 
     def __init__(self, config: DraftConfig, context: FeatureContext) -> None:
         self._config = config

@@ -37,15 +37,36 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ranks_draft_together(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "ranks": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "stages of ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+}
+SLOW = pytest.mark.slow
+CASES = [
+    *(("ranks", method) for method in METHODS),
+    ("stages", "draft_model"),
+    ("stages", "eagle"),
+    ("stages", "ngram"),
+    pytest.param("stages of ranks", "draft_model", marks=SLOW),
+    pytest.param("stages of ranks", "suffix", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("division", "method"), CASES)
+def test_what_drafts_is_divided(division: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ranks as the model is, and of a pipeline in the last stage alone."""
     ranks_in_threads(monkeypatch)
-    settings: dict[str, Any] = {"device": "cpu", "cpu_bind": "nobind", "tensor_parallel_size": 2}
+    settings: dict[str, Any] = {"device": "cpu", "cpu_bind": "nobind", **DIVISIONS[division]}
     loop = build_core(tiny_config(**settings), model_files())[0]
     expected = news_of(list(drive(loop, ASKED)))
     loop.close()
-    own = {"method": method, "model": folder_of(METHODS[method], tmp_path / "x"), "num_speculative_tokens": 3}
-    settings["speculative_config"] = own | {"adaptive": False}
+    own: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    if method in METHODS:
+        own["model"] = folder_of(METHODS[method], tmp_path / "x")
+    else:
+        own["prompt_lookup_min"] = 1
+    settings["speculative_config"] = own
     loop = build_core(tiny_config(**settings), model_files())[0]
     check_same(news_of(list(drive(loop, ASKED))), expected)
     counts = {one.name: sum(one.values.values()) for one in loop.stats().features}
@@ -56,9 +77,9 @@ def test_ranks_draft_together(method: str, tmp_path: Path, monkeypatch: pytest.M
     loop.close()
 
 
-def test_a_pipeline_has_no_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_can_not_read_the_states_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
-    own = {"method": "draft_model", "model": folder_of(LLAMA, tmp_path / "x")}
+    own = {"method": "eagle3", "model": folder_of(METHODS["eagle3"], tmp_path / "x")}
     config = tiny_config(device="cpu", cpu_bind="nobind", pipeline_parallel_size=2, speculative_config=own)
-    with pytest.raises(ConfigError, match="only the last stage of a pipeline"):
+    with pytest.raises(ConfigError, match="method=eagle3 reads the input of layer 0, but in a pipeline the last stage"):
         build_core(config, model_files())
