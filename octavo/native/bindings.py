@@ -40,6 +40,7 @@ class Dtype(IntEnum):
     """Storage format of an operation's weights or activations.
 
     INT4 and what follows are for weights only; activations are INT8 with INT4, else FLOAT or BFLOAT (`src/codes.h`).
+    BF16 and F16 are for weights of 16 bits that meet activations in FLOAT; BFLOAT meets its own kind.
     """
 
     FLOAT = 0
@@ -50,9 +51,11 @@ class Dtype(IntEnum):
     CODE6 = 5
     E4M3 = 6
     E5M2 = 7
+    BF16 = 8
+    F16 = 9
 
 
-CODES = (Dtype.CODE4, Dtype.CODE6, Dtype.E4M3, Dtype.E5M2)
+CODES = (Dtype.CODE4, Dtype.CODE6, Dtype.E4M3, Dtype.E5M2, Dtype.BF16, Dtype.F16)
 """Formats of numbers that are widened to float32."""
 
 

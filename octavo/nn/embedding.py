@@ -16,6 +16,7 @@ from octavo.nn.quant.base import Scheme
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed import Matrix, emit_lookup, table_of
+from octavo.nn.quant.panels import FOUR
 from octavo.nn.shard import COL, Cut, cut
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, TensorSpec, Wanted, WeightLayer, fused, plain, tensor_bytes
 from octavo.parallel.mesh import ALONE, Mesh
@@ -70,7 +71,8 @@ class Embedding(WeightLayer):
         return self.mesh.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def wanted(self) -> list[Wanted]:
-        spec = TensorSpec((self.rows, self.size), self.dtype, out_dim=0)
+        narrow = self.takes_blocks and self.size % FOUR == 0
+        spec = TensorSpec((self.rows, self.size), self.dtype, out_dim=0, may_be_narrow=narrow)
         index = Cut(outputs=self.own).index(spec, self.rows, self.size)
         return [Wanted(f"{self.path}.weight", spec, blocks=self.takes_blocks, codes=self.takes_codes, index=index)]
 

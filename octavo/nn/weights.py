@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes of 16 bits, which the CPU kernels widen to float32 in registers."""
 Index = tuple[slice, ...]
 """A part of a tensor: a slice of each dimension."""
 _DIVISOR = 32
@@ -22,6 +24,7 @@ class TensorSpec:
     Attributes:
         shape: as stored, so packed formats count stored elements.
         dtype: wanted by the layer; a floating-point tensor of another dtype is converted.
+        may_be_narrow: a tensor stored in bfloat16 or float16 may be delivered as it is, though `dtype` is wider.
         out_dim, in_dim: the dimension of the layer's outputs or inputs; None if the tensor has none. A shard of the
             layer is a range of that dimension, with any packing.
     """
@@ -30,6 +33,11 @@ class TensorSpec:
     dtype: torch.dtype
     out_dim: int | None = None
     in_dim: int | None = None
+    may_be_narrow: bool = False
+
+    def converted(self, tensor: Tensor) -> Tensor:
+        """Return a stored tensor in the wanted dtype."""
+        return tensor if self.may_be_narrow and tensor.dtype in NARROW else tensor.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from tiny import load_model, make_checkpoint, model_files
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.device import host
 from octavo.models.decoder import CausalLM
 from octavo.models.native import NativeDecoder
 from octavo.native.program import Pool
@@ -74,6 +75,31 @@ def test_packed_weights_take_the_memory_of_their_integers(tmp_path: Path) -> Non
         sizes[scheme] = sum(layer.mixer.qkv.nbytes + layer.mlp.out.nbytes for layer in model.layers)
     # 4 bits and a scale of 16 for each 32 inputs, in place of 16 bits.
     assert sizes[BlockQuantized] == sizes[Unquantized] * (4 + 16 / 32) / 16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_16_bits_keep_them_and_their_values(
+    dtype: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On processors without instructions for bfloat16."""
+    monkeypatch.setattr(host, "has_fast_bfloat16", lambda: False)
+    make_checkpoint("llama", tmp_path, {"tie_word_embeddings": tied})
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: one.to(getattr(torch, dtype)) for name, one in weights.items()}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    settings = {"kv_cache_memory_bytes": 1 << 22, "threads": 1, "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=0, logprobs=0)
+    found, sizes = {}, {}
+    for wanted in ("auto", "float32"):
+        with LLM(str(tmp_path), **settings, dtype=wanted) as llm:
+            (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+            found[wanted] = output.prompt_logprobs, output.outputs[0].token_ids, output.outputs[0].logprobs
+            sizes[wanted] = llm.info.memory["weights"]
+            assert llm.info.weights == (dtype if wanted == "auto" else wanted)
+    assert found["auto"] == found["float32"]
+    assert sizes["auto"] < 0.55 * sizes["float32"]
 
 
 @pytest.mark.parametrize("tied", [False, True])

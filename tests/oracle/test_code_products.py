@@ -17,10 +17,11 @@ from octavo.models.load.quantized.codes import E2M1, FLOATS
 from octavo.native.bindings import Dtype, Epilogue
 from octavo.native.builder import ProgramBuilder, Results
 from octavo.native.program import Pool
-from octavo.nn.quant.blocks import dequantized
+from octavo.nn.quant.blocks import BlockQuantized, dequantized
 from octavo.nn.quant.codes import pack_codes, unified
+from octavo.nn.quant.packed import Matrix, emit_lookup, packed
 from octavo.nn.quant.panels import interleave, pack
-from octavo.nn.weights import Codebook, QuantizedBlocks
+from octavo.nn.weights import NARROW, Codebook, QuantizedBlocks
 
 __all__ = ["generator"]  # a fixture
 
@@ -39,6 +40,7 @@ FORMATS: dict[str, tuple[Codebook, int, bool]] = {
     "E4M3, tiles": (FLOATS[torch.float8_e4m3fn], 32, False),
     "E5M2": (FLOATS[torch.float8_e5m2], 0, False),
 }
+CODE_OF = {torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 SHAPES = [(96, 320), (41, 64), (16, 192)]
 
 
@@ -146,6 +148,42 @@ def test_products_have_the_bits_of_those_with_widened_weights(pool, generator):
     for tokens in (1, 3, 70):
         x = torch.randn(tokens, 320, generator=generator)
         assert torch.equal(product(pool, x, [blocks]), product(pool, x, [blocks], widened=True))
+
+
+def narrow(dtype: torch.dtype, weight: Tensor, *, gated: bool = False) -> Matrix:
+    scheme = BlockQuantized(torch.float32, torch.device("cpu"))
+    scheme.prepare([{"weight": weight.to(dtype)}])
+    return packed(scheme, paired=gated)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_of_16_bits_have_the_products_of_float32_bit_for_bit(pool, generator, dtype, gated):
+    results = Results(Epilogue.GATE if gated else Epilogue.STORE)
+    for rows, columns in ((96, 320), (48, 1540), (32, 4)):
+        weight = torch.randn(rows, columns, generator=generator).to(dtype)
+        weight[0, :3] = torch.tensor([0.0, -0.0, 1e-7]).to(dtype)  # the last is subnormal in float16
+        matrices = [narrow(kind, weight, gated=gated) for kind in (dtype, torch.float32)]
+        assert [matrix.dtype for matrix in matrices] == [CODE_OF[dtype], Dtype.FLOAT]
+        assert matrices[0].nbytes * 2 == matrices[1].nbytes
+        for tokens in (1, 2, 3, 16, 70):
+            x, found = torch.randn(tokens, columns, generator=generator), []
+            for matrix in matrices:
+                b = ProgramBuilder.make(columns * 4, rows * 4)
+                matrix.emit(b, 0, 1, results)
+                found.append(run(pool, b, x, torch.zeros(tokens, rows)))
+            assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_rows_of_16_bits_are_looked_up(pool, generator, dtype):
+    weight = torch.randn(41, 64, generator=generator).to(dtype)
+    matrix, ids = narrow(dtype, weight), torch.tensor([40, 0, 17])
+    b = ProgramBuilder.make(64 * 4, 64 * 4)
+    emit_lookup(b, matrix, in_panels=True)
+    stream = torch.zeros(3, 64)
+    run(pool, b, stream, torch.zeros(3, 64), input_ids=ids.data_ptr())
+    assert torch.equal(stream, weight[ids].float())
 
 
 @pytest.mark.parametrize("form", FORMATS)

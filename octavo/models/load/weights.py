@@ -156,7 +156,7 @@ def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | 
         raise ModelFileError(
             f"Tensor {want.name} in {checkpoint.origin} is {tensor.dtype}, but the model needs {want.spec.dtype}."
         )
-    return tensor.to(layer.device, want.spec.dtype)
+    return want.spec.converted(tensor.to(layer.device))
 
 
 def _present(want: Wanted, checkpoint: Checkpoint) -> bool:

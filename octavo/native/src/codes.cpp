@@ -6,6 +6,7 @@
 
 #include "codes.h"
 #include "linear.h"
+#include "rows.h"
 
 namespace octavo {
 
@@ -38,8 +39,8 @@ __attribute__((always_inline)) inline void add_group(const OctavoOp& op, const C
         for (int m = 0; m < M; m++)
             for (int v = 0; v < VP; v++) {
                 Vec& total = totals.sums[m][p * VP + v];
-                total = sums.sums[m][p * VP + v] * of.scales[v] + total;
-                if (op.minima) total = of.minima[v] * of_rows[m] + total;
+                total = fused(total, sums.sums[m][p * VP + v], of.scales[v]);
+                if (op.minima) total = fused(total, of.minima[v], splat(of_rows[m]));
             }
     }
 }
@@ -60,16 +61,12 @@ struct FewRows {
     template <int M>
     void run(int row) const {
         const CodeRecord record(op);
-        const Widener<Dtype> widener(static_cast<const float*>(op.book) + 1);
-        const int64_t bytes = P * code_panel_bytes(op);
+        const Widener<Dtype> widener(numbers_of(op));
         const float* rows[M];
         rows_of(program, op, begin + row, rows);
         Tile<M, P> totals;
         totals.clear();
         for (int k = 0; k < op.columns; k += op.scaled) {
-            const char* const next = panels[0] + bytes + bytes * k / op.columns;
-            for (int64_t line = 0; line < bytes * op.scaled / op.columns; line += 64)
-                __builtin_prefetch(next + line, 0, 2);
             const Tile<M, P> sums = group_sums<M>(record, widener, rows, k);
             add_group(op, record, panels, k / op.scaled, sums, rows, totals);
         }
@@ -82,19 +79,28 @@ private:
                                                          const float* const (&rows)[M], int k) const {
         constexpr int bytes = Widener<Dtype>::kBytes;
         const int64_t place = (int64_t)(k / op.scaled) * record.size;
+        // This thread will probably read the next panels next. Their lines are prefetched one by one: the processor has
+        // room for few requests at a time, and waits with more.
+        const int64_t next = P * code_panel_bytes(op);
         Tile<M, P> sums;
         sums.clear();
         for (int i = 0; i < op.scaled; i += kFour)
 #pragma GCC unroll 2
-            for (int p = 0; p < P; p++)
-                widener(panels[p] + place + i / kFour * bytes, [&](int n, Vec (&v)[VP]) __attribute__((always_inline)) {
+            for (int p = 0; p < P; p++) {
+                const char* const from = panels[p] + place + i / kFour * bytes;
+                for (int line = 0; line < bytes; line += 64) __builtin_prefetch(from + next + line, 0, 2);
+                widener(from, [&](int n, Vec (&v)[VP]) __attribute__((always_inline)) {
 #pragma GCC unroll 2
                     for (int m = 0; m < M; m++) {
                         const Vec x = splat(rows[m][k + i + n]);
 #pragma GCC unroll 4
-                        for (int j = 0; j < VP; j++) sums.sums[m][p * VP + j] = v[j] * x + sums.sums[m][p * VP + j];
+                        for (int j = 0; j < VP; j++) {
+                            Vec& sum = sums.sums[m][p * VP + j];
+                            sum = fused(sum, v[j], x);
+                        }
                     }
                 });
+            }
         return sums;
     }
 };
@@ -170,7 +176,7 @@ private:
     template <int Dtype>
     __attribute__((noinline)) void widen_slice(const char* from, int first, int inputs, float* to) const {
         const CodeRecord record(op);
-        const Widener<Dtype> widener(static_cast<const float*>(op.book) + 1);
+        const Widener<Dtype> widener(numbers_of(op));
         for_groups(op, first, inputs, [&](int begin, int count) {
             widen_group(op, record, widener, from, begin, count,
                         [&](int k, Vec (&v)[VP]) __attribute__((always_inline)) {

@@ -1,5 +1,5 @@
-// Weights as codes of 4, 6 or 8 bits, widened to float32 by a table or by shifts: the numbers of formats that are not
-// integers with a scale per 32 inputs.
+// Weights as codes of 4, 6, 8 or 16 bits, widened to float32 by a table or by shifts: the numbers of formats that are
+// not integers with a scale per 32 inputs.
 //
 // A weight is value of code * scale + minimum. A panel is a sequence of records, one for each `scaled` inputs: the codes
 // of 16 columns, four inputs at a time, then the columns' scales and, if the format has them, minima, in float16.
@@ -8,6 +8,8 @@
 //   kCode6: 64 integers from the first number on. The low four bits as kCode4, then 16 bytes with the high bits of inputs
 //           0, 2, 1 and 3, from the lowest on.
 //   kE4m3, kE5m2: floats of 8 bits (OCP 8-bit Floating Point Specification), 16 bytes for each input.
+//   kBf16: the upper halves of float32, of two inputs in a word, as kBfloat has them. kF16: float16, 32 bytes for each
+//          input. Both are one record without scales and minima, and without a book.
 //
 // `book` points to a factor of all scales and minima, and to the numbers of all codes, which float16 has exactly (of
 // kE4m3 divided by 256).
@@ -23,7 +25,14 @@ constexpr bool has_codes(const OctavoOp& op) { return op.dtype >= kCode4; }
 // Whether the product's activations are float32.
 constexpr bool takes_floats(const OctavoOp& op) { return op.dtype == kFloat || (has_codes(op) && op.planes != 0); }
 
-constexpr int code_bits(int dtype) { return dtype == kCode4 ? 4 : dtype == kCode6 ? 6 : 8; }
+constexpr int code_bits(int dtype) { return dtype == kCode4 ? 4 : dtype == kCode6 ? 6 : dtype < kBf16 ? 8 : 16; }
+
+constexpr bool has_scales(const OctavoOp& op) { return code_bits(op.dtype) < 16; }
+
+// The numbers of an operation's codes, after the factor of its scales.
+inline const float* numbers_of(const OctavoOp& op) {
+    return has_scales(op) ? static_cast<const float*>(op.book) + 1 : nullptr;
+}
 
 constexpr int kFour = 4;  // inputs that are widened at a time
 
@@ -31,7 +40,8 @@ struct CodeRecord {
     int codes, size;  // bytes
 
     explicit CodeRecord(const OctavoOp& op)
-        : codes(op.scaled * code_bits(op.dtype) * kPanel / 8), size(codes + kPanel * (op.minima ? 4 : 2)) {}
+        : codes(op.scaled * code_bits(op.dtype) * kPanel / 8),
+          size(codes + kPanel * (op.minima ? 4 : has_scales(op) ? 2 : 0)) {}
 };
 
 #if defined(__AVX2__)
@@ -71,14 +81,17 @@ public:
             low_ = _mm256_broadcastsi128_si256(load_as<__m128i>(low));
             high_ = _mm256_broadcastsi128_si256(load_as<__m128i>(high));
         }
-        offset_ = splat(1024.0f - numbers[0]);
+        if constexpr (Dtype == kCode6) offset_ = splat(1024.0f - numbers[0]);
 #endif
     }
 
 #if defined(__AVX2__)
     template <class Put>
     __attribute__((always_inline)) void operator()(const char* from, const Put& put) const {
-        if constexpr (code_bits(Dtype) == 8) {
+        if constexpr (code_bits(Dtype) == 16) {
+            sixteen_bits(from, put);
+            return;
+        } else if constexpr (code_bits(Dtype) == 8) {
             floats(from, 0, put);
             floats(from + 2 * kPanel, 2, put);
             return;
@@ -98,6 +111,21 @@ public:
     }
 
 private:
+    template <class Put>
+    __attribute__((always_inline)) void sixteen_bits(const char* from, const Put& put) const {
+        for (int i = 0; i < kFour; i += 2, from += 4 * kPanel) {
+            Vec first[VP], second[VP];
+            for (int v = 0; v < VP; v++) {
+                const uint16_t* const halves = reinterpret_cast<const uint16_t*>(from) + v * W;
+                const Word words = load_as<Word>(from + v * W * 4);
+                first[v] = Dtype == kBf16 ? (Vec)(words << 16) : load_half(halves);
+                second[v] = Dtype == kBf16 ? (Vec)(words & 0xffff0000u) : load_half(halves + kPanel);
+            }
+            put(i, first);
+            put(i + 1, second);
+        }
+    }
+
     // Two inputs: their bytes are the high halves of float16, whose exponent has one bit more than E4M3's.
     template <class Put>
     __attribute__((always_inline)) void floats(const char* from, int i, const Put& put) const {
@@ -148,6 +176,9 @@ public:
     // Returns the number of input i of four, column c.
     float number(const char* from, int i, int c) const {
         const uint8_t* bytes = reinterpret_cast<const uint8_t*>(from);
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
+        if (Dtype == kBf16) return to_float(bf16{halves[(i / 2 * kPanel + c) * 2 + i % 2]});
+        if (Dtype == kF16) return half_to_float(halves[i * kPanel + c]);
         if (code_bits(Dtype) == 8) return numbers_[bytes[i * kPanel + c]];
         const int low = bytes[i % 2 * kPanel + c] >> (i / 2 * 4) & 15;
         return numbers_[code_bits(Dtype) == 4 ? low : low | (bytes[2 * kPanel + c] >> (i % 2 * 4 + i / 2 * 2) & 3) << 4];
@@ -162,6 +193,10 @@ struct CodeScales {
     Vec scales[VP], minima[VP];
 
     CodeScales(const OctavoOp& op, const CodeRecord& record, const char* panel, int group) {
+        if (!has_scales(op)) {
+            for (int v = 0; v < VP; v++) scales[v] = splat(1.0f), minima[v] = Vec{};
+            return;
+        }
         const uint16_t* halves =
             reinterpret_cast<const uint16_t*>(panel + (int64_t)group * record.size + record.codes);
         const Vec factor = splat(*static_cast<const float*>(op.book));
@@ -206,7 +241,9 @@ inline void for_codes(const OctavoOp& op, const Body& body) {
         case kCode4: return body.template run<kCode4>();
         case kCode6: return body.template run<kCode6>();
         case kE4m3: return body.template run<kE4m3>();
-        default: return body.template run<kE5m2>();
+        case kE5m2: return body.template run<kE5m2>();
+        case kBf16: return body.template run<kBf16>();
+        default: return body.template run<kF16>();
     }
 }
 

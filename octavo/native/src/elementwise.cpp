@@ -63,14 +63,14 @@ struct CodedRow {
     template <int Dtype>
     void run() const {
         const CodeRecord record(op);
-        const float* const factor = static_cast<const float*>(op.book);
-        const Widener<Dtype> widener(factor + 1);
+        const float factor = has_scales(op) ? *static_cast<const float*>(op.book) : 1.0f;
+        const Widener<Dtype> widener(numbers_of(op));
         const int column = (int)(id % kPanel);
         const char* from = static_cast<const char*>(op.weight) + id / kPanel * code_panel_bytes(op);
         for (int first = 0; first < op.columns; first += op.scaled, from += record.size) {
             const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + record.codes);
-            const float scale = half_to_float(halves[column]) * *factor;
-            const float minimum = op.minima ? half_to_float(halves[kPanel + column]) * *factor : 0.0f;
+            const float scale = has_scales(op) ? half_to_float(halves[column]) * factor : 1.0f;
+            const float minimum = op.minima ? half_to_float(halves[kPanel + column]) * factor : 0.0f;
             for (int k = 0; k < op.scaled; k++) {
                 const char* four = from + k / kFour * Widener<Dtype>::kBytes;
                 to[first + k] = scale * widener.number(four, k % kFour, column) + minimum;

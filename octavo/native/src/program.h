@@ -84,7 +84,7 @@ struct OctavoDecode {
 namespace octavo {
 
 enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kKinds };  // of the main library
-enum Dtype { kFloat, kBfloat, kInt8, kInt4, kCode4, kCode6, kE4m3, kE5m2 };
+enum Dtype { kFloat, kBfloat, kInt8, kInt4, kCode4, kCode6, kE4m3, kE5m2, kBf16, kF16 };
 enum Epilogue { kStore, kAdd, kGate };
 constexpr int kExternals = 3;
 

@@ -103,7 +103,7 @@ private:
             const OctavoOp& op = panels.op_;
             const int64_t bytes = code_panel_bytes(op), words = (int64_t)op.columns / kPerWord<bf16> * kPanel;
             const CodeRecord record(op);
-            const Widener<Dtype> widener(static_cast<const float*>(op.book) + 1);
+            const Widener<Dtype> widener(numbers_of(op));
             for (int p = 0; p < P; p++) {
                 const char* const panel = panels.from_ + p * bytes;
                 uint32_t* const to = panels.words_ + p * words;

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype
 from octavo.native.builder import BLOCK
+from octavo.nn.quant.base import Part
 from octavo.nn.quant.codes import pack_codes, unified
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.panels import pack_blocks
-from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
+from octavo.nn.quant.panels import FOUR, pack_blocks
+from octavo.nn.weights import Keep, QuantizedBlocks, Stored, TensorSpec, fused, plain, tensor_bytes
 
 _INTEGERS = {4: Dtype.INT4, 8: Dtype.INT8}
 _MIDDLE = 128  # zero point of 8-bit integers
@@ -20,7 +22,8 @@ _SLICE = 4096  # rows rounded at a time, to limit temporary memory
 
 
 class BlockQuantized(Unquantized):
-    """A matrix of `QuantizedBlocks` if the checkpoint has one, else a plain matrix.
+    """A matrix of `QuantizedBlocks` if the checkpoint has one, else a plain matrix: in float32, or in 16 bits if it is stored
+    so and activations are float32, since the kernels widen it without a change of its values.
 
     Attributes:
         packed: the panels of all parts, concatenated; None if the matrix is plain.
@@ -42,6 +45,11 @@ class BlockQuantized(Unquantized):
         self.book: Tensor | None = None
         self.group = 0
 
+    def stored(self, part: Part) -> dict[str, TensorSpec]:
+        specs = super().stored(part)
+        narrow = self.dtype is torch.float32 and part.in_features % FOUR == 0
+        return {**specs, "weight": replace(specs["weight"], may_be_narrow=narrow)}
+
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
@@ -49,6 +57,8 @@ class BlockQuantized(Unquantized):
         matched = alike(blocks) if fits else None
         if matched is None:
             values = [weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype) for weight in weights]
+            if len({value.dtype for value in values}) > 1:
+                values = [value.to(self.dtype) for value in values]
             super().prepare([{**part, "weight": weight} for part, weight in zip(parts, values, strict=True)])
             return
         self._pack(matched)

@@ -11,7 +11,7 @@ from octavo.native.bindings import Dtype, LowRank
 from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.panels import PANEL, interleave, pack_, pad_bias, whole_halves, whole_words
+from octavo.nn.quant.panels import PANEL, interleave, pack_, pack_halves, pad_bias, whole_halves, whole_words
 from octavo.nn.weights import Stored, tensor_bytes
 
 DTYPES = {torch.float32: Dtype.FLOAT, torch.bfloat16: Dtype.BFLOAT}
@@ -24,6 +24,8 @@ NAMES = {
     Dtype.CODE6: "6-bit integers",
     Dtype.E4M3: "E4M3",
     Dtype.E5M2: "E5M2",
+    Dtype.BF16: "bfloat16",
+    Dtype.F16: "float16",
 }
 
 
@@ -116,19 +118,27 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
     else:
         weight = scheme.weight
         assert weight is not None, "weights are not loaded"
-        weight = whole_words(weight)
-        rows, columns = weight.shape
-        panels = pack_(weight)
-        matrix = Matrix(DTYPES[weight.dtype], rows, columns, panels, bias)
-        scheme.weight = None
+        matrix = _plain(weight, scheme.dtype, bias)
+        panels, scheme.weight = matrix.weight, None
     if paired:
         panels.copy_(interleave(*panels.chunk(2)))
     return matrix
 
 
+def _plain(weight: Tensor, activations: torch.dtype, bias: Tensor | None) -> Matrix:
+    """Pack a matrix [N, K], which is float32 or stored in 16 bits."""
+    rows, columns = weight.shape
+    if weight.dtype is activations:
+        weight = whole_words(weight)
+        return Matrix(DTYPES[weight.dtype], rows, weight.shape[1], pack_(weight), bias)
+    if weight.dtype is torch.float16:
+        return Matrix(Dtype.F16, rows, columns, pack_halves(weight), bias, group=columns)
+    return Matrix(Dtype.BF16, rows, columns, pack_(weight), bias, group=columns)
+
+
 def table_of(weight: Stored) -> Matrix:
-    """Return an embedding table: plain rows, or integers in panels."""
-    if isinstance(weight, Tensor):
+    """Return an embedding table: plain rows, or integers or float16 in panels."""
+    if isinstance(weight, Tensor) and weight.dtype in DTYPES:
         rows, columns = weight.shape
         return Matrix(DTYPES[weight.dtype], rows, columns, weight)
     scheme = BlockQuantized(torch.float32, torch.device("cpu"))

@@ -13,6 +13,8 @@ from octavo.native.builder import BLOCK
 from octavo.nn.weights import QuantizedBlocks
 
 PANEL = 16
+FOUR = 4
+"""Inputs whose codes are widened at a time."""
 _SLICE = 128
 
 
@@ -32,6 +34,12 @@ def pack_(weight: Tensor) -> Tensor:
         cut = slice(first, first + _SLICE)
         packed[cut] = plain[cut].transpose(1, 2).contiguous()
     return rows.view(-1, words, PANEL, per_word)
+
+
+def pack_halves(weight: Tensor) -> Tensor:
+    """Pack [N, K] float16 to [ceil(N / 16), K, 16]."""
+    rows = F.pad(weight.view(torch.int16), (0, 0, 0, -weight.shape[0] % PANEL))
+    return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()
 
 
 def interleave(first: Tensor, second: Tensor) -> Tensor:

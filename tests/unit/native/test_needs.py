@@ -13,6 +13,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_file import GGUFTensor
 from octavo.models.load.gguf_blocks import SUPPORTED, as_blocks
 from octavo.native import needs
+from octavo.native.isa import LEVELS
 from octavo.native.needs import CODE_KINDS, INTEGER_KINDS, needed_libraries
 
 
@@ -37,8 +38,15 @@ def test_a_file_of_integers_needs_no_products_of_floats(files):
 
 def test_formats_that_are_codes_or_floats_need_their_products(files):
     assert needed_libraries(files(Kind.Q4_K, Kind.Q6_K), "auto", "auto", "auto", "int16") == ["blocks", "codes"]
-    assert needed_libraries(files(Kind.IQ4_NL, Kind.F16), "auto", "auto", "auto", "int16") == ["codes", "words"]
-    assert needed_libraries(files(Kind.BF16), "auto", "auto", "auto", "int16") == ["words"]
+    assert needed_libraries(files(Kind.IQ4_NL, Kind.F32), "auto", "auto", "auto", "int16") == ["codes", "words"]
+
+
+@pytest.mark.parametrize(("isa", "needed"), [("avx2", "codes"), ("avx512_bf16", "words")])
+def test_weights_of_16_bits_are_codes_where_nothing_multiplies_bfloat16(files, isa, needed, monkeypatch):
+    monkeypatch.setattr(needs, "usable", lambda: [next(level for level in LEVELS if level.name == isa)])
+    assert needed_libraries(files(Kind.BF16), "auto", "auto", "auto", "int16") == [needed]
+    folder = ModelFiles(name="m", path=Path("m"), format="safetensors", weights=(), config={"dtype": "bfloat16"})
+    assert needed_libraries(folder, "auto", "auto", "auto", "int16") == list(dict.fromkeys([needed, "words"]))
 
 
 def test_integers_that_meet_bfloat16_are_multiplied_as_bfloat16(files):
