@@ -24,7 +24,7 @@ from octavo.nn.embedding import Embedding
 from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.packed import NAMES
+from octavo.nn.quant.packed import NAMES, Matrix, emit_rounded, in_order
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
 from octavo.nn.taps import Taps
@@ -192,22 +192,23 @@ class NativeDecoder:
         self._run(compiled.head_from, compiled.end, StepArgs(tokens=rows, of_logits=1), hidden.contiguous())
         return self._logits[:rows, : self.spec.vocab_size]
 
-    def product(self, layer: Projection, x: Tensor) -> Tensor:
-        """Return x [T, in] float32 times one layer's matrix, plus its bias, by the program's kernels: [T, out] float32.
+    def product(self, matrix: Matrix, x: Tensor, *, paired: bool) -> Tensor:
+        """Return x [T, in] float32 times one of the model's matrices, plus its bias, by the program's kernels: [T, out]
+        float32.
 
-        For layers without a delta.
+        Args:
+            paired: the matrix was packed so (`packed` in `nn/quant/packed.py`).
         """
-        matrix = layer.matrix
         if x.shape[1] < matrix.columns:
             x = F.pad(x, (0, matrix.columns - x.shape[1]))
-        y = torch.empty(len(x), -(-matrix.rows // PANEL) * PANEL)
+        y = torch.empty(len(x), len(matrix.weight) * PANEL)
         b = ProgramBuilder.make(matrix.columns * 4, y.shape[1] * 4, self._planes)
         b.wide = self._wide
-        layer.emit(b, RESIDUAL, Dtype.FLOAT, LOGITS)
+        matrix.emit(b, emit_rounded(b, matrix, RESIDUAL, Dtype.FLOAT), LOGITS)
         step, x = StepArgs(tokens=len(x)), x.contiguous()
         step.external[RESIDUAL], step.external[LOGITS] = x.data_ptr(), y.data_ptr()
         Program(self._pool, b).run(0, len(b.ops), step)
-        return layer.in_order(y)
+        return in_order(matrix, y, paired=paired)
 
     def lay_out(self, batch: Decode) -> Tensor:
         """Prepare to `decode` a batch any number of times, until another step is computed.

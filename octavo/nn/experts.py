@@ -14,6 +14,7 @@ from octavo.nn.ops.experts import mix
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.base import Part
 from octavo.nn.quant.experts import ExpertsScheme, FusingExperts, SeparateExperts, SingleExperts
+from octavo.nn.quant.packed import Matrix
 from octavo.nn.quant.packed_experts import PackedExperts
 from octavo.nn.shard import COL, ROW, Cut, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
@@ -113,7 +114,9 @@ class ExpertLayer(WeightLayer):
             )
 
     def _wanted(self, expert: int) -> list[Wanted]:
-        first, second = self.products
+        return [want for product in self.products for want in self._wanted_by(expert, product)]
+
+    def _wanted_by(self, expert: int, product: Sequence[tuple[Part, Cut]]) -> list[Wanted]:
         return [
             Wanted(
                 f"{self.path}.{expert}.{part.name}.{suffix}",
@@ -122,7 +125,7 @@ class ExpertLayer(WeightLayer):
                 codes=self.scheme.takes_codes,
                 index=own.index(spec, part.out_features, part.in_features),
             )
-            for part, own in (*first, *second)
+            for part, own in product
             for suffix, spec in self.scheme.stored(part).items()
         ]
 
@@ -159,6 +162,17 @@ class ExpertLayer(WeightLayer):
         """The weights for a native program."""
         assert self._packed is not None, "the layer is not packed"
         return self._packed
+
+    @property
+    def packed_products(self) -> Iterator[tuple[Matrix, bool, list[Wanted]]]:
+        """The packed matrices of this rank's experts, whether each is paired, and its tensors; none if the layer is not
+        packed."""
+        if self._packed is None:
+            return
+        first, second = self.products
+        for product, matrices in ((first, self._packed.expand), (second, self._packed.reduce)):
+            for expert, matrix in zip(self.form.owned, matrices, strict=True):
+                yield matrix, product is first and self.form.gated, self._wanted_by(expert, product)
 
     @property
     def recordable(self) -> bool:

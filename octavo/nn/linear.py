@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue
-from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results, row_bytes
+from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import act_mul
 from octavo.nn.quant.base import Fusing, Packing, Part, Rounding, Scheme
-from octavo.nn.quant.packed import Matrix, emit_lookup, packed
-from octavo.nn.quant.panels import PANEL
+from octavo.nn.quant.packed import Matrix, emit_lookup, emit_rounded, packed
 from octavo.nn.rounded import Activations, Rounded
 from octavo.nn.shard import COL, ROW, Heads, Shard, cut
 from octavo.nn.stream import Stream
@@ -154,14 +153,6 @@ class Projection(WeightLayer):
             return self._matrix.form
         return self.scheme.packed_as if isinstance(self.scheme, Packing) else None
 
-    def in_order(self, y: Tensor) -> Tensor:
-        """Return the outputs of a packed product [T, panels * 16], which of gates alternate, as `forward` does."""
-        if not self.gates:
-            return y[:, : self.matrix.rows]
-        halves = y.unflatten(1, (-1, 2, PANEL)).transpose(1, 2).flatten(2)
-        ordered: Tensor = halves[:, :, : self.matrix.rows // 2].flatten(1)
-        return ordered
-
     def emit(
         self,
         b: ProgramBuilder,
@@ -172,17 +163,10 @@ class Projection(WeightLayer):
     ) -> None:
         """Add the product of a buffer, whose rows have dtype `given`, to a native program; see
         `ProgramBuilder.linear`."""
-        matrix, delta, rounded = self.matrix, self.delta, source
-        meets = b.meets(matrix.dtype)
-        if not matrix.is_integers and meets is not given:
-            rounded = b.scratch("rounded", row_bytes(meets, matrix.columns))
-            b.narrow(source, rounded, matrix.columns)
-        elif matrix.is_integers and (meets is not given or matrix.order is not None):
-            rounded = b.scratch("rounded", row_bytes(meets, matrix.columns, b.planes))
-            order = 0 if matrix.order is None else matrix.order.data_ptr()
-            b.quantize(source, rounded, given, matrix.columns, zero_point=matrix.zero_point, order=order)
-            if delta is not None:
-                b.run_beside()
+        matrix, delta = self.matrix, self.delta
+        rounded = emit_rounded(b, matrix, source, given)
+        if rounded != source and matrix.is_integers and delta is not None:
+            b.run_beside()
         low_rank = None if delta is None else delta.emit(b, source, given, matrix.columns)
         matrix.emit(b, rounded, output, results, low_rank)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf, prod
 
 import torch
@@ -15,8 +15,10 @@ from octavo.core.errors import SelfCheckError
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.model import Model
 from octavo.models.native import NativeDecoder
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Packing
+from octavo.nn.quant.packed import Matrix
 from octavo.nn.shard import local_shape
 from octavo.nn.weights import Index, Wanted
 
@@ -33,26 +35,49 @@ _LIMIT, _LIMIT_ROUNDED = 0.05, 0.5
 to 4 bits when they were loaded. Wrong scales or values give 1 and more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product with packed weights.
+
+    Attributes:
+        form: how the weights are stored, for messages.
+        wanted: their tensors in the checkpoint.
+        multiply: x [T, in] float32 -> the product as it was loaded, [T, out] float32.
+        is_rounded: the checkpoint's weights were rounded when they were packed.
+    """
+
+    form: str
+    wanted: Sequence[Wanted]
+    multiply: Callable[[Tensor], Tensor]
+    is_rounded: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(prod(local_shape(want.spec.shape, want.index)) for want in self.wanted)
+
+    @property
+    def limit(self) -> float:
+        return _LIMIT_ROUNDED if self.is_rounded else _LIMIT
+
+
 def check_products(model: Model, checkpoint: Checkpoint, *, everything: bool) -> None:
-    """Check one layer of each form, the smallest; log their number and the time.
+    """Check one product of each form, the smallest, and one of experts; log their number and the time.
 
     Args:
         model: with its weights, before features add to its layers.
         checkpoint: the same weights, in the model's names.
-        everything: check layers of any size.
+        everything: check products of any size.
 
     Raises:
-        SelfCheckError: the products of a layer deviate.
+        SelfCheckError: a product deviates.
     """
     began = time.perf_counter()
-    source = model.source if isinstance(model, NativeDecoder) else model
-    assert isinstance(source, nn.Module)
-    found = _smallest_of_each_form(one for one in source.modules() if isinstance(one, Projection))
-    chosen = {form: layer for form, layer in found.items() if everything or _size(layer) <= AFFORDABLE}
-    for form, layer in chosen.items():
-        deviation, limit = _deviation(model, layer, checkpoint), _limit(layer)
-        if not deviation <= limit:
-            raise SelfCheckError(_failure(layer, form, deviation, limit))
+    found = _smallest_of_each_form(_products(model))
+    chosen = {form: product for form, product in found.items() if everything or product.size <= AFFORDABLE}
+    for product in chosen.values():
+        deviation = _deviation(product, checkpoint)
+        if not deviation <= product.limit:
+            raise SelfCheckError(_failure(product, deviation))
     left_out = found.keys() - chosen.keys()
     if left_out:
         log.info("self-check: layers of %s are too large; --self-check checks them", ", ".join(sorted(left_out)))
@@ -60,45 +85,63 @@ def check_products(model: Model, checkpoint: Checkpoint, *, everything: bool) ->
     log.info("self-check: %d forms of weights (%s), %.2f s", len(chosen), "; ".join(chosen), seconds)
 
 
-def _smallest_of_each_form(layers: Iterable[Projection]) -> dict[str, Projection]:
-    found: dict[str, Projection] = {}
-    for layer in layers:
-        form = layer.packed_as
-        if form is not None and (form not in found or _size(layer) < _size(found[form])):
-            found[form] = layer
+def _products(model: Model) -> Iterator[_Product]:
+    """Yield the products whose weights are packed, and of each layer's experts one for each form."""
+    source = model.source if isinstance(model, NativeDecoder) else model
+    assert isinstance(source, nn.Module)
+    for layer in source.modules():
+        if isinstance(layer, Projection) and layer.packed_as is not None:
+            yield _product_of(model, layer, layer.packed_as)
+        elif isinstance(layer, ExpertLayer) and isinstance(model, NativeDecoder):
+            of_each_form = {(matrix.form, paired): matrix for matrix, paired, _ in layer.packed_products}
+            for matrix, paired, wanted in layer.packed_products:
+                if of_each_form.pop((matrix.form, paired), None) is not None:
+                    yield _Product(f"{matrix.form} of experts", wanted, _by_program(model, matrix, paired=paired))
+
+
+def _product_of(model: Model, layer: Projection, form: str) -> _Product:
+    wanted = layer.wanted() if layer.source is None else layer.source.wanted()
+    if isinstance(model, NativeDecoder):
+        return _Product(form, wanted, _by_program(model, layer.matrix, paired=layer.gates))
+    scheme = layer.scheme
+    assert isinstance(scheme, Packing), "only forms of a scheme's own are checked"
+    return _Product(
+        form, wanted, lambda x: scheme.wide(x.to(layer.device, scheme.dtype)).float().cpu(), scheme.is_rounded
+    )
+
+
+def _by_program(model: NativeDecoder, matrix: Matrix, *, paired: bool) -> Callable[[Tensor], Tensor]:
+    return lambda x: model.product(matrix, x, paired=paired)
+
+
+def _smallest_of_each_form(products: Iterable[_Product]) -> dict[str, _Product]:
+    found: dict[str, _Product] = {}
+    for product in products:
+        if product.form not in found or product.size < found[product.form].size:
+            found[product.form] = product
     return found
 
 
-def _wanted(layer: Projection) -> Sequence[Wanted]:
-    """Return the layer's tensors, or those of the layer whose table it shares."""
-    return layer.wanted() if layer.source is None else layer.source.wanted()
-
-
-def _size(layer: Projection) -> int:
-    return sum(prod(local_shape(want.spec.shape, want.index)) for want in _wanted(layer))
-
-
-def _deviation(model: Model, layer: Projection, checkpoint: Checkpoint) -> float:
+def _deviation(product: _Product, checkpoint: Checkpoint) -> float:
     """Return the largest deviation of an output, of the norm of its weights."""
-    weights, places = _stored(layer, checkpoint, ".weight")
-    biases, _ = _stored(layer, checkpoint, ".bias")
+    weights, places = _stored(product, checkpoint, ".weight")
+    biases, _ = _stored(product, checkpoint, ".bias")
     x = torch.randn(max(_ROWS), weights.shape[1], generator=torch.Generator().manual_seed(0))
     x = x.bfloat16().float()  # exact in every dtype of activations
     expected = x @ weights.T + (biases if biases.numel() else 0)
     norms = weights.norm(dim=1)
     norms = norms.clamp_min(1e-3 * float(norms.mean()))
-    multiply = _product(model, layer)
     worst = 0.0
     for rows in _ROWS:
-        off = (multiply(x[:rows])[:, places] - expected[:rows]).square().mean(0).sqrt() / norms
+        off = (product.multiply(x[:rows])[:, places] - expected[:rows]).square().mean(0).sqrt() / norms
         worst = max(worst, float(off.max().nan_to_num(inf)))
     return worst
 
 
-def _stored(layer: Projection, checkpoint: Checkpoint, suffix: str) -> tuple[Tensor, Tensor]:
+def _stored(product: _Product, checkpoint: Checkpoint, suffix: str) -> tuple[Tensor, Tensor]:
     """Return the first outputs of each projection's tensors of a suffix, in float32, and their places among all."""
     tensors, places, first = [], [], 0
-    for want in _wanted(layer):
+    for want in product.wanted:
         if not want.name.endswith(suffix):
             continue
         shape = local_shape(want.spec.shape, want.index)
@@ -117,24 +160,11 @@ def _first_outputs(want: Wanted) -> Index:
     return (slice(begin, min(end, begin + _OUTPUTS)), *own[1:])
 
 
-def _product(model: Model, layer: Projection) -> Callable[[Tensor], Tensor]:
-    """Return x [T, in] float32 -> the layer's product as it was loaded, [T, out] float32."""
-    if isinstance(model, NativeDecoder):
-        return lambda x: model.product(layer, x)
-    scheme = layer.scheme
-    assert isinstance(scheme, Packing), "only forms of a scheme's own are checked"
-    return lambda x: scheme.wide(x.to(layer.device, scheme.dtype)).float().cpu()
-
-
-def _limit(layer: Projection) -> float:
-    return _LIMIT_ROUNDED if isinstance(layer.scheme, Packing) and layer.scheme.is_rounded else _LIMIT
-
-
-def _failure(layer: Projection, form: str, deviation: float, limit: float) -> str:
-    names = ", ".join(want.name for want in _wanted(layer) if want.name.endswith(".weight"))
+def _failure(product: _Product, deviation: float) -> str:
+    names = ", ".join(want.name for want in product.wanted if want.name.endswith(".weight"))
     return (
-        f"Self-check: the products of {names}, stored as {form}, deviate from those of the dequantized weights by "
-        f"{deviation:.2g} of the weights' norm, more than {limit}. The kernels are wrong on this machine, or the files "
-        "changed while they were read. Use --dtype float32 or bfloat16, which dequantizes weights when they are "
-        "loaded, and report this message; --no-self-check starts with these kernels."
+        f"Self-check: the products of {names}, stored as {product.form}, deviate from those of the dequantized weights "
+        f"by {deviation:.2g} of the weights' norm, more than {product.limit}. The kernels are wrong on this machine, "
+        "or the files changed while they were read. Use --dtype float32 or bfloat16, which dequantizes weights when "
+        "they are loaded, and report this message; --no-self-check starts with these kernels."
     )

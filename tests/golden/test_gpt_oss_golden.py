@@ -27,18 +27,8 @@ def test_experts_in_mxfp4_are_those_they_expand_to(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("plain", "packed")]
     for folder in folders:
         make_checkpoint("gpt-oss", folder, SIZE)
-    tensors = [load_file(folder / "model.safetensors") for folder in folders]
-    for name, plain in list(tensors[0].items()):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            experts, inputs, outputs = plain.shape
-            stored, exact = mxfp4_experts(experts, outputs, inputs)
-            tensors[0][name] = exact.float().contiguous()
-            del tensors[1][name]
-            tensors[1] |= {name + suffix: tensor for suffix, tensor in stored.items()}
-    for folder, changed in zip(folders, tensors, strict=True):
-        save_file(changed, folder / "model.safetensors")
-    config = json.loads((folders[1] / "config.json").read_text())
-    (folders[1] / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    plain_tensors = load_file(folders[0] / "model.safetensors")
+    save_file(plain_tensors | store_experts_in_mxfp4(folders[1]), folders[0] / "model.safetensors")
     plain, packed = (_logits(folder) for folder in folders)
     assert plain.isfinite().all()
     torch.testing.assert_close(packed, plain, rtol=0, atol=0)
@@ -47,6 +37,20 @@ def test_experts_in_mxfp4_are_those_they_expand_to(tmp_path: Path) -> None:
     experts = [layer.packed for layer in native.source.modules() if isinstance(layer, ExpertLayer)]
     assert all(one.dtypes == {Dtype.CODE4} for one in experts), "they stay packed"
     torch.testing.assert_close(_logits_of(native), plain, rtol=1e-4, atol=1e-4)
+
+
+def store_experts_in_mxfp4(folder: Path) -> dict[str, Tensor]:
+    """Rewrite a checkpoint of gpt-oss with random experts; return their values."""
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        stored, exact = mxfp4_experts(experts, outputs, inputs)
+        values[name] = exact.float().contiguous()
+        tensors |= {name + suffix: tensor for suffix, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    return values
 
 
 def _logits(folder: Path) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_gpt_oss_golden import store_experts_in_mxfp4
 from test_quantized_golden import quantize
 from tiny import load_model, make_checkpoint, model_files
 from torch import Tensor
@@ -25,6 +26,7 @@ from octavo.native.builder import ProgramBuilder
 from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.nn.quant import blocks
 from octavo.nn.quant.blocks import BlockQuantized
@@ -68,9 +70,34 @@ def test_every_form_of_weights_is_checked(
 def test_products_of_every_layer_are_those_of_the_dequantized_weights(files: ModelFiles) -> None:
     """Gates, whose outputs alternate, included."""
     model, checkpoint = native(files), named(files)
-    for layer in model.source.modules():
-        if isinstance(layer, Projection):
-            assert self_check._deviation(model, layer, checkpoint) < 0.01
+    for product in self_check._products(model):
+        assert self_check._deviation(product, checkpoint) < 0.01
+
+
+@pytest.fixture(params=["gpt-oss", "mixtral"])
+def experts(request: pytest.FixtureRequest, tmp_path: Path) -> ModelFiles:
+    """gpt-oss's experts in MXFP4; others in float32, with a size that panels of 16 outputs don't divide."""
+    if request.param == "gpt-oss":
+        make_checkpoint("gpt-oss", tmp_path, {"intermediate_size": 32, "num_hidden_layers": 1})
+        store_experts_in_mxfp4(tmp_path)
+    else:
+        make_checkpoint("mixtral", tmp_path, {"intermediate_size": 24})
+    return model_files(tmp_path)
+
+
+def test_experts_are_checked(
+    experts: ModelFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model, checkpoint = native(experts), named(experts)
+    check_products(model, checkpoint, everything=False)
+    form = "4-bit codes" if experts.config["model_type"] == "gpt_oss" else "float32"
+    assert f"{form} of experts" in caplog.text
+    layer = next(one for one in model.source.modules() if isinstance(one, ExpertLayer))
+    for matrices in (layer.packed.expand, layer.packed.reduce):
+        matrices[0].weight.view(torch.uint8)[0].fill_(0x31)
+    with pytest.raises(SelfCheckError, match=rf"\.experts\.0\.\w+_proj\.weight.*, stored as {form} of experts"):
+        check_products(model, checkpoint, everything=False)
 
 
 def wrong_scales(weight: QuantizedBlocks) -> Tensor:

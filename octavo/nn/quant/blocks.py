@@ -22,8 +22,8 @@ _SLICE = 4096  # rows rounded at a time, to limit temporary memory
 
 
 class BlockQuantized(Unquantized):
-    """A matrix of `QuantizedBlocks` if the checkpoint has one, else a plain matrix: in float32, or in 16 bits if it is stored
-    so and activations are float32, since the kernels widen it without a change of its values.
+    """A matrix of `QuantizedBlocks` if the checkpoint has one, else a plain matrix: in float32, or in 16 bits if it is
+    stored so and activations are float32, since the kernels widen it without a change of its values.
 
     Attributes:
         packed: the panels of all parts, concatenated; None if the matrix is plain.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, LowRank
-from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results
+from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results, row_bytes
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import PANEL, interleave, pack_, pack_halves, pad_bias, whole_halves, whole_words
@@ -104,6 +104,7 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
         paired: alternate the panels of the two halves, for the GATE epilogue.
     """
     assert isinstance(scheme, Unquantized)
+    rows = 0 if scheme.weight is None else scheme.weight.shape[0]
     if paired:
         scheme.weight, scheme.bias = whole_halves(scheme.weight), whole_halves(scheme.bias)
     bias = None if scheme.bias is None else pad_bias(scheme.bias)
@@ -118,11 +119,37 @@ def packed(scheme: object, *, paired: bool = False) -> Matrix:
     else:
         weight = scheme.weight
         assert weight is not None, "weights are not loaded"
-        matrix = _plain(weight, scheme.dtype, bias)
+        matrix = replace(_plain(weight, scheme.dtype, bias), rows=rows)
         panels, scheme.weight = matrix.weight, None
     if paired:
         panels.copy_(interleave(*panels.chunk(2)))
     return matrix
+
+
+def emit_rounded(b: ProgramBuilder, matrix: Matrix, source: int, given: Dtype) -> int:
+    """Add the conversion of a buffer, whose rows have dtype `given`, to what the matrix is multiplied with, to a native
+    program; return the converted rows' buffer, which is `source` if they are that already."""
+    meets = b.meets(matrix.dtype)
+    if meets is given and matrix.order is None:
+        return source
+    if not matrix.is_integers:
+        rounded = b.scratch("rounded", row_bytes(meets, matrix.columns))
+        b.narrow(source, rounded, matrix.columns)
+        return rounded
+    rounded = b.scratch("rounded", row_bytes(meets, matrix.columns, b.planes))
+    order = 0 if matrix.order is None else matrix.order.data_ptr()
+    b.quantize(source, rounded, given, matrix.columns, zero_point=matrix.zero_point, order=order)
+    return rounded
+
+
+def in_order(matrix: Matrix, y: Tensor, *, paired: bool) -> Tensor:
+    """Return the outputs of a packed product [T, panels * 16], of which the panels of two halves alternate if `paired`,
+    as [T, rows]."""
+    if not paired:
+        return y[:, : matrix.rows]
+    halves = y.unflatten(1, (-1, 2, PANEL)).transpose(1, 2).flatten(2)
+    ordered: Tensor = halves[:, :, : matrix.rows // 2].flatten(1)
+    return ordered
 
 
 def _plain(weight: Tensor, activations: torch.dtype, bias: Tensor | None) -> Matrix:
