@@ -50,7 +50,7 @@ def test_tokens_do_not_depend_on_the_batch(method: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("method", "stored", "says"),
     [
-        ("int3", None, "weights can be quantized by fp8, w8a16, w4a16"),
+        ("int3", None, "weights can be quantized by fp8, w8a8, w8a16, w4a16"),
         ("awq", None, "the checkpoint's quantization is none"),
         ("awq", "gptq", "the checkpoint's quantization is gptq"),
         ("w4a16", "gptq", "the weights are quantized already, by gptq"),
