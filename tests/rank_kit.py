@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -45,6 +45,12 @@ class ThreadCollectives:
         found = list(self._given)
         self._barrier.wait(_PATIENCE_S)
         return found
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
+        counts = [one.tolist() for one in self.all_gather(torch.tensor(sent))]
+        rows = [one.split(count)[self._rank] for one, count in zip(self.all_gather(x), counts, strict=True)]
+        assert [len(one) for one in rows] == list(received)
+        return rows
 
 
 class ThreadLink:

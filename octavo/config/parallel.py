@@ -1,6 +1,7 @@
 """Settings of models that several devices compute together."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.core import quantities
 from octavo.core.errors import ConfigError
@@ -43,6 +44,11 @@ class ParallelConfig:
     enable_expert_parallel: bool = setting(
         False,
         "give each rank of --tensor-parallel-size some of a layer's experts, instead of a part of each",
+    )
+    all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = setting(
+        "allgather_reducescatter",
+        "with --enable-expert-parallel, how ranks add up experts' outputs: all, or only those of the tokens that "
+        "chose a rank's experts (docs/parallel.md)",
     )
     disable_custom_all_reduce: bool = setting(
         False,
@@ -97,11 +103,21 @@ class ParallelConfig:
                 f"{nodes}: the number of ranks, {self.num_ranks}, must be a multiple of it. It is the product of "
                 "--tensor-parallel-size and --pipeline-parallel-size."
             )
+        if self.exchanges_rows and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"--all2all-backend {self.all2all_backend} is for --enable-expert-parallel: without it, each rank has "
+                "a part of every expert. Set that flag, or leave this one out."
+            )
         if self.nnodes > 1 and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--data-parallel-size {self.data_parallel_size}: a model on several machines ({nodes}) has one "
                 "replica. Start a server for each, behind a load balancer."
             )
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether ranks send only the rows of tokens that chose their experts."""
+        return self.all2all_backend == "all_to_all"
 
     @property
     def num_ranks(self) -> int:

@@ -12,7 +12,7 @@ from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.sinks import HeadSinks
 from octavo.nn.embedding import Embedding, TiedHead
-from octavo.nn.experts import UP, ExpertLayer
+from octavo.nn.experts import UP, ExpertLayer, experts_of_rank
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.latent.layer import PagedLatents
@@ -41,6 +41,7 @@ class Build:
         keep: stores the weights of embeddings.
         mesh: the ranks that compute the model together.
         whole_experts: each rank has some of a layer's experts, instead of a part of each.
+        exchanges_rows: see `ExpertLayer`.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class Build:
     keep: Keep = fused
     mesh: Mesh = ALONE
     whole_experts: bool = False
+    exchanges_rows: bool = False
 
     def residual_dtype(self, hidden_size: int) -> torch.dtype:
         """Return the dtype of the residual stream. Most of a bfloat16 model's rounding error arises in its sums, and
@@ -104,7 +106,8 @@ class Build:
             own = cut(COL, 0, form.size, form.hidden_size, self.mesh).outputs
             mine = form if own is None else replace(form, size=len(own))
         scheme = self.schemes.at(self.path, [part]).experts(mine)
-        return ExpertLayer(self.path, self.device, mine, form.size, scheme, self.mesh)
+        exchanges = self.exchanges_rows
+        return ExpertLayer(self.path, self.device, mine, form.size, scheme, self.mesh, exchanges_rows=exchanges)
 
     def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0, scaled: bool = True) -> RMSNorm:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps, offset=offset, scaled=scaled)
@@ -166,4 +169,4 @@ def _own_experts(count: int, mesh: Mesh) -> range:
             f"--enable-expert-parallel: {count} experts can't be divided over {mesh.size} ranks. Lower "
             "--tensor-parallel-size, or leave the flag out."
         )
-    return range(mesh.rank * count // mesh.size, (mesh.rank + 1) * count // mesh.size)
+    return experts_of_rank(count, mesh.rank, mesh.size)

@@ -19,6 +19,19 @@ from octavo.nn.quant.packed_experts import PackedExperts
 from octavo.nn.shard import COL, ROW, Cut, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
+from octavo.parallel.rows import sum_rows
+
+
+def experts_of_rank(num_experts: int, rank: int, ranks: int) -> range:
+    """Return the experts that a rank has, if each has some: about an equal number for each."""
+    return range(rank * num_experts // ranks, (rank + 1) * num_experts // ranks)
+
+
+def rows_of_ranks(experts: Tensor, num_experts: int, ranks: int) -> Tensor:
+    """Return which tokens chose an expert of which rank, [ranks, T] bool, for their experts [T, top_k]."""
+    own = [experts_of_rank(num_experts, rank, ranks) for rank in range(ranks)]
+    return torch.stack([((experts >= one.start) & (experts < one.stop)).any(1) for one in own])
+
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 
@@ -41,16 +54,26 @@ class ExpertLayer(WeightLayer):
         def __call__(self, x: Tensor, routing: Routing, added: Tensor | None = None, /) -> Tensor: ...
 
     def __init__(
-        self, path: str, device: torch.device, form: ExpertsForm, size: int, scheme: ExpertsScheme, mesh: Mesh = ALONE
+        self,
+        path: str,
+        device: torch.device,
+        form: ExpertsForm,
+        size: int,
+        scheme: ExpertsScheme,
+        mesh: Mesh = ALONE,
+        *,
+        exchanges_rows: bool = False,
     ) -> None:
         """
         Args:
             form: the products of this rank.
             size: outputs of `gate` and `up` over all ranks.
+            exchanges_rows: with whole experts, ranks send only the rows of tokens that chose theirs.
         """
         super().__init__(path, device)
         self.form, self.scheme, self.mesh = form, scheme, mesh
         self.delta: ExpertsDelta | None = None
+        self.exchanges_rows = exchanges_rows and mesh.size > 1 and form.own is not None
         hidden = form.hidden_size
         self._cuts = ALONE if form.own else mesh
         # If ranks divide an expert, only rank 0 has the bias of its output.
@@ -75,12 +98,18 @@ class ExpertLayer(WeightLayer):
         if self.delta is not None:
             scheme = self.scheme
             assert isinstance(scheme, SingleExperts), "deltas need the products of single experts"
-            y = self.mesh.all_reduce(mix(x, routing, scheme.gate_up_of, scheme.down_of, self.form, self.delta))
+            y = self._summed(mix(x, routing, scheme.gate_up_of, scheme.down_of, self.form, self.delta), routing)
             return y if added is None else y.add_(added)
         if self.mesh.size == 1:
             return self.scheme.mix(x, routing, added)
-        y = self.mesh.all_reduce(self.scheme.mix(x, routing))
+        y = self._summed(self.scheme.mix(x, routing), routing)
         return y if added is None else y.add_(added)
+
+    def _summed(self, y: Tensor, routing: Routing) -> Tensor:
+        """Return the sum over ranks of y [T, hidden_size], which may be overwritten."""
+        if not self.exchanges_rows:
+            return self.mesh.all_reduce(y)
+        return sum_rows(y, rows_of_ranks(routing.experts, self.form.num_experts, self.mesh.size), self.mesh)
 
     @property
     def fusing(self) -> FusingExperts | None:
@@ -177,7 +206,7 @@ class ExpertLayer(WeightLayer):
     @property
     def recordable(self) -> bool:
         """Whether steps can be recorded in graphs, since no data passes between host and device."""
-        return self.scheme.recordable
+        return self.scheme.recordable and not self.exchanges_rows
 
     @property
     def holders(self) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -46,6 +47,16 @@ class SummingLater(Protocol):
         ...
 
 
+@runtime_checkable
+class ExchangingRows(Collectives, Protocol):
+    """`Collectives` that can send other rows to each rank."""
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
+        """Send the first `sent[0]` rows of x [N, H] to rank 0, the next `sent[1]` to rank 1, and so on; return what
+        each rank has sent here: `received[i]` rows of rank i."""
+        ...
+
+
 class TorchCollectives:
     """A process group of torch: gloo between CPUs, NCCL between GPUs, where graphs may record the operations.
 
@@ -67,3 +78,8 @@ class TorchCollectives:
         parts = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         torch.distributed.all_gather_into_tensor(parts, x, group=self._group)
         return list(parts.chunk(self._size))
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
+        rows = x.new_empty(sum(received), *x.shape[1:])
+        torch.distributed.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=self._group)
+        return list(rows.split(list(received)))

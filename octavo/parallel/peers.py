@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.device.transfer import link_of
-from octavo.parallel.collectives import Collectives
+from octavo.parallel.collectives import Collectives, ExchangingRows
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, map_inboxes, raise_first
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ class PeerCollectives:
         out = x.new_empty(ranks, x.nbytes // 4, dtype=torch.int32)
         self._launch(x.view(torch.int32), out, None, words, gathers=True)
         return list(out.view(x.dtype).view(ranks, *x.shape))
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
+        rest = self._rest
+        assert isinstance(rest, ExchangingRows), "torch's process groups exchange rows"
+        return rest.all_to_all(x, sent, received)
 
     def summands(self, x: Tensor) -> PeerSum | None:
         """Return the sum of x [T, H] over ranks, not computed yet, so that a norm's launch can compute it; None if

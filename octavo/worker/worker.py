@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,9 +140,8 @@ class Worker:
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def _join(self) -> None:
-        self.mesh, self.stage = join(
-            self._place, self.device.torch_device.type, peers=not self.parallel.disable_custom_all_reduce
-        )
+        peers = not self.parallel.disable_custom_all_reduce
+        self.mesh, self.stage = join(self._place, self.device.torch_device.type, peers=peers)
 
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
@@ -216,10 +216,9 @@ class Worker:
         return LoadedModel(form, model, report, scales)
 
     def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
-        whole_experts = self.parallel.enable_expert_parallel
-        return Build(
-            self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh, whole_experts=whole_experts
-        )
+        build = Build(self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh)
+        whole, exchanges = self.parallel.enable_expert_parallel, self.parallel.exchanges_rows
+        return replace(build, whole_experts=whole, exchanges_rows=exchanges)
 
     def _before_weights(self, model: LayeredModel, layers: Sequence[CachedLayer]) -> None:
         groups = self._groups_of(layers)

@@ -48,10 +48,10 @@ class Ranks:
 
 
 class Impatient(PeerCollectives):
-    """Reads each cell twice at most, so that it does not wait for launches that come later."""
+    """Reads each cell a few times, so that it does not wait for launches that come later."""
 
     def _launch(self, *args: Any, **options: Any) -> None:
-        super()._launch(*args, **options | {"patience": 1})
+        super()._launch(*args, **options | {"patience": 2})
 
 
 def parts(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Tensor]:
