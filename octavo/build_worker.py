@@ -29,6 +29,7 @@ from octavo.engine.rank_process import RankProcess
 from octavo.engine.ray_nodes import BACKEND, RayNodes
 from octavo.engine.remote_rank import NodeListener
 from octavo.engine.ring import RingHandles
+from octavo.engine.stage_memory import StageMemory
 from octavo.features import FeatureContext, build_worker_halves, other_implementation, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
@@ -138,10 +139,10 @@ def _rank_starter(config: EngineConfig, files: ModelFiles, kept: contextlib.Exit
     def start(number: int, ring: RingHandles) -> AnyRank:
         place = RankPlace(number, size, host, meeting.port, stages, each) if meeting else RankPlace()
         if listener is None or number < first:
-            return rank_process(config, files, place, ring)
+            return rank_process(config, files, memory, place, ring)
         return listener.admit(number, place, number // each, ring)
 
-    with contextlib.closing(listener) if listener else contextlib.nullcontext():
+    with StageMemory() as memory, contextlib.closing(listener) if listener else contextlib.nullcontext():
         yield start
 
 
@@ -154,12 +155,16 @@ def _ray_task(config: EngineConfig, number: int, address: tuple[str, int]) -> Ca
     return partial(serve_node, own, logging.getLogger().getEffectiveLevel())
 
 
-def rank_process(config: EngineConfig, files: ModelFiles, place: RankPlace, ring: RingHandles) -> RankProcess:
+def rank_process(
+    config: EngineConfig, files: ModelFiles, memory: StageMemory, place: RankPlace, ring: RingHandles
+) -> RankProcess:
     """Start the process of a rank on this machine."""
+    place = memory.give(place)
     payload = (config, files, logging.getLogger().getEffectiveLevel(), place)
     own = environment_of(*place.local) if config.device.device != "cpu" else {}
     number, prefix = place.rank, f"[rank {place.rank}] "
-    return RankProcess("octavo.rank_main", payload, ring, number=number, prefix=prefix, environment=own)
+    module = "octavo.rank_main"
+    return RankProcess(module, payload, ring, number=number, prefix=prefix, environment=own, memory=place.memory)
 
 
 def serve_node(config: EngineConfig, level: int) -> int:
@@ -181,7 +186,8 @@ def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
     each = parallel.ranks_per_node
     own = range(parallel.node_rank * each, (parallel.node_rank + 1) * each)
     address = parallel.master_addr, parallel.master_port
-    return run_node(own, address, settings_digest(config, files), partial(rank_process, config, files))
+    with StageMemory() as memory:
+        return run_node(own, address, settings_digest(config, files), partial(rank_process, config, files, memory))
 
 
 def settings_digest(config: EngineConfig, files: ModelFiles) -> str:

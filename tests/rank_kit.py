@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +25,10 @@ from octavo.engine.rank import RankServer
 from octavo.engine.rank_process import RankProcess
 from octavo.engine.ring import RingHandles, RingReader
 from octavo.features import payload_types
+from octavo.native.exchange import Exchange
+from octavo.parallel.collectives import Collectives
 from octavo.parallel.mesh import Mesh
+from octavo.parallel.shared import SharedMemory
 from octavo.parallel.stage import Stage
 
 _PATIENCE_S = 60.0
@@ -82,9 +86,12 @@ class RankThread(RankProcess):
         number: int = 0,
         prefix: str = "",
         environment: Mapping[str, str] | None = None,
+        memory: int = -1,
     ) -> None:
         config, files, _, place = payload
         self.number, self.device = number, ""
+        if memory >= 0:
+            place = msgspec.structs.replace(place, memory=os.dup(memory))  # the engine closes its own
         self._lines = deque()
         self._peer, child = socket.socketpair()
         self._listener = None
@@ -118,13 +125,17 @@ PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "device": "cpu", "cpu_b
 """Settings of an engine of two stages, on any machine."""
 
 
-def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have engines of several ranks run them in threads. A single rank stays a process."""
+def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, *, native: bool = True) -> None:
+    """Have engines of several ranks run them in threads. A single rank stays a process.
+
+    Args:
+        native: the ranks share memory, so that models can run as native programs.
+    """
     meetings: dict[tuple[int, int], tuple[threading.Barrier, list[Tensor]]] = {}
     passed: dict[int, dict[int, SimpleQueue[Tensor]]] = {}
     meeting = threading.Lock()
 
-    def join(place: RankPlace, accelerator: str, *, peers: bool = True) -> tuple[Mesh, Stage]:
+    def join(place: RankPlace, accelerator: str, *, peers: bool, isa: str, limit_s: float | None) -> tuple[Mesh, Stage]:
         if place.size == 1:
             return Mesh(), Stage()
         own = threading.Barrier(place.shards), [torch.empty(0)] * place.shards
@@ -132,7 +143,11 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             shared = meetings.setdefault((place.port, place.stage), own)
             queues = passed.setdefault(place.port, {rank: SimpleQueue() for rank in range(place.size)})
         link = ThreadLink(queues, place.rank, place.rank + place.shards)
-        mesh = Mesh(place.shard, place.shards, ThreadCollectives(place.shard, *shared))
+        group: Collectives = ThreadCollectives(place.shard, *shared)
+        if native and place.memory >= 0:
+            group = SharedMemory(Exchange(place.memory, place.shard, place.shards, _PATIENCE_S, isa))
+            os.close(place.memory)
+        mesh = Mesh(place.shard, place.shards, group)
         return mesh, Stage(place.stage, place.stages, link)
 
     def start(module: str, payload: Any, *args: Any, **kwargs: Any) -> RankProcess:

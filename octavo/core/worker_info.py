@@ -17,6 +17,7 @@ class RankPlace(msgspec.Struct, frozen=True):
         host, port: where the ranks find each other.
         stages: of the pipeline; each has consecutive ranks, which divide its layers.
         per_node: ranks of one machine, which are consecutive; 0 if all are on one.
+        memory: descriptor of the file in memory that the ranks of the stage share; -1 if they share none.
     """
 
     rank: int = 0
@@ -25,6 +26,7 @@ class RankPlace(msgspec.Struct, frozen=True):
     port: int = 0
     stages: int = 1
     per_node: int = 0
+    memory: int = -1
 
     @property
     def local(self) -> tuple[int, int]:
@@ -45,6 +47,12 @@ class RankPlace(msgspec.Struct, frozen=True):
     @property
     def stage(self) -> int:
         return self.rank // self.shards
+
+    @property
+    def stage_is_local(self) -> bool:
+        """Whether one machine has all ranks of the stage."""
+        each, first = self.per_node or self.size, self.stage * self.shards
+        return first // each == (first + self.shards - 1) // each
 
     @property
     def answers(self) -> bool:

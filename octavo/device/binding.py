@@ -79,15 +79,30 @@ def _stated(binding: str, allowed: set[int]) -> set[int]:
 
 
 def divided(allowed: set[int], nodes: Path, rank: int, size: int) -> set[int]:
-    """Return a rank's cores: those of NUMA nodes if there are as many as ranks, else a share of a node's."""
+    """Return a rank's cores: those of NUMA nodes if there are as many as ranks, else a share of a node's, with both
+    hardware threads of each core."""
     parts = sorted((part for part in _parts(allowed, nodes) if part), key=min) or [allowed]
     if len(parts) >= size:
         return set().union(*parts[rank * len(parts) // size : (rank + 1) * len(parts) // size])
     node = rank * len(parts) // size
     sharing = [other for other in range(size) if other * len(parts) // size == node]
-    cores, place = sorted(parts[node]), sharing.index(rank)
+    cores, place = _physical(parts[node], nodes.parent / "cpu"), sharing.index(rank)
+    if len(cores) < len(sharing):
+        cores = [{core} for core in sorted(parts[node])]
     own = cores[place * len(cores) // len(sharing) : (place + 1) * len(cores) // len(sharing)]
-    return set(own) or {cores[place % len(cores)]}
+    return set().union(*own) or cores[place % len(cores)]
+
+
+def _physical(cores: Set[int], folder: Path) -> list[set[int]]:
+    """Return the hardware threads of each physical core, in the order of their first ones."""
+    found: dict[str, set[int]] = {}
+    for core in sorted(cores):
+        try:
+            siblings = (folder / f"cpu{core}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(core)
+        found.setdefault(siblings, set()).add(core)
+    return list(found.values())
 
 
 def _own_list(binding: str, rank: int, size: int) -> str:

@@ -36,7 +36,7 @@ class CpuDevice(HostLink):
 
     def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
         bind(binding, rank=rank, size=size)
-        cores = host.physical_cores()
+        cores = host.physical_cores(size, overlapping=binding == "nobind")
         if threads is not None and threads > _MOST_THREADS:
             raise ConfigError(
                 f"--threads {threads} is more than the {_MOST_THREADS:,} that may be; there are {cores} cores."

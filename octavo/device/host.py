@@ -16,13 +16,18 @@ _HEADROOM = 128 << 20
 """Address space reserved for late mappings that take little memory: libraries, stacks and arenas of threads."""
 
 
-def physical_cores() -> int:
-    """Return the number of physical cores of this process (not hardware threads), at most the cgroup's CPU quota."""
+def physical_cores(ranks: int = 1, *, overlapping: bool = False) -> int:
+    """Return the number of physical cores of this process (not hardware threads), at most the cgroup's CPU quota.
+
+    Args:
+        ranks: processes that divide the quota.
+        overlapping: they divide the cores, too, since none is bound to its own.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = {read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
-    cores = max(1, len(siblings))
+    cores = max(1, len(siblings) // (ranks if overlapping else 1))
     quota = cpu_quota()
-    return cores if quota is None else min(cores, max(1, int(quota)))
+    return cores if quota is None else min(cores, max(1, int(quota / ranks)))
 
 
 def available_memory() -> int:

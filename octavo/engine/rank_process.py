@@ -49,10 +49,12 @@ class RankProcess:
         number: int = 0,
         prefix: str = "",
         environment: Mapping[str, str] | None = None,
+        memory: int = -1,
     ) -> None:
         """
         Args:
             environment: variables that differ from this process's.
+            memory: a descriptor that the child inherits, under the same number; -1 for none.
         """
         self.number = number
         self.device = ""
@@ -63,7 +65,7 @@ class RankProcess:
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(child.fileno(), *ring),
+                pass_fds=(child.fileno(), *ring, *([memory] if memory >= 0 else [])),
                 env={**os.environ, **(environment or {})},
             )
             assert self._process.stdin is not None

@@ -13,7 +13,7 @@ from octavo.models.norms import make_norm
 from octavo.models.score import ScoreHead, TokenScore
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Dtype, Function
-from octavo.native.builder import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder, Results
+from octavo.native.builder import ATTENDED, RESIDUAL, ProgramBuilder, Results
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import TiedHead
@@ -254,7 +254,7 @@ class CausalLM(nn.Module):
         b.mark("head")
         cap, scale = self.spec.logit_cap, self.spec.multipliers.logits
         capped = Results(scale=scale) if cap is None else Results(function=Function.CAP, scale=scale, limit=cap)
-        self.head.emit_after_norm(b, self.norm, LOGITS, capped)
+        self.head.emit_logits(b, self.norm, capped)
 
     @property
     def mixed_width(self) -> int:

@@ -128,15 +128,26 @@ def watch_model(spans: Spans, model: Model | EncoderModel) -> None:
             spans.watch(Watched(model, method, name))
 
 
-def compiled(model: LayeredModel, attention: AnyBackend, activation_dtype: str = "int16", mesh: Mesh = ALONE) -> Model:
-    """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded."""
+def compiled(
+    model: LayeredModel,
+    attention: AnyBackend,
+    activation_dtype: str = "int16",
+    mesh: Mesh = ALONE,
+    *,
+    whole_experts: bool = False,
+) -> Model:
+    """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded.
+
+    Args:
+        mesh, whole_experts: see `reason_against`.
+    """
     if not isinstance(attention, NativeBackend) or not isinstance(model, CausalLM):
         return model
-    reason = reason_against(model.spec)
+    reason = reason_against(model.spec, mesh, whole_experts=whole_experts)
     if any(isinstance(layer, StateCache) for layer in model.cached_layers):
         reason = reason or "it has recurrent layers"
-    if mesh.size > 1 or not model.is_whole:
-        reason = "it is divided over several devices"
+    if not model.is_whole:
+        reason = "it is divided into stages of a pipeline"
     if reason is None:
         return NativeDecoder(model, attention.pool, activation_dtype)
     log.warning(

@@ -28,10 +28,16 @@ from octavo.nn.quant.packed import NAMES, Matrix, emit_rounded, in_order
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.step import StepInput
 from octavo.nn.taps import Taps
+from octavo.parallel.mesh import ALONE, Mesh
 
 
-def reason_against(spec: DecoderSpec) -> str | None:
-    """Return the reason why the kernels can't run a model of this spec; None if they can."""
+def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, whole_experts: bool = False) -> str | None:
+    """Return the reason why the kernels can't run a model of this spec; None if they can.
+
+    Args:
+        mesh: the ranks that divide its layers.
+        whole_experts: each rank has some of the experts.
+    """
     parts = dict.fromkeys((*spec.mlps, *(spec.mixer_of(layer) for layer in range(spec.num_layers))))
     reasons = [part.lacking for part in parts if part is not None]
     reasons.append("layers of one part" if None in parts else None)
@@ -40,6 +46,16 @@ def reason_against(spec: DecoderSpec) -> str | None:
         return f"the kernels lack {lacking}"
     if spec.hidden_size % PANEL:
         return f"hidden_size must be a multiple of {PANEL}, not {spec.hidden_size}"
+    return None if mesh.size == 1 else _reason_against_ranks(spec, mesh, whole_experts=whole_experts)
+
+
+def _reason_against_ranks(spec: DecoderSpec, mesh: Mesh, *, whole_experts: bool) -> str | None:
+    if not mesh.shares_memory:
+        return "it is divided over ranks that share no memory, or several machines"
+    if whole_experts:
+        return "other ranks have some of its experts (--enable-expert-parallel)"
+    if spec.head_norms is not None and spec.head_norms.over == "all":
+        return "ranks divide what it normalizes together"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Collection
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 from octavo.native.build import NativeBuildError, load_library, load_separate
@@ -22,13 +22,16 @@ class OpKind(IntEnum):
     MERGE = 5
     QUANTIZE = 6
     SHRINK = 7
-    ROUTE = 8
-    PLACE = 9
-    GATHER = 10
-    EXPAND = 11
-    ROUND = 12
-    REDUCE = 13
-    COMBINE = 14
+    SHARE = 8
+    ALL_REDUCE = 9
+    ALL_GATHER = 10
+    ROUTE = 11
+    PLACE = 12
+    GATHER = 13
+    EXPAND = 14
+    ROUND = 15
+    REDUCE = 16
+    COMBINE = 17
     LATENT_STORE = 20
     ABSORB = 21
     LATENT_ATTEND = 22
@@ -242,6 +245,14 @@ def open_library(isa: str = "auto", separate: Collection[str] = ()) -> ctypes.CD
     library.octavo_program_run.argtypes = [c_void_p, c_int, c_int, POINTER(StepArgs)]
     library.octavo_program_run.restype = c_int
     library.octavo_program_time.argtypes, library.octavo_program_time.restype = [c_void_p, c_void_p], None
+    library.octavo_exchange_create.argtypes = [c_int, c_int, c_int, c_double]
+    library.octavo_exchange_create.restype = c_void_p
+    library.octavo_exchange_destroy.argtypes, library.octavo_exchange_destroy.restype = [c_void_p], None
+    library.octavo_exchange_missing.argtypes, library.octavo_exchange_missing.restype = [c_void_p], c_int
+    library.octavo_exchange_all_reduce.argtypes = [c_void_p, c_void_p, c_int64, c_int]
+    library.octavo_exchange_all_reduce.restype = c_int
+    library.octavo_exchange_all_gather.argtypes = [c_void_p, c_void_p, c_void_p, c_int64]
+    library.octavo_exchange_all_gather.restype = c_int
     library.octavo_decode.argtypes, library.octavo_decode.restype = [c_void_p, POINTER(Decode)], c_int
     library.octavo_sample.argtypes, library.octavo_sample.restype = [c_void_p, POINTER(SampleArgs)], None
     sizes = ctypes.sizeof(Op) * 1_000_000 + ctypes.sizeof(StepArgs) * 1000 + ctypes.sizeof(Decode)

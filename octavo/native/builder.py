@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 
 from octavo.native.bindings import CODES, EXTERNALS, Dtype, Epilogue, Function, LowRank, Op, OpKind
+from octavo.native.exchange import Exchange
 
 RESIDUAL, LOGITS, ATTENDED = range(EXTERNALS)
 """The buffers that the caller owns: the residual stream [T, hidden] float32, the head's output [T, vocab], and the
@@ -86,6 +87,7 @@ class ProgramBuilder:
         marks: name -> number of operations before it: places where a caller may interrupt the program.
         kept: objects that must outlive the program, since operations point to them.
         nested: products that other operations run.
+        exchange: between ranks; None if no operation uses it.
     """
 
     ops: list[Op]
@@ -96,6 +98,7 @@ class ProgramBuilder:
     marks: dict[str, int] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
     nested: list[ctypes.Array[Op]] = field(default_factory=list)
+    exchange: Exchange | None = None
     _scratch: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -153,9 +156,14 @@ class ProgramBuilder:
         scale: float = 1.0,
         book: int = 0,
         group: int = 0,
+        own: range | None = None,
     ) -> None:
         """Add an operation: look up rows of a table [V, columns] by token, plain or packed in panels, as float32 times
-        `scale`."""
+        `scale`.
+
+        Args:
+            own: the tokens that the table has; the rows of others are zero. None for all.
+        """
         self.add(
             OpKind.EMBED,
             dtype,
@@ -169,6 +177,8 @@ class ProgramBuilder:
             scale=scale,
             book=book,
             scaled=group,
+            begin=0 if own is None else own.start,
+            rows=0 if own is None else len(own),
         )
 
     def add_positions(self, weight: int, dtype: Dtype, columns: int, output: int) -> None:
@@ -397,6 +407,29 @@ class ProgramBuilder:
         """Add an operation: convert float32 rows to bfloat16."""
         self.add(OpKind.QUANTIZE, Dtype.FLOAT, source, output, columns=columns)
         self.ops[-1].planes = 0
+
+    def all_reduce(
+        self, source: int, output: int, columns: int, exchange: Exchange, *, add: float | None = None
+    ) -> None:
+        """Add operations: the sums over ranks of float32 rows, whose `columns` are a multiple of 16.
+
+        Args:
+            add: a factor, to add its product with the sums to the output; None to store them. The output may be the
+                source.
+        """
+        self._share(source, columns, exchange)
+        epilogue, scale = (Epilogue.STORE, 1.0) if add is None else (Epilogue.ADD, add)
+        places: dict[str, int | float] = {"columns": columns, "epilogue": epilogue, "scale": scale}
+        self.add(OpKind.ALL_REDUCE, Dtype.FLOAT, source, output, details=exchange.handle, **places)
+
+    def all_gather(self, source: int, output: int, columns: int, exchange: Exchange) -> None:
+        """Add operations: the ranks' float32 rows of `columns` values, side by side."""
+        self._share(source, columns, exchange)
+        self.add(OpKind.ALL_GATHER, Dtype.FLOAT, source, output, columns=columns, details=exchange.handle)
+
+    def _share(self, source: int, columns: int, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.add(OpKind.SHARE, Dtype.FLOAT, source, 0, columns=columns, details=exchange.handle)
 
     def add(self, kind: OpKind, dtype: Dtype, source: int, output: int, **fields: int | float) -> None:
         """Add an operation of any kind; the fields are those of `Op`."""

@@ -12,6 +12,9 @@ from octavo.native.bindings import Decode, Dtype, Op, OpKind, StepArgs, code_of,
 from octavo.native.build import level_of
 from octavo.native.builder import ProgramBuilder
 
+_LOST = 2
+"""The library's answer if another rank was not there in time; negative of a decoding step."""
+
 
 class Pool:
     """A team of compute threads, asleep while no program runs.
@@ -43,6 +46,7 @@ class Program:
     def __init__(self, pool: Pool, b: ProgramBuilder) -> None:
         self._pool = pool
         self._kept = (b.kept, b.nested)
+        self._exchange = b.exchange
         for op in b.ops:
             op.kernel, op.code = kernel_of(op, pool.isa), code_of(op, pool.isa)
         for ops in b.nested:
@@ -56,8 +60,16 @@ class Program:
         self._decode = pool.kernels.octavo_decode
 
     def run(self, first: int, last: int, step: StepArgs) -> None:
-        """Run operations [first, last). Raises MemoryError if the buffers for the step's tokens can't be allocated."""
-        if self._run(self._handle, first, last, ctypes.byref(step)):
+        """Run operations [first, last).
+
+        Raises:
+            MemoryError: the buffers for the step's tokens can't be allocated.
+            DeviceLostError: another rank was not there in time for a sum.
+        """
+        failed = self._run(self._handle, first, last, ctypes.byref(step))
+        if failed == _LOST and self._exchange is not None:
+            raise self._exchange.lost()
+        if failed:
             raise MemoryError(f"not enough memory for the activations of a step of {step.tokens} tokens")
 
     def decode(self, step: Decode) -> int:
@@ -69,9 +81,11 @@ class Program:
             The number of rows of logits without a finite largest one; their token is 0.
 
         Raises:
-            MemoryError: as `run`, with the slots unchanged.
+            MemoryError, DeviceLostError: as `run`, with the slots unchanged.
         """
         flawed: int = self._decode(self._handle, ctypes.byref(step))
+        if flawed == -_LOST and self._exchange is not None:
+            raise self._exchange.lost()
         if flawed < 0:
             raise MemoryError(f"not enough memory for the activations of a step of {step.results} tokens")
         return flawed

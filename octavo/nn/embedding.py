@@ -107,7 +107,13 @@ class Embedding(WeightLayer):
     def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
         """Add the look-up of the table's rows, times `scale`, into the residual stream, to a native program."""
         assert self._matrix is not None, "the table is not packed"
-        emit_lookup(b, self._matrix, in_panels=self._matrix.is_quantized, scale=scale)
+        emit_lookup(b, self._matrix, in_panels=self._matrix.is_quantized, scale=scale, own=self.own)
+        self.emit_found(b)
+
+    def emit_found(self, b: ProgramBuilder) -> None:
+        """Add up the rows that the ranks have found, in the residual stream of a native program."""
+        if self.own is not None:
+            b.all_reduce(RESIDUAL, RESIDUAL, self.size, self.mesh.exchange)
 
     def emit_positions(self, b: ProgramBuilder, first: int) -> None:
         """Add the table's rows, by position from row `first` on, to the residual stream in a native program."""
@@ -156,13 +162,18 @@ class TiedHead(Projection):
         super().pack()
         self.release_source()
 
+    def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
+        """Add a look-up of the table's rows, times `scale`, into the residual stream, to a native program."""
+        emit_lookup(b, self.matrix, in_panels=True, scale=scale, own=self.source.own)
+        self.source.emit_found(b)
+
     @property
-    def _whole(self) -> bool:
-        return self.source.own is None
+    def _gathers(self) -> bool:
+        return self.source.own is not None
 
     def _finished(self, y: Tensor, addition: Addition | None) -> Tensor:
-        """Gather the ranks' logits, and then add the addition, which is for all rows of the table."""
-        return super()._finished(y if self._whole else self.mesh.all_gather(y), addition)
+        y = super()._finished(y, addition)
+        return self.mesh.all_gather(y) if self._gathers else y
 
     def release_source(self) -> None:
         """Drop the embedding's own table, after its weights were converted to another format."""

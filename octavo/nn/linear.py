@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue
-from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results
+from octavo.native.builder import LOGITS, RESIDUAL, STORED, NormArgs, ProgramBuilder, Results
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import act_mul
 from octavo.nn.quant.base import Fusing, Packing, Part, Rounding, Scheme
-from octavo.nn.quant.packed import Matrix, emit_lookup, emit_rounded, packed
+from octavo.nn.quant.packed import Matrix, emit_rounded, packed
+from octavo.nn.quant.panels import PANEL
 from octavo.nn.rounded import Activations, Rounded
 from octavo.nn.shard import COL, ROW, Heads, Shard, cut
 from octavo.nn.stream import Stream
@@ -194,16 +195,32 @@ class Projection(WeightLayer):
         """Add the product of a buffer, whose rows have dtype `given`, normalized if there is a norm and times `scale`,
         to the residual stream, in a native program."""
         args = None if norm is None else norm.kernel_args()
-        if args is None:
+        if args is None and not self._sums:
             self.emit(b, source, given, RESIDUAL, Results(Epilogue.ADD, scale=scale))
             return
         product = b.scratch("product", self.matrix.rows * 4)
         self.emit(b, source, given, product)
-        b.norm(product, RESIDUAL, Dtype.FLOAT, args, add=scale)
+        emit_sum(b, product, self.matrix.rows, self.mesh if self._sums else ALONE, args, scale)
 
-    def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
-        """Add a look-up of rows of the weights, into the residual stream, to a native program."""
-        emit_lookup(b, self.matrix, in_panels=True, scale=scale)
+    def emit_logits(self, b: ProgramBuilder, norm: Norm, results: Results = STORED) -> None:
+        """Add the product of the normalized residual stream, with the outputs of all ranks, to a native program: the
+        logits."""
+        if not self._gathers:
+            self.emit_after_norm(b, norm, LOGITS, results)
+            return
+        own = b.scratch("own logits", -(-self.matrix.rows // PANEL) * PANEL * 4)
+        self.emit_after_norm(b, norm, own, results)
+        b.all_gather(own, LOGITS, self.matrix.rows, self.mesh.exchange)
+
+    @property
+    def _sums(self) -> bool:
+        """Whether the products of all ranks must be added up."""
+        return False
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether each rank has a part of the outputs, of which all ranks need all."""
+        return False
 
     @property
     def _fusing(self) -> Fusing | None:
@@ -221,7 +238,7 @@ class Projection(WeightLayer):
     @property
     def _whole(self) -> bool:
         """Whether the product needs nothing from other ranks."""
-        return True
+        return not self._sums and not self._gathers
 
     def _finished(self, y: Tensor, addition: Addition | None) -> Tensor:
         if addition is not None:
@@ -231,6 +248,19 @@ class Projection(WeightLayer):
     @property
     def nbytes(self) -> int:
         return self.scheme.nbytes if self._matrix is None else self._matrix.nbytes
+
+
+def emit_sum(
+    b: ProgramBuilder, source: int, columns: int, mesh: Mesh, norm: NormArgs | None = None, scale: float = 1.0
+) -> None:
+    """Add the sum over ranks of a buffer of float32 rows, normalized if there is a norm and times `scale`, to the
+    residual stream, in a native program."""
+    if norm is None:
+        b.all_reduce(source, RESIDUAL, columns, mesh.exchange, add=scale)
+        return
+    if mesh.size > 1:
+        b.all_reduce(source, source, columns, mesh.exchange)
+    b.norm(source, RESIDUAL, Dtype.FLOAT, norm, add=scale)
 
 
 class Linear(Projection):
@@ -327,15 +357,19 @@ class Linear(Projection):
         return self.parts
 
     @property
-    def _whole(self) -> bool:
-        return self.mesh.size == 1 or (self.shard is not ROW and not self._gather)
+    def _sums(self) -> bool:
+        return self.mesh.size > 1 and self.shard is ROW
+
+    @property
+    def _gathers(self) -> bool:
+        return self.mesh.size > 1 and self._gather
 
     def _finished(self, y: Tensor, addition: Addition | None) -> Tensor:
         if addition is not None:
             addition.add_to(y)
-        if self.mesh.size > 1 and self.shard is ROW:
+        if self._sums:
             return self.mesh.all_reduce(y)
-        return self.mesh.all_gather(y) if self._gather else y
+        return self.mesh.all_gather(y) if self._gathers else y
 
     def _name(self, part: Part, suffix: str) -> str:
         return f"{self.path}.{part.name}.{suffix}" if self.path else f"{part.name}.{suffix}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections import deque
 
@@ -13,11 +14,16 @@ from torch.distributed import TCPStore, init_process_group  # type: ignore[attr-
 
 from octavo.core.errors import ConfigError
 from octavo.core.worker_info import RankPlace
+from octavo.native.build import NativeBuildError
+from octavo.native.exchange import Exchange
 from octavo.parallel.collectives import Collectives, TorchCollectives
 from octavo.parallel.mesh import ALONE, Mesh
 from octavo.parallel.peer_memory import Share
 from octavo.parallel.peers import with_peers
+from octavo.parallel.shared import SharedMemory
 from octavo.parallel.stage import WHOLE, Stage
+
+log = logging.getLogger(__name__)
 
 LOCAL = "127.0.0.1"
 _MEET = datetime.timedelta(seconds=120)
@@ -66,12 +72,17 @@ class TorchLink:
         torch.distributed.recv(x, self._before)
 
 
-def join(place: RankPlace, accelerator: str, *, peers: bool = True) -> tuple[Mesh, Stage]:
+def join(
+    place: RankPlace, accelerator: str, *, peers: bool = True, isa: str = "auto", limit_s: float | None = None
+) -> tuple[Mesh, Stage]:
     """Meet the other ranks; return the mesh of this rank's stage, and the stage. Call once in each rank's process.
 
     Args:
-        accelerator: "cpu" communicates by gloo, "cuda" by NCCL and by the memory of peers.
+        accelerator: "cpu" communicates in the memory that the ranks share, or else by gloo; "cuda" by NCCL and by the
+            memory of peers.
         peers: GPUs may write to each other's memory.
+        isa: instruction set of the CPU kernels that add up in shared memory.
+        limit_s: most seconds that these wait for another rank; None for no limit.
 
     Raises:
         ConfigError: the ranks did not meet, or can't share a GPU.
@@ -94,6 +105,8 @@ def join(place: RankPlace, accelerator: str, *, peers: bool = True) -> tuple[Mes
     collectives: Collectives = TorchCollectives(_own_group(place))
     if accelerator == "cuda" and (shared or (peers and _on_one_machine(place))):
         collectives = _through_peers(place, store, None if shared else collectives)
+    if accelerator == "cpu" and place.memory >= 0:
+        collectives = _in_shared_memory(place, store, isa, limit_s) or collectives
     mesh = Mesh(place.shard, place.shards, collectives)
     return mesh, Stage(place.stage, place.stages, TorchLink(place.rank - place.shards, place.rank + place.shards))
 
@@ -116,10 +129,7 @@ def _share_a_gpu(place: RankPlace, store: TCPStore) -> bool:
 
 def _on_one_machine(place: RankPlace) -> bool:
     """Return whether all ranks of this rank's stage are on one machine, and there are several."""
-    first = place.stage * place.shards
-    return place.shards > 1 and (
-        place.per_node == 0 or first // place.per_node == (first + place.shards - 1) // place.per_node
-    )
+    return place.shards > 1 and place.stage_is_local
 
 
 def _through_peers(place: RankPlace, store: TCPStore, others: Collectives | None) -> Collectives:
@@ -141,3 +151,14 @@ def _sharing(store: TCPStore, group: str, rank: int, size: int) -> Share:
         return [bytes.fromhex(store.get(f"{group}/{name}/{other}").decode()[1:]) for other in range(size)]
 
     return share
+
+
+def _in_shared_memory(place: RankPlace, store: TCPStore, isa: str, limit_s: float | None) -> SharedMemory | None:
+    """Return the collectives in the stage's memory; None if some rank of the stage can't use it."""
+    own = None
+    try:
+        own = SharedMemory(Exchange(place.memory, place.shard, place.shards, limit_s, isa))
+    except (NativeBuildError, MemoryError) as error:
+        log.warning("sums over ranks take gloo, since the ranks can't add up in shared memory: %s", error)
+    share = _sharing(store, f"stage {place.stage}", place.shard, place.shards)
+    return own if all(share("shared memory", b"" if own is None else b"yes")) else None

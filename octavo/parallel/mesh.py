@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.native.exchange import Exchange
 from octavo.parallel.collectives import Collectives, RankSum, SummingLater
+from octavo.parallel.shared import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,17 @@ class Mesh:
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""
         return x if self.size == 1 else torch.cat(self._joined.all_gather(x), dim=-1)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether native programs can contain the sums over ranks."""
+        return isinstance(self.group, SharedMemory)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What sums over ranks use in native programs; only with `shares_memory`."""
+        assert isinstance(self.group, SharedMemory), "the ranks share no memory"
+        return self.group.exchange
 
     @property
     def _joined(self) -> Collectives:

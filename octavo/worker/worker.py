@@ -140,8 +140,9 @@ class Worker:
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def _join(self) -> None:
+        accelerator, isa, limit_s = self.device.torch_device.type, self.settings.cpu_isa, self.parallel.rank_timeout_s
         peers = not self.parallel.disable_custom_all_reduce
-        self.mesh, self.stage = join(self._place, self.device.torch_device.type, peers=peers)
+        self.mesh, self.stage = join(self._place, accelerator, peers=peers, isa=isa, limit_s=limit_s)
 
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
@@ -212,7 +213,8 @@ class Worker:
         named = self._implementation.named(checkpoint, self.spec)
         report = load_weights(model, named, unneeded=elsewhere)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
-        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh)
+        whole_experts = self.parallel.enable_expert_parallel
+        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh, whole_experts=whole_experts)
         return LoadedModel(form, model, report, scales)
 
     def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
@@ -276,9 +278,9 @@ class Worker:
         """Whether the model will run as a native program."""
         return (
             isinstance(self.attention, NativeBackend)
-            and self._place.size == 1
+            and self.stage.count == 1
             and isinstance(self.spec, DecoderSpec)
-            and reason_against(self.spec) is None
+            and reason_against(self.spec, self.mesh, whole_experts=self.parallel.enable_expert_parallel) is None
         )
 
     def _schemes(self, keep: Keep = fused) -> Schemes:

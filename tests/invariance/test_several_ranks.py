@@ -113,6 +113,7 @@ class LaterSum:
 
 
 def test_sums_that_the_next_norm_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch, native=False)
     expected = run()
     monkeypatch.setattr(ThreadCollectives, "summands", lambda ranks, x: LaterSum(ranks, x), raising=False)
     monkeypatch.setattr(LaterSum, "computed", 0)

@@ -99,7 +99,8 @@ def _target(layer: Layer, *, head: bool, late: bool) -> Target:
         return Target(layer.path, (TargetPart("", layer.rows, layer.size, layer.rows, layer.size),), embedding=True)
     if isinstance(layer, TiedHead):
         inputs, outputs = layer.source.size, layer.source.rows
-        return Target(layer.path, (TargetPart("", inputs, outputs, inputs, outputs),), head=True)
+        own = outputs if layer.source.own is None else len(layer.source.own)
+        return Target(layer.path, (TargetPart("", inputs, outputs, inputs, own),), head=True)
     assert isinstance(layer, Linear)
     parts = tuple(_part(part, cut) for part, cut in zip(layer.parts, layer.cuts, strict=True))
     return Target(layer.path, parts, head=head, late=late)
@@ -139,6 +140,8 @@ def _stored(target: Target, spec: object) -> Target:
 
 
 def _cuts(layer: Linear | TiedHead | Embedding) -> tuple[Cut, ...]:
+    if isinstance(layer, TiedHead):
+        return (Cut(outputs=layer.source.own),)
     return tuple(layer.cuts) if isinstance(layer, Linear) else (Cut(),)
 
 

@@ -15,6 +15,7 @@ from octavo.native.bindings import Dtype
 from octavo.native.builder import RESIDUAL, ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.linear import emit_sum
 from octavo.nn.norm import Norm
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.packed_experts import Beside, routing_args
@@ -97,13 +98,13 @@ class Experts(FeedForward):
             self.shared_gate.emit_after_norm(b, norm, beside.gate)
         correction = self.correction.bias if self.correction else None
         args = routing_args(self.routing, self.experts.form.num_experts, correction, beside)
-        norm_args = None if after is None else after.kernel_args()
-        if norm_args is None:
+        norm_args, mesh = None if after is None else after.kernel_args(), self.experts.mesh
+        if norm_args is None and mesh.size == 1:
             self.experts.packed.emit(b, args, logits, x, RESIDUAL, add=scale)
             return
         total = b.scratch("product", self.hidden_size * 4)
         self.experts.packed.emit(b, args, logits, x, total)
-        b.norm(total, RESIDUAL, Dtype.FLOAT, norm_args, add=scale)
+        emit_sum(b, total, self.hidden_size, mesh, norm_args, scale)
 
 
 class OneToken(NamedTuple):

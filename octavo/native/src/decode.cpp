@@ -91,13 +91,14 @@ using namespace octavo;
 
 extern "C" {
 
-// Returns the number of rows of logits that could not be sampled, or -1 if the step's buffers can't be allocated.
+// Returns the number of rows of logits that could not be sampled, -1 if the step's buffers can't be allocated, or -2 if
+// another rank was not there in time.
 int octavo_decode(void* program, const OctavoDecode* decode) {
     Program& p = *static_cast<Program*>(program);
     const OctavoDecode& d = *decode;
     const Layout layout(d);
     try {
-        p.run(0, d.operations, layout.step);
+        if (!p.run(0, d.operations, layout.step)) return -2;
     } catch (const std::bad_alloc&) {
         return -1;
     }

@@ -24,6 +24,7 @@ void for_rows(const Program& program, int64_t task, const Body& body) {
 }
 
 // --- embedding: a row of the table, which may be plain [row][channel] or packed in panels for the head -------------
+// A table of `rows` rows is a part of the vocabulary, from `begin` on; the rows of other tokens are zero.
 
 template <class T>
 void embed_row(const OctavoOp& op, int64_t id, float* to) {
@@ -85,14 +86,17 @@ void run_embed(Program& program, const OctavoOp& op, int64_t task, int thread) {
         float* const to = program.at<float>(op.output, row);
         float* const found =
             op.epilogue == kAdd ? static_cast<float*>(program.scratch(thread, op.columns * sizeof(float))) : to;
-        if (has_blocks(op))
-            embed_blocks(op, ids[row], found);
+        const int64_t id = ids[row] - op.begin;
+        if (op.rows > 0 && (id < 0 || id >= op.rows))
+            std::fill(found, found + op.columns, 0.0f);
+        else if (has_blocks(op))
+            embed_blocks(op, id, found);
         else if (has_codes(op))
-            for_codes(op, CodedRow{op, ids[row], found});
+            for_codes(op, CodedRow{op, id, found});
         else if (op.dtype == kBfloat)
-            embed_row<bf16>(op, ids[row], found);
+            embed_row<bf16>(op, id, found);
         else
-            embed_row<float>(op, ids[row], found);
+            embed_row<float>(op, id, found);
         if (op.scale != 1.0f)
             for (int c = 0; c < op.columns; c++) found[c] *= op.scale;
         if (op.epilogue == kAdd)

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "blocks.h"
+#include "exchange.h"
 #include "linear.h"
 #include "results.h"
 #include "simd.h"
@@ -13,9 +14,9 @@ namespace octavo {
 namespace {
 
 const OpCode& code_of(const OctavoOp& op) {
-    static const OpCode table[kKinds] = {embed_code(),  norm_code(),  linear_code(),  rope_code(),
-                                         attend_code(), merge_code(), quantize_code(),
-                                         shrink_code()};
+    static const OpCode table[kKinds] = {embed_code(),    norm_code(),   linear_code(), rope_code(),
+                                         attend_code(),   merge_code(),  quantize_code(), shrink_code(),
+                                         share_code(), all_reduce_code(), all_gather_code()};
     return op.code != nullptr ? *static_cast<const OpCode*>(op.code) : table[op.kind];
 }
 
@@ -34,19 +35,22 @@ Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widt
       thread_scratch_(pool.threads()),
       registers_(pool.threads()),
       shares_(new Share[(size_t)count * pool.threads()]),
-      progress_(new Progress[count]) {
+      progress_(new Progress[count]),
+      rounds_(count) {
     if (rows != nullptr) rows_.assign(rows, rows + buffers);
     int groups = 1;
     for (const OctavoOp& op : ops_) groups = std::max(groups, op.group + 1);
     attention_.resize(groups);
 }
 
-void Program::run(int first, int last, const OctavoStep& step) {
+bool Program::run(int first, int last, const OctavoStep& step) {
     step_ = &step;
     first_ = first;
     last_ = last;
     prepare(first, last);
+    if (exchange_ != nullptr && exchange_->missing() >= 0) return false;
     pool_.run([](void* self, int thread) { static_cast<Program*>(self)->work(thread); }, this);
+    return exchange_ == nullptr || exchange_->missing() < 0;
 }
 
 void Program::prepare(int first, int last) {
@@ -65,6 +69,24 @@ void Program::prepare(int first, int last) {
     }
     by_addition_.find(ops_.data() + first, ops_.data() + last, *step_);
     shrunk_.need((size_t)by_addition_.width * step_->tokens * sizeof(float));
+    begin_rounds(first, last);
+}
+
+// Numbers the rounds in which the ranks exchange results, and makes room for the largest.
+void Program::begin_rounds(int first, int last) {
+    size_t row = 0;
+    exchange_ = nullptr;
+    for (int i = first; i < last; i++)
+        if (ops_[i].kind == kShare) {
+            exchange_ = &exchange_of(ops_[i]);
+            row = std::max(row, exchanged_bytes(ops_[i]));
+        }
+    if (exchange_ == nullptr) return;
+    exchange_->reserve(row * step_->tokens);
+    for (int i = first; i < last; i++) {
+        if (ops_[i].kind == kShare) rounds_[i] = exchange_->next();
+        if (ops_[i].kind == kAllReduce || ops_[i].kind == kAllGather) rounds_[i] = rounds_[i - 1];
+    }
 }
 
 namespace {
@@ -171,14 +193,13 @@ void* octavo_program_create(void* pool, const OctavoOp* ops, int count, const in
 
 void octavo_program_destroy(void* program) { delete static_cast<Program*>(program); }
 
-// Returns 0, or 1 if the step's buffers can't be allocated.
+// Returns 0, 1 if the step's buffers can't be allocated, or 2 if another rank was not there in time.
 int octavo_program_run(void* program, int first, int last, const OctavoStep* step) {
     try {
-        static_cast<Program*>(program)->run(first, last, *step);
+        return static_cast<Program*>(program)->run(first, last, *step) ? 0 : 2;
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    return 0;
 }
 
 void octavo_program_time(void* program, int64_t* ends) { static_cast<Program*>(program)->time_to(ends); }

@@ -42,7 +42,8 @@ struct OctavoOp {
     const void* kernel;  // its function in a separate library (octavo/native/bindings.py), or null
     const OctavoLowRank* low_rank;  // additions to a product, of which each row may have one; or null for none
     const void* code;     // of an operation in a separate library: its OpCode; else null
-    const void* details;  // of such an operation: further parameters, in a structure of its library; or null
+    const void* details;  // of such an operation: further parameters, in a structure of its library; of one between
+                          // ranks: their `Exchange`; else null
 };
 
 // One step's batch: pointers to the arrays documented in octavo/nn/step.py. `external`: buffers that the caller owns.
@@ -83,7 +84,9 @@ struct OctavoDecode {
 
 namespace octavo {
 
-enum Kind { kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kKinds };  // of the main library
+enum Kind {  // of the main library
+    kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kShare, kAllReduce, kAllGather, kKinds
+};
 enum Dtype { kFloat, kBfloat, kInt8, kInt4, kCode4, kCode6, kE4m3, kE5m2, kBf16, kF16 };
 enum Epilogue { kStore, kAdd, kGate };
 constexpr int kExternals = 3;
@@ -150,13 +153,15 @@ struct alignas(64) Progress {
     std::atomic<int64_t> done{0};  // tasks of an operation, by all threads
 };
 
+class Exchange;
+
 class Program {
 public:
     // `widths`: bytes of a buffer's rows; `rows`: of each token, or null for one.
     Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, const int32_t* rows, int buffers);
 
-    // Runs the operations [first, last).
-    void run(int first, int last, const OctavoStep& step);
+    // Runs the operations [first, last). Returns false, with undefined results, if another rank was not there in time.
+    bool run(int first, int last, const OctavoStep& step);
 
     // Sets where to record each operation's end and, as the last element, the start of the first; null for nowhere. In
     // nanoseconds of the first thread's clock.
@@ -175,6 +180,9 @@ public:
     void* scratch(int thread, size_t bytes) { return thread_scratch_[thread].need(bytes); }
 
     amx::Registers& registers(int thread) { return registers_[thread]; }
+
+    // Returns the round of the ranks' exchange that an operation takes part in.
+    uint32_t round_of(const OctavoOp& op) const { return rounds_[&op - ops_.data()]; }
 
     const AttentionPlan& attention(const OctavoOp& op) const { return attention_[op.group]; }
     const RowsByAddition& by_addition() const { return by_addition_; }
@@ -196,6 +204,7 @@ private:
     int64_t take(int operation, int64_t tasks, int thread);
     bool finished(int first, int last);
     void prepare(int first, int last);
+    void begin_rounds(int first, int last);
 
     Pool& pool_;
     std::vector<OctavoOp> ops_;
@@ -208,6 +217,8 @@ private:
     std::unique_ptr<Progress[]> progress_;  // [operation]
     std::vector<AttentionPlan> attention_;  // [cache group]
     Scratch partials_, shrunk_;
+    Exchange* exchange_ = nullptr;  // of this run; null if its operations are all of this rank
+    std::vector<uint32_t> rounds_;  // [operation]
     RowsByAddition by_addition_;
     const OctavoStep* step_ = nullptr;
     int first_ = 0, last_ = 0;
@@ -223,7 +234,7 @@ struct OpCode {
 };
 
 OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantize_code(),
-    shrink_code();
+    shrink_code(), share_code(), all_reduce_code(), all_gather_code();
 
 // `OpCode::plan` of attention.
 void plan_attention(const Program& program, const OctavoOp& op, AttentionPlan& plan);

@@ -173,8 +173,11 @@ def table_of(weight: Stored) -> Matrix:
     return packed(scheme)
 
 
-def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool, scale: float = 1.0) -> None:
-    """Add a look-up of a matrix's rows, times `scale`, into the residual stream, to a native program."""
+def emit_lookup(
+    b: ProgramBuilder, matrix: Matrix, *, in_panels: bool, scale: float = 1.0, own: range | None = None
+) -> None:
+    """Add a look-up of a matrix's rows, times `scale`, into the residual stream, to a native program; `own` as for
+    `ProgramBuilder.embed`."""
     b.embed(
         matrix.weight.data_ptr(),
         matrix.dtype,
@@ -186,4 +189,5 @@ def emit_lookup(b: ProgramBuilder, matrix: Matrix, *, in_panels: bool, scale: fl
         scale=scale,
         book=0 if matrix.book is None else matrix.book.data_ptr(),
         group=matrix.group,
+        own=own,
     )

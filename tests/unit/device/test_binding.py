@@ -92,3 +92,16 @@ def test_what_cannot_be_is_refused(affinity, text, words):
     with pytest.raises(ConfigError, match=words):
         bind(text)
     assert affinity == []
+
+
+def test_ranks_on_one_node_share_no_physical_core(tmp_path, affinity):
+    nodes = tmp_path / "node"
+    nodes.mkdir()
+    machine(nodes, "0-7")
+    for core in range(8):
+        topology = tmp_path / "cpu" / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    for rank in range(2):
+        bind("auto", nodes, rank, 2)
+    assert affinity == [{0, 1, 4, 5}, {2, 3, 6, 7}]

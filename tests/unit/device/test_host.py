@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -105,3 +106,14 @@ def test_the_least_of_all_limits_counts(groups: Groups, monkeypatch: pytest.Monk
     assert host.available_memory() <= 32 << 20
     groups("0::/", {"": second(5000, 1000, 0)})
     assert host.available_memory() == 4000
+
+
+@pytest.mark.parametrize(
+    ("quota", "overlapping", "expected"), [(None, False, 8), (None, True, 4), (6.0, False, 3), (6.0, True, 3)]
+)
+def test_ranks_divide_the_cores_and_the_quota(
+    quota: float | None, overlapping: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9000, 9008)))
+    monkeypatch.setattr(host, "cpu_quota", lambda: quota)
+    assert host.physical_cores(2, overlapping=overlapping) == expected
