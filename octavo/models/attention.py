@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from octavo.core.errors import ConfigError
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
@@ -14,14 +13,9 @@ from octavo.parallel.mesh import ALONE, Mesh
 
 
 def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> AttentionSpec:
-    """Return the parameters of a layer's attention on this rank.
-
-    Raises:
-        ConfigError: a model with linear biases on several devices.
-    """
+    """Return the parameters of a layer's attention on this rank."""
     own = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim).local(mesh)
-    if spec.alibi and mesh.size > 1:
-        raise ConfigError("This model has linear attention biases (ALiBi); Octavo runs those on one device only.")
+    slopes = alibi_slopes(spec.num_heads)[mesh.rank * own.heads : (mesh.rank + 1) * own.heads]
     return AttentionSpec(
         num_heads=own.heads,
         num_kv_heads=own.kv_heads,
@@ -31,7 +25,7 @@ def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> Attenti
         chunked=spec.chunked and spec.windows[layer] is not None,
         sinks=spec.sinks,
         soft_cap=spec.attention_cap,
-        slopes=tuple(spec.alibi * slope for slope in alibi_slopes(spec.num_heads)) if spec.alibi else None,
+        slopes=tuple(spec.alibi * slope for slope in slopes) if spec.alibi else None,
     )
 
 

@@ -11,6 +11,7 @@ from octavo.core.errors import ConfigError
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.sinks import HeadSinks
+from octavo.nn.divided_norm import DividedRMSNorm
 from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.experts import UP, ExpertLayer, experts_of_rank
 from octavo.nn.experts_spec import ExpertsForm
@@ -112,6 +113,10 @@ class Build:
     def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0, scaled: bool = True) -> RMSNorm:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps, offset=offset, scaled=scaled)
 
+    def divided_norm(self, name: str, heads: Heads, part: int, eps: float) -> DividedRMSNorm:
+        """Make a norm over all queries (part 0) or keys (part 1) of several ranks."""
+        return DividedRMSNorm(self.at(name).path, self.device, self.dtype, heads, part, eps, self.mesh)
+
     def layer_norm(
         self,
         name: str,
@@ -121,10 +126,17 @@ class Build:
         bias: bool = True,
         scaled: bool = True,
         offset: float = 0.0,
-        heads: int = 0,
     ) -> LayerNorm:
-        form = {"bias": bias, "scaled": scaled}
-        return LayerNorm(self.at(name).path, self.device, self.dtype, size, eps, **form, offset=offset, heads=heads)
+        place = (self.at(name).path, self.device, self.dtype, size, eps)
+        return LayerNorm(*place, bias=bias, scaled=scaled, offset=offset)
+
+    def head_norm(self, name: str, heads: Heads, part: int, eps: float, *, bias: bool, offset: float) -> LayerNorm:
+        """Make a norm with weights of its own for each head of queries (part 0) or keys (part 1)."""
+        count, size = (heads.heads, heads.kv_heads)[part], heads.head_dim
+        mine = cut(heads, part, count * size, 0, self.mesh).outputs
+        own = None if mine is None else slice(mine.start // size, mine.stop // size)
+        place = (self.at(name).path, self.device, self.dtype, size, eps)
+        return LayerNorm(*place, bias=bias, offset=offset, heads=count, own=own)
 
     def embedding(self, name: str, rows: int, size: int, *, divided: bool = False, plain: bool = False) -> Embedding:
         """Make a table [rows, size].

@@ -166,15 +166,18 @@ class LayerNorm(Norm):
         scaled: bool = True,
         offset: float = 0.0,
         heads: int = 0,
+        own: slice | None = None,
     ) -> None:
         """
         Args:
             offset: added to the stored weight, which is then kept in float32.
-            heads: weights of each head, [heads, size], for inputs [..., heads, size]; 0 for one weight [size].
+            heads: stored weights of each head, [heads, size], for inputs [..., heads, size]; 0 for one weight [size].
+            own: the heads of this rank; None for all.
         """
         super().__init__(path, device)
         self.dtype, self.size, self.eps = dtype, size, eps
         self.has_bias, self.scaled, self.offset, self.heads = bias, scaled, offset, heads
+        self._index = None if own is None else (own,)
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
@@ -198,7 +201,7 @@ class LayerNorm(Norm):
         names = (["weight"] if self.scaled else []) + (["bias"] if self.has_bias else [])
         dtype = torch.float32 if self.offset else self.dtype
         shape = (self.heads, self.size) if self.heads else (self.size,)
-        return [Wanted(f"{self.path}.{name}", TensorSpec(shape, dtype)) for name in names]
+        return [Wanted(f"{self.path}.{name}", TensorSpec(shape, dtype), index=self._index) for name in names]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         placed = [owned(plain(tensor)) for tensor in tensors]

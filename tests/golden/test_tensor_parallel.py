@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import threading
 import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 from paged import PagedRunner
+from rank_kit import ThreadCollectives
 from tiny import load_model, make_checkpoint, model_files, reference_of
+from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 
 from octavo.core.errors import ConfigError
 from octavo.models.registry import build_model, spec_of
@@ -37,6 +42,11 @@ FAMILIES = (
 )
 """An untied head, biases on both sides of a sum, a tied head, one kv head for two ranks, a window, the same latents on
 both ranks, with queries of low rank and without, experts that are divided, sinks, biases of experts."""
+JOINT_HEADS = ("bloom", "cohere", "olmo2", "olmo3", "olmoe")
+"""Biases by distance, whose slopes depend on the head; norms with weights by head; norms over all heads together."""
+EVERY = (*DENSE, *HYBRID, *HYBRID_MOE, *MOE)
+ODD_WIDTHS = ("gemma",)
+"""Families whose tiny checkpoint can't be divided by two."""
 PROMPTS = [[5, 9, 33, 7, 120], [64, 2]]
 
 
@@ -79,6 +89,44 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
         alone = logits_of(tmp_path / family, Mesh())
         for rank in range(2):
             torch.testing.assert_close(torch.load(tmp_path / f"{family}.{rank}.pt"), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products of torch in threads side by side divide their sums by chance, which changes their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", JOINT_HEADS)
+def test_heads_that_are_not_alike(family: str, tmp_path: Path) -> None:
+    check_division(family, 2, tmp_path)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_more_ranks_than_kv_heads_whose_norm_is_over_all(tmp_path: Path) -> None:
+    check_division("olmo2", 4, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", [name for name in EVERY if name not in (*JOINT_HEADS, *ODD_WIDTHS)])
+def test_every_family(family: str, tmp_path: Path) -> None:
+    check_division(family, 2, tmp_path)
+
+
+def check_division(family: str, size: int, folder: Path) -> None:
+    """Ranks in threads compute what one device does, the same bits on each."""
+    make_checkpoint(family, folder)
+    barrier, given = threading.Barrier(size), [torch.empty(0)] * size
+    meshes = [Mesh(rank, size, ThreadCollectives(rank, barrier, given)) for rank in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(logits_of, [folder] * size, meshes)
+    torch.testing.assert_close(first, logits_of(folder, Mesh()), rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

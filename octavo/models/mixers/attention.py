@@ -22,21 +22,28 @@ from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
 
 
-def make_head_norm(b: Build, name: str, heads: int, spec: DecoderSpec) -> Norm | None:
-    """Make the norm of queries or keys; None if there is none.
+def make_head_norm(b: Build, part: int, spec: DecoderSpec) -> Norm | None:
+    """Make the norm of queries (part 0) or keys (part 1); None if there is none.
 
     Raises:
-        ConfigError: one norm over the heads of several devices.
+        ConfigError: one norm other than an RMSNorm over the heads of several devices.
     """
-    norms = spec.head_norms
-    if norms is None:
+    if spec.head_norms is None:
         return None
-    if norms.over == "heads":
-        own = norms.norm
-        return b.layer_norm(name, spec.head_dim, own.eps, bias=own.bias, offset=own.offset, heads=heads)
-    if norms.over == "all" and b.mesh.size > 1:
-        raise ConfigError("This model normalizes all heads together, so it can't be divided over devices. Use one.")
-    return make_norm(b, name, spec.head_dim * (heads if norms.over == "all" else 1), norms.norm)
+    name, norm, over = ("q_norm", "k_norm")[part], spec.head_norms.norm, spec.head_norms.over
+    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    if over == "head":
+        return make_norm(b, name, spec.head_dim, norm)
+    if over == "heads":
+        return b.head_norm(name, heads, part, norm.eps, bias=norm.bias, offset=norm.offset)
+    if b.mesh.size == 1:
+        return make_norm(b, name, heads.outputs[part], norm)
+    if norm.kind != "rms" or norm.offset or not norm.scaled:
+        raise ConfigError(
+            "This model normalizes all heads together, and not by an RMSNorm with weights, so it can't be divided over "
+            "devices. Set --tensor-parallel-size 1."
+        )
+    return b.divided_norm(name, heads, part, norm.eps)
 
 
 def _factors(positions: Tensor, temperature: Temperature) -> Tensor:
@@ -74,8 +81,8 @@ class Attention(Mixer):
         self.gate = (
             b.linear("gate_proj", inputs=spec.hidden_size, outputs=heads.outputs[0], shard=COL) if kind.gated else None
         )
-        self.q_norm = make_head_norm(b, "q_norm", own.heads, spec) if kind.normed else None
-        self.k_norm = make_head_norm(b, "k_norm", own.kv_heads, spec) if kind.normed else None
+        self.q_norm = make_head_norm(b, 0, spec) if kind.normed else None
+        self.k_norm = make_head_norm(b, 1, spec) if kind.normed else None
         self._fuses_norms = spec.fuses_head_norms
         self.attn = b.attention(attention_spec(spec, layer, b.mesh))
 
