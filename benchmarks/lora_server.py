@@ -1,6 +1,6 @@
 """Hundreds of LoRA adapters behind one server, beside the base model alone at the same load.
 
-    python benchmarks/lora_server.py [--model DIR] [--adapters 500] [--seconds 20] [--output FILE]
+    python benchmarks/lora_server.py [--model DIR] [--adapters 500] [--seconds 10] [--output FILE]
 
 The model and the adapters have random weights. The adapters change all linear layers; their ranks are those of
 `--ranks` in turns. Adapters of one rank share a file on the disk, which is in the page cache, but nothing in the
@@ -9,12 +9,14 @@ server.
 Parts, in this order, against one server that knows all adapters (`--lora-dir`):
     capacity    requests a second of the base model, with `--streams` of them at a time
     base        requests to the base model, at `--share` of the capacity, at random times (a Poisson process)
-    adapters    the same requests at the same times, each to an adapter drawn by Zipf's law; after a warm-up
+    warm        one request to each adapter, so that all that fit are in memory, as in a server that has run for long
+    adapters    the requests of `base` at the same times, each to an adapter drawn by Zipf's law
     cold        first requests to adapters of rank 16 that were never used, beside streams of the base model: their time
                 to first token beside that of the base model, and the longest gap between two tokens of the streams
     memory      tokens that fit into the KV cache beside 20 adapters, and beside 20 slots of rank 64
 
-Times to first token and gaps are measured at the client's socket.
+Times to first token and gaps are measured at the client's socket. The file is written after each part. Without options
+all parts take about 80 seconds on an H200.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import describe, describe_gpu
+from machine import Report, describe, describe_gpu
 
 HERE = Path(__file__).parent
 FIRST_ID, IDS = 1000, 20_000
@@ -138,6 +140,8 @@ class Server:
         command = [sys.executable, "-m", "octavo.cli.main", "serve", str(args.model), "--load-format", "dummy"]
         command += ["--served-model-name", "base", "--port", str(self.port), "--max-model-len", str(args.max_model_len)]
         command += ["--lora-dir", str(adapters.folder), "--max-lora-rank", str(max(*adapters.ranks, 16))]
+        most = str(args.max_loras)
+        command += ["--max-loras", most, "--max-cpu-loras", most]
         command += ["--server-dev-mode", "--skip-tokenizer-init", *args.serve_args]
         began = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
@@ -167,6 +171,12 @@ class Server:
                 found[name] = found.get(name, 0.0) + float(value)
         return found
 
+    def info(self) -> dict[str, Any]:
+        """Return the engine's facts about the model and the KV cache."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/server_info?config_format=json") as answer:
+            found: dict[str, Any] = json.load(answer)["vllm_config"]["model"]
+        return found
+
     async def ask(self, model: str, prompt: list[int], count: int) -> Stream:
         """Stream one completion; its failure is in the result."""
         fields = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
@@ -189,7 +199,7 @@ class Server:
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(60)
+            self.process.wait(10)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -209,17 +219,21 @@ class Load:
     def ask(self, model: str, count: int | None = None) -> Awaitable[Stream]:
         return self.server.ask(model, self.prompt(), count or self.args.output_len)
 
-    async def at_once(self, count: int, streams: int) -> float:
-        """Return requests a second of the base model, `streams` at a time."""
+    async def at_once(self, models: Sequence[str], streams: int, count: int | None = None) -> float:
+        """Send a request to each of the models, `streams` at a time; return requests a second.
+
+        Args:
+            count: tokens of an answer.
+        """
         gate = asyncio.Semaphore(streams)
 
-        async def one() -> Stream:
+        async def one(model: str) -> Stream:
             async with gate:
-                return await self.ask("base")
+                return await self.ask(model, count)
 
         began = time.perf_counter()
-        checked(await asyncio.gather(*(one() for _ in range(count))))
-        return count / (time.perf_counter() - began)
+        checked(await asyncio.gather(*map(one, models)))
+        return len(models) / (time.perf_counter() - began)
 
     async def poisson(self, models: Sequence[str], rate: float, seed: int) -> list[Stream]:
         """Send a request to each of the models, in this order, at random times."""
@@ -300,8 +314,9 @@ async def cold(load: Load, adapters: Adapters) -> dict[str, Any]:
     }
 
 
-def memory(server: Server, adapters: Adapters, info: dict[str, Any]) -> dict[str, Any]:
+def memory(server: Server, adapters: Adapters) -> dict[str, Any]:
     """Return tokens of KV cache beside 20 adapters, by their bytes, and beside 20 slots of the largest rank."""
+    info = server.info()
     blocks, size, per_token = info["num_blocks"], info["block_size"], info["kv_bytes_per_token"]
     page = size * per_token
     mixed = sum(math.ceil(adapters.bytes_of_rank(adapters.rank_of(number)) / page) for number in range(RESIDENT))
@@ -315,26 +330,26 @@ def memory(server: Server, adapters: Adapters, info: dict[str, Any]) -> dict[str
     }
 
 
-async def measure(args: argparse.Namespace, adapters: Adapters, server: Server) -> dict[str, Any]:
+async def measure(args: argparse.Namespace, adapters: Adapters, server: Server, report: Report) -> None:
     load = Load(args, adapters.config, server)
-    await load.at_once(args.streams, args.streams)
-    capacity = await load.at_once(args.streams * 3, args.streams)
+    await load.at_once(["base"] * args.streams, args.streams)
+    capacity = await load.at_once(["base"] * args.streams * 2, args.streams)
     rate = capacity * args.share
     count = max(8, round(rate * args.seconds))
-    report: dict[str, Any] = {"capacity_req_s": round(capacity, 2), "rate_req_s": round(rate, 2)}
-    print(json.dumps(report), flush=True)
-    report["base"] = figures(await load.poisson(["base"] * count, rate, seed=1))
-    print("base", json.dumps(report["base"]), flush=True)
-    await load.poisson(zipf(adapters.names, args.zipf, count // 2, seed=2), rate, seed=2)
+    report.note("capacity_req_s", round(capacity, 2))
+    report.note("rate_req_s", round(rate, 2))
+    base = figures(await load.poisson(["base"] * count, rate, seed=1))
+    report.note("base", base)
+    began = time.perf_counter()
+    await load.at_once(adapters.names, args.warm_streams, 2)
+    report.note("warm_s", round(time.perf_counter() - began, 1))
     before = server.metrics()
     chosen = zipf(adapters.names, args.zipf, count, seed=3)
-    report["adapters"] = figures(await load.poisson(chosen, rate, seed=1))
-    report["adapters"] |= {"distinct": len(set(chosen)), "counters": grown(before, server.metrics())}
-    report["ttft_p99_ratio"] = round(report["adapters"]["ttft_p99_ms"] / report["base"]["ttft_p99_ms"], 3)
-    print("adapters", json.dumps(report["adapters"]), report["ttft_p99_ratio"], flush=True)
-    report["cold"] = await cold(load, adapters)
-    print("cold", json.dumps(report["cold"]), flush=True)
-    return report
+    found: dict[str, Any] = figures(await load.poisson(chosen, rate, seed=1))
+    report.note("adapters", found | {"distinct": len(set(chosen)), "counters": grown(before, server.metrics())})
+    report.note("ttft_p99_ratio", round(found["ttft_p99_ms"] / base["ttft_p99_ms"], 3))
+    report.note("memory", memory(server, adapters))
+    report.note("cold", await cold(load, adapters))
 
 
 def main() -> None:
@@ -344,7 +359,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the law by which adapters are drawn")
     parser.add_argument("--share", type=float, default=0.6, help="of the base model's capacity")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two loads")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each of the two loads")
+    parser.add_argument("--max-loras", type=int, default=512, help="of the server, on the device and on the host")
+    parser.add_argument("--warm-streams", type=int, default=32, help="concurrent first requests to adapters")
     parser.add_argument("--streams", type=int, default=256, help="concurrent requests that measure the capacity")
     parser.add_argument("--input-len", type=int, default=200)
     parser.add_argument("--output-len", type=int, default=100)
@@ -355,26 +372,16 @@ def main() -> None:
 
     config = json.loads((args.model / "config.json").read_text())
     with tempfile.TemporaryDirectory(prefix="adapters-") as folder:
+        facts = describe() | {"gpu": describe_gpu(), "model": args.model.name, "adapters": args.adapters}
+        facts |= {"ranks": args.ranks, "zipf": args.zipf, "input_len": args.input_len, "output_len": args.output_len}
+        report = Report(facts, args.output)
         adapters = Adapters(Path(folder), config, args.ranks, args.adapters)
         server = Server(args, adapters)
         try:
-            report = describe() | {
-                "gpu": describe_gpu(),
-                "model": args.model.name,
-                "adapters": args.adapters,
-                "ranks": args.ranks,
-            }
-            report |= {"zipf": args.zipf, "input_len": args.input_len, "output_len": args.output_len}
-            report |= {"start_s": round(server.start_s, 1)}
-            report |= asyncio.run(measure(args, adapters, server))
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/server_info?config_format=json") as answer:
-                info = json.load(answer)["vllm_config"]["model"]
-            report["memory"] = memory(server, adapters, info)
+            report.note("start_s", round(server.start_s, 1))
+            asyncio.run(measure(args, adapters, server, report))
         finally:
             server.close()
-    print(json.dumps(report, indent=1))
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -13,6 +14,20 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("octavo", "torch", "transformers", "numpy")
+
+
+class Report:
+    """Figures that are printed, and written to a file, as soon as they are known."""
+
+    def __init__(self, facts: dict[str, Any], path: Path | None) -> None:
+        self.facts = facts
+        self._path = path
+
+    def note(self, name: str, value: Any) -> None:
+        self.facts[name] = value
+        print(name, json.dumps(value), flush=True)
+        if self._path:
+            self._path.write_text(json.dumps(self.facts, indent=1) + "\n")
 
 
 def describe() -> dict[str, Any]:
