@@ -92,8 +92,8 @@ class SpeculationEngine(EngineHook):
         """Rows of the last step that only decoded."""
         self._together: dict[int, Together] = {}
         """By about the number of rows."""
-        self._accepted = 0
-        """Accepted drafts since steps with drafts were last measured."""
+        self._verified = self._accepted = 0
+        """Drafts since steps with drafts were last measured, and how many of them were accepted."""
         self._most: int | None = 0 if config.adaptive else None
         """Most drafts of any row in the next step; None if each row decides."""
         self._prices: tuple[float, float, float] | None = None
@@ -120,7 +120,7 @@ class SpeculationEngine(EngineHook):
 
     def _measure(self, step: Planned, now: float) -> None:
         plain = self._costs.plain(step.rows)
-        for found in self._pace.ended(step, now):
+        for found in self._pace.ended(step, now, plain):
             self._costs.add(found.rows, found.drafts, found.seconds)
             if found.drafts:
                 self._judge_all(found)
@@ -130,12 +130,13 @@ class SpeculationEngine(EngineHook):
         self._prices = self._priced(step.rows)
 
     def _judge_all(self, found: Measured) -> None:
-        plain, accepted = self._costs.plain(found.rows), self._accepted
-        self._accepted = 0
-        if plain and found.rows >= _MANY:
-            saved = found.steps + accepted / found.rows
+        plain = self._costs.plain(found.rows)
+        if plain and found.rows >= _MANY and self._verified:
+            accepted = found.drafts * self._accepted / self._verified  # a mean: those of the last steps are not here
+            saved = found.steps * (1 + accepted / found.rows)
             took = found.seconds * found.steps / plain
             self._together_of(found.rows).measured(self._steps, found.steps, saved, took)
+        self._verified = self._accepted = 0
 
     def _limit(self, rows: int) -> int | None:
         """Return the most drafts of any row after the next step of this many rows; None if each row decides."""
@@ -146,7 +147,12 @@ class SpeculationEngine(EngineHook):
         return self._together_of(rows).limit(self._steps) if self._costs.plain(rows) else 0
 
     def _together_of(self, rows: int) -> Together:
-        return self._together.setdefault(size_class(rows), Together(self.max_drafts))
+        size = size_class(rows)
+        if size not in self._together:
+            larger = min((other for other in self._together if other > size), default=0)
+            paid = self._together[larger].paying if larger else 0  # with fewer rows, drafts gain more
+            self._together[size] = Together(self.max_drafts, paid)
+        return self._together[size]
 
     def _note_misses(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         """Ask less often for the drafts of requests that had none. On a GPU the host does not know."""
@@ -188,6 +194,7 @@ class SpeculationEngine(EngineHook):
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._counters.verified(num_drafts, num_accepted)
         self._overall.add(num_drafts, num_accepted)
+        self._verified += num_drafts
         self._accepted += num_accepted
         one = self._of(request)
         one.accepted += num_accepted
@@ -218,12 +225,12 @@ class SpeculationEngine(EngineHook):
 
         A draft that is accepted saves a token's share of a step without drafts.
         """
+        share = min(share, 1.0)
+        if self._rows >= _MANY:
+            return self._best_of_many(share)
         if self._prices is None:
             return self.max_drafts
         value, overhead, cost = self._prices
-        if self._rows >= _MANY:
-            overhead = 0.0  # of the whole step: `Together` weighs it
-        share = min(share, 1.0)
         best, most, gain, chance = 0, 0.0, 0.0, 1.0
         for count in range(1, self.max_drafts + 1):
             chance *= share
@@ -232,6 +239,15 @@ class SpeculationEngine(EngineHook):
             if left > most:
                 best, most = count, left
         return best
+
+    def _best_of_many(self, share: float) -> int:
+        """Return how many drafts are at least half as likely accepted as the last one of a usual row. What they cost,
+        `Together` weighs."""
+        most = self._most or TRIAL
+        least, count, chance = self._overall.share**most / 2, 0, share
+        while count < most and chance >= least:
+            count, chance = count + 1, chance * share
+        return count
 
     def _priced(self, rows: int) -> tuple[float, float, float] | None:
         plain = self._costs.plain(rows)

@@ -39,7 +39,8 @@ class Pace:
     In a busy engine, one step is planned in the time that one takes. If a step is launched while others are in flight,
     the host then waits for an earlier one, so the time until the next plan is that one's, unless the launch itself
     takes longer. Steps with drafts in a row are therefore measured together, until as many steps without drafts as are
-    in flight have followed: as many times between plans as there are steps, those in a row that take the longest.
+    in flight have followed. The times between plans are then those of both, and of them as many in a row as there are
+    steps with drafts take no longer than these.
     """
 
     def __init__(self) -> None:
@@ -55,23 +56,27 @@ class Pace:
         self._settling = 0
         """Steps without drafts in whose time others ran."""
 
-    def ended(self, step: Planned, now: float) -> Iterator[Measured]:
-        """Return what is known when the step after this one is planned."""
-        if step.drafts:
-            return self._drafted(step, now - step.began)
-        return self._plain(step, now - step.began)
+    def ended(self, step: Planned, now: float, plain: float) -> Iterator[Measured]:
+        """Return what is known when the step after this one is planned.
 
-    def _drafted(self, step: Planned, seconds: float) -> Iterator[Measured]:
+        Args:
+            plain: seconds of a step without drafts; 0.0 if unknown.
+        """
+        if step.drafts:
+            return self._drafted(step, now - step.began, plain)
+        return self._plain(step, now - step.began, plain)
+
+    def _drafted(self, step: Planned, seconds: float, plain: float) -> Iterator[Measured]:
         if self._chain and (self._chain[0].rows != step.rows or self._settling < self._chain[-1].ahead):
             self._begin(shifted=True)
         self._chain.append(step)
         self._times.append(seconds)
         self._settling = step.ahead
         if not step.ahead or len(self._chain) == _LONGEST:
-            yield self._mean()
+            yield self._mean(plain)
             self._begin(shifted=step.ahead > 0)
 
-    def _plain(self, step: Planned, seconds: float) -> Iterator[Measured]:
+    def _plain(self, step: Planned, seconds: float, plain: float) -> Iterator[Measured]:
         if not self._settling:
             yield Measured(step.rows, 0, seconds)
             return
@@ -79,7 +84,7 @@ class Pace:
         if not self._shifted:
             self._times.append(seconds)
         if self._chain and (self._shifted or not self._settling):
-            yield self._mean()
+            yield self._mean(plain)
             self._begin(shifted=self._settling > 0)
         elif not self._settling:
             self._shifted = False
@@ -88,9 +93,12 @@ class Pace:
         """Begin the next chain."""
         self._chain, self._times, self._shifted = [], [], shifted
 
-    def _mean(self) -> Measured:
-        steps, longest = len(self._chain), 0.0
+    def _mean(self, plain: float) -> Measured:
+        steps, ahead = len(self._chain), 0 if self._shifted else self._chain[0].ahead
+        seconds = 0.0
         for first in range(len(self._times) - steps + 1):
-            longest = max(longest, sum(self._times[first : first + steps]))
+            seconds = max(seconds, sum(self._times[first : first + steps]) / steps)
+        if plain and len(self._times) > ahead:
+            seconds = max(seconds, (sum(self._times) - ahead * plain) / (len(self._times) - ahead))
         drafts = sum(one.drafts for one in self._chain) / steps
-        return Measured(self._chain[0].rows, drafts, longest / steps, steps)
+        return Measured(self._chain[0].rows, drafts, seconds, steps)

@@ -10,13 +10,13 @@ _LOSS = 200
 """Least steps from a trial to the next, for each step without drafts whose time it cost: half a percent."""
 _STEPS = 8
 """Least steps of a measurement, except a trial's."""
-_AGE = 8
+_AGE = 16
 """Measurements after which those of other limits are forgotten."""
-_SOON, _FIRST = 16, 3
+_SOON, _FIRST = 16, 2
 """The first trials may take long because they load kernels: a failed one is repeated after that many steps, until so
 many have failed."""
-_MARGIN = 1.01
-"""Least gain of drafts that pay."""
+_MARGIN = 1.08
+"""Least gain of drafts that pay. What they gain less than that, requests that end later than others take back."""
 
 
 class Together:
@@ -27,9 +27,14 @@ class Together:
     the first time may have loaded kernels, so it is measured again before it counts as a loss.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, limit: int = 0) -> None:
+        """
+        Args:
+            most: most drafts of a row.
+            limit: number to begin with; 0 for a trial.
+        """
         self._most = most
-        self._limit = 0
+        self._limit = limit
         self._gains: dict[int, float] = {}
         """What each limit gained since drafts began to pay."""
         self._sure: set[int] = set()
@@ -42,6 +47,11 @@ class Together:
         self._paid = 0
         """Measurements in a row that gained."""
         self._steps, self._saved, self._took = 0, 0.0, 0.0
+
+    @property
+    def paying(self) -> int:
+        """The most drafts of a row, if they gain; else 0."""
+        return self._limit
 
     def limit(self, step: int) -> int:
         """Return the most drafts of a row after this step. 0 most of the time while they don't pay."""
@@ -65,15 +75,29 @@ class Together:
         self._steps, self._saved, self._took = self._steps + steps, self._saved + saved, self._took + took
         if self._limit and self._steps < _STEPS:
             return
-        self._tries = False
+        trial, self._tries = not self._limit, False
         gain, loss = self._saved / self._took, self._took - self._saved
         self._steps, self._saved, self._took = 0, 0.0, 0.0
-        limit = self._limit or min(TRIAL, self._most)
-        self._note(limit, gain)
+        if trial:
+            self._judge_trial(step, gain, loss)
+            return
+        self._note(self._limit, gain)
         if max(self._gains.values()) >= _MARGIN:
-            self._go_on(limit)
+            self._go_on(self._limit)
         else:
             self._give_up(step, loss)
+
+    def _judge_trial(self, step: int, gain: float, loss: float) -> None:
+        """Begin to draft if a trial gained. Its time alone is too uncertain to be compared with other limits'."""
+        if gain >= _MARGIN:
+            self._limit = min(TRIAL, self._most)
+            self._sure.add(self._limit)
+            return
+        self._failed, self._lost = self._failed + 1, self._lost + loss
+        if self._failed < _FIRST:
+            self._try_at = step + _SOON
+        else:
+            self._give_up(step, self._lost)
 
     def _note(self, limit: int, gain: float) -> None:
         """Remember what a limit gained: the better one of its first two measurements, then a mean."""
@@ -93,19 +117,15 @@ class Together:
 
     def _give_up(self, step: int, loss: float) -> None:
         """Draft nothing until the next trial."""
-        self._gains, self._sure, self._limit, self._paid = {}, set(), 0, 0
-        self._failed, self._lost = self._failed + 1, self._lost + loss
-        if self._failed < _FIRST:
-            self._try_at = step + _SOON
-            return
-        self._try_at = step + min(max(self._pause, int(_LOSS * self._lost)), _LONGEST_PAUSE)
-        self._pause, self._lost = min(2 * self._pause, _LONGEST_PAUSE), 0.0
+        self._gains, self._sure, self._limit, self._paid, self._lost = {}, set(), 0, 0, 0.0
+        self._failed = _FIRST
+        self._try_at = step + min(max(self._pause, int(_LOSS * loss)), _LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _better(self, limit: int) -> int:
-        """Return this limit or one beside it, which has gained more or has not been tried."""
-        here, fewer, more = self._gains[limit], self._gains.get(limit - 1, 0.0), self._gains.get(limit + 1)
-        if fewer > here:
-            return limit if limit not in self._sure else limit - 1
-        if limit < self._most and (more is None or more > here):
-            return limit + 1
-        return limit
+        """Return a limit beside this one that has gained more, or else one that has not been tried; else this one."""
+        beside = [other for other in (limit + 1, limit - 1) if 1 <= other <= self._most]
+        best = max((other for other in beside if other in self._gains), key=self._gains.__getitem__, default=limit)
+        if self._gains[best] > self._gains[limit]:
+            return best if limit in self._sure else limit
+        return next((other for other in beside if other not in self._gains), limit)
