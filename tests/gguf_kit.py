@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.hub.files import ModelFiles
@@ -85,6 +87,29 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
     writer.write_tensors_to_file()
     writer.close()
     return gguf_files(path)
+
+
+_SCALES = {
+    Kind.Q4_1: (0, 2),
+    Kind.Q5_1: (0, 2),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q6_K: (208,),
+}
+"""Where a block has its numbers in float16; at its begin, unless it is here."""
+
+
+def random_rows(kind: Kind, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Random blocks of a format, also of those that gguf-py does not write; their scales are of about one size."""
+    per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(int(kind))
+    raw = random.integers(0, 256, (*shape[:-1], shape[-1] // per_block, size), dtype=np.uint8)
+    for place in _SCALES.get(kind, (0,)):
+        scales = random.uniform(0.001, 0.003, (*raw.shape[:-1], 1)).astype(np.float16)
+        raw[..., place : place + 2] = scales.view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
 
 
 _SUFFIXES = (".weight", ".bias")

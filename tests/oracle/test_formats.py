@@ -3,11 +3,11 @@ against the values that the format's specification gives, in float64."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
+from gguf_kit import random_rows
 from quantized_kit import EXAMPLES
 from torch import Tensor
 
@@ -49,29 +49,11 @@ def stored(name: str) -> tuple[QuantizedBlocks, Tensor]:
 
 
 def stored_by_gguf(kind: Kind) -> tuple[QuantizedBlocks, Tensor]:
-    """Random bytes of a format of GGUF, whose scales are finite and of about one size, and gguf-py's values of them."""
-    per_block, size = quants.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(int(kind))
-    raw = random.integers(0, 256, (OUTPUTS, 5, size), dtype=np.uint8)
-    for place in _SCALES.get(kind, (0,)):
-        halves = random.uniform(0.01, 0.03, (OUTPUTS, 5, 1)).astype(np.float16).view(np.uint8)
-        raw[:, :, place : place + 2] = halves
-    blocks = as_blocks(torch.from_numpy(raw.reshape(OUTPUTS, -1).copy()), kind)
+    """A random matrix in a format of GGUF, as kernels keep it, and gguf-py's values of it."""
+    raw = random_rows(kind, (OUTPUTS, 5 * quants.GGML_QUANT_SIZES[kind][0]))
+    blocks = as_blocks(torch.from_numpy(raw), kind)
     assert blocks is not None
-    exact = quants.dequantize(raw.reshape(OUTPUTS, -1), kind).reshape(OUTPUTS, 5 * per_block)
-    return blocks, torch.from_numpy(exact).double()
-
-
-_SCALES = {
-    Kind.Q4_1: (0, 2),
-    Kind.Q5_1: (0, 2),
-    Kind.Q4_K: (0, 2),
-    Kind.Q5_K: (0, 2),
-    Kind.Q2_K: (80, 82),
-    Kind.Q3_K: (108,),
-    Kind.Q6_K: (208,),
-}
-"""Where a block has its float16 numbers; at its begin, unless it is here."""
+    return blocks, torch.from_numpy(quants.dequantize(raw, kind)).double()
 
 
 def product(pool: Pool, x: Tensor, blocks: QuantizedBlocks) -> Tensor:
