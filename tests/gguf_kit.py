@@ -89,27 +89,26 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
     return gguf_files(path)
 
 
-_SCALES = {
-    Kind.Q4_1: (0, 2),
-    Kind.Q5_1: (0, 2),
-    Kind.Q4_K: (0, 2),
-    Kind.Q5_K: (0, 2),
-    Kind.Q2_K: (80, 82),
-    Kind.Q3_K: (108,),
-    Kind.Q6_K: (208,),
-}
-"""Where a block has its numbers in float16; at its begin, unless it is here."""
+_SCALES = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q6_K: 208}
+"""Where a block has its scale in float16; at its begin, unless it is here."""
+_MINIMA = {Kind.Q4_1: -7.5, Kind.Q5_1: -15.5, Kind.Q4_K: 7.5, Kind.Q5_K: 15.5, Kind.Q2_K: 1.5}
+"""Formats with a minimum after the scale -> their ratio, with which values are about 0 on average."""
 
 
 def random_rows(kind: Kind, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Random blocks of a format, also of those that gguf-py does not write; their scales are of about one size."""
+    """Random blocks of a format, also of those that gguf-py does not write; values have the size of weights."""
     per_block, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(int(kind))
     raw = random.integers(0, 256, (*shape[:-1], shape[-1] // per_block, size), dtype=np.uint8)
-    for place in _SCALES.get(kind, (0,)):
-        scales = random.uniform(0.001, 0.003, (*raw.shape[:-1], 1)).astype(np.float16)
-        raw[..., place : place + 2] = scales.view(np.uint8)
-    return raw.reshape(*shape[:-1], -1)
+    place, factor = _SCALES.get(kind, 0), 1.0
+    for _ in range(2):  # the first time to know how large values are with scales of 1
+        scales = random.uniform(0.5, 1.5, (*raw.shape[:-1], 1)) * factor
+        raw[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
+        if kind in _MINIMA:
+            raw[..., place + 2 : place + 4] = (scales * _MINIMA[kind]).astype(np.float16).view(np.uint8)
+        rows = raw.reshape(*shape[:-1], -1)
+        factor = shape[-1] ** -0.5 / float(gguf.quants.dequantize(rows, kind).std())
+    return rows
 
 
 _SUFFIXES = (".weight", ".bias")

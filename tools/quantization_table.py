@@ -1,15 +1,19 @@
-"""Write the table of forms in docs/quantization.md from the examples of quantized weights that the tests run.
+"""Write the table of support in docs/quantization.md from the examples of quantized weights that the tests run.
 
-PYTHONPATH=.:tests python tools/quantization_table.py [FILE]
+A format has a cell if it is among the parameters of the column's test.
+
+PYTHONPATH=.:tests:tests/golden:tests/oracle python tools/quantization_table.py [FILE]
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import test_quantized_support
 import torch
 from gguf import GGML_QUANT_SIZES
 from quantized_kit import EXAMPLES
@@ -17,9 +21,11 @@ from quantized_kit import EXAMPLES
 from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks
 from octavo.models.load.quantized.table import dequantizing, rounds_activations
 from octavo.models.load.tensors import TensorCheckpoint
+from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.packed import packed
+from octavo.nn.quant.packed_gpu import PackedOnGpu
 from octavo.nn.weights import QuantizedBlocks
 
 BEGIN = "<!-- table: python tools/quantization_table.py -->"
@@ -33,8 +39,11 @@ _HALVES = (
 """Parts of ranks: of a layer divided by outputs, and of one divided by inputs."""
 
 
+FORM = ExpertsForm(num_experts=1, hidden_size=COLUMNS, size=ROWS)
+
+
 def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield each format's method, its name, and its forms on a CPU, on a GPU and divided over GPUs."""
+    """Yield each format's method, its name, and its cells."""
     for name, example in EXAMPLES.items():
         torch.manual_seed(0)
         stored, _ = example.write(torch.randn(ROWS, COLUMNS))
@@ -43,18 +52,34 @@ def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
         codes, integers = (view.blocks("a.weight", codes=codes) for codes in (True, False))
         rounds = codes is not None and rounds_activations({"quantization_config": example.settings})
         kept = rounds and pack_floats([codes], torch.device("cpu")) is not None
-        yield example.settings["quant_method"], f"`{name}`", _forms(codes, codes if kept else integers)
+        yield example.settings["quant_method"], f"`{name}`", _cells(name, codes, codes if kept else integers)
     for kind in sorted(SUPPORTED & (CODES.keys() | INTEGERS.keys())):
         per_block, size = GGML_QUANT_SIZES[kind]
         made = as_blocks(torch.zeros(ROWS, COLUMNS // per_block * size, dtype=torch.uint8), kind)
-        yield "GGUF", kind.name, _forms(made, made if kind in INTEGERS else None)
+        yield "GGUF", kind.name, _cells(kind.name, made, made if kind in INTEGERS else None)
 
 
-def _forms(cpu: QuantizedBlocks | None, gpu: QuantizedBlocks | None) -> tuple[str, ...]:
+def _cells(name: str, cpu: QuantizedBlocks | None, gpu: QuantizedBlocks | None) -> tuple[str, ...]:
     parts = gpu is not None and all(gpu.divides(half) for half in _HALVES)
     by_outputs = gpu is not None and gpu.divides(_HALVES[0])
-    divided = "packed" if parts else "packed if divided by outputs" if by_outputs else "expanded"
-    return _form(cpu), "expanded" if gpu is None else _form(gpu), divided
+    ranks = "packed" if parts else "packed by outputs" if by_outputs else "expanded"
+    kept = ["expanded" if blocks is None else "packed" for blocks in (cpu, gpu)]
+    takes = [
+        scheme(torch.float32, torch.device("cpu")).experts(FORM).takes_blocks
+        for scheme in (BlockQuantized, PackedOnGpu)
+    ]
+    experts = [form if taken else "expanded" for form, taken in zip(kept, takes, strict=True)]
+    beside = {"test_ranks_on_cpus": ["expanded", ranks], "test_experts": experts, "test_adapters": kept}
+    cells = (" / ".join(forms) if name in tested(test) else "" for test, forms in beside.items())
+    return _form(cpu), "expanded" if gpu is None else _form(gpu), *cells
+
+
+@functools.cache
+def tested(test: str) -> frozenset[str]:
+    """Return the formats that are parameters of a test in tests/golden/test_quantized_support.py."""
+    marks = getattr(test_quantized_support, test).pytestmark
+    (values,) = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+    return frozenset(value if isinstance(value, str) else value.values[0] for value in values)
 
 
 def _form(blocks: QuantizedBlocks | None) -> str:
@@ -70,8 +95,8 @@ def table() -> str:
     for method, name, forms in rows():
         grouped[method, forms].append(name)
     header = [
-        "| method | tested formats | on a CPU | on a GPU | on several GPUs |",
-        "| --- | --- | --- | --- | --- |",
+        "| method | tested formats | on a CPU | on a GPU | ranks | experts | adapters |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines = (
         f"| {method} | {', '.join(names)} | {' | '.join(forms)} |"

@@ -115,11 +115,12 @@ def packs(name: str) -> bool:
     return name in KINDS or EXAMPLES[name].packs or EXAMPLES[name].codes
 
 
-def read(path: Path, adapter: Path | None = None, **settings: Any) -> Tensor:
-    """The log-probabilities of a prompt's tokens."""
+def read(path: Path, adapter: Path | None = None, *, form: str = "", **settings: Any) -> Tensor:
+    """The log-probabilities of a prompt's tokens, by an engine that stores weights as `form`, if that is given."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     request = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
     with LLM(str(path), **SETTINGS, **settings) as llm:
+        assert not form or llm.info.weights == form
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False, lora_request=request)
     return torch.tensor([next(iter(place.values())).logprob for place in output.prompt_logprobs[1:]])
 
@@ -129,7 +130,7 @@ def test_ranks_on_cpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Each rank expands its part."""
     ranks_in_threads(monkeypatch)
     model = make(name, tmp_path)
-    found = read(model.path, tensor_parallel_size=2)
+    found = read(model.path, form="float32", tensor_parallel_size=2)
     torch.testing.assert_close(found, read(model.plain, dtype="float32"), rtol=1e-3, atol=1e-3)
 
 
