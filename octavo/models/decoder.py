@@ -16,6 +16,7 @@ from octavo.native.bindings import Dtype, Function
 from octavo.native.builder import ATTENDED, RESIDUAL, ProgramBuilder, Results
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
+from octavo.nn.divided import DividedLogits
 from octavo.nn.embedding import TiedHead
 from octavo.nn.experts import ExpertLayer
 from octavo.nn.latent.layer import PagedLatents
@@ -110,6 +111,7 @@ class CausalLM(nn.Module):
         spec: its architecture.
         device: of its weights.
         attention_layers: in layer order.
+        divides_logits: the ranks divide the vocabulary.
         layer_range: the layers that it has, of those of `spec`.
         taps: keeps states of chosen layers; None keeps none.
         recordable: whether steps can be recorded in graphs: no layer passes data between host and device.
@@ -154,6 +156,8 @@ class CausalLM(nn.Module):
                 gather=True,
             )
         )
+        self._mesh = b.mesh
+        self.divides_logits = b.mesh.size > 1 and not spec.vocab_size % b.mesh.size
         self.score = self._score_head(b, spec)
         self.taps: Taps | None = None
         self.recordable = all(getattr(m, "recordable", True) for m in self.modules())
@@ -276,7 +280,16 @@ class CausalLM(nn.Module):
 
         On a GPU the logits are float32; rounded to bfloat16, those of the best two tokens would often be equal.
         """
-        logits = self.head.after_norm(Stream(hidden), self.norm, wide=True)
+        return self._scaled(self.head.after_norm(Stream(hidden), self.norm, wide=True))
+
+    def logits_in_parts(self, hidden: Tensor) -> DividedLogits | None:
+        """Return `logits` with this rank's columns only; None if each rank has to have all."""
+        if not self.divides_logits:
+            return None
+        return DividedLogits(self._scaled(self.head.own_after_norm(Stream(hidden), self.norm)), self._mesh)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Apply the model's multiplier and cap in place."""
         if self.spec.multipliers.logits != 1.0:
             logits = logits.mul_(self.spec.multipliers.logits)
         cap = self.spec.logit_cap

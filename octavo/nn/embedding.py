@@ -173,7 +173,7 @@ class TiedHead(Projection):
 
     def _finished(self, y: Tensor, addition: Addition | None) -> Tensor:
         y = super()._finished(y, addition)
-        return self.mesh.all_gather(y) if self._gathers else y
+        return self.mesh.all_gather(y) if self._gathers and not self._keeps_own else y
 
     def release_source(self) -> None:
         """Drop the embedding's own table, after its weights were converted to another format."""

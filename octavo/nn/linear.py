@@ -51,6 +51,7 @@ class Projection(WeightLayer):
         self.scheme = scheme
         self.mesh = mesh
         self.delta: Delta | None = None
+        self._keeps_own = False
         self._fusing_scheme = scheme if isinstance(scheme, Fusing) else None
         self._rounding_scheme = scheme if isinstance(scheme, Rounding) else None
         self._matrix: Matrix | None = None
@@ -97,6 +98,14 @@ class Projection(WeightLayer):
         rounded = stream.normed(rounding.round_norm(*scale))
         y = self._finished(rounding.multiply_rounded(rounded, torch.float32 if wide else None), None)
         return act_mul(y, self.activation) if gated else y
+
+    def own_after_norm(self, stream: Stream, norm: Norm) -> Tensor:
+        """Return `after_norm` with `wide`, of this rank's outputs only."""
+        self._keeps_own = True
+        try:
+            return self.after_norm(stream, norm, wide=True)
+        finally:
+            self._keeps_own = False
 
     def gated_after_norm(self, stream: Stream, norm: Norm, following: Projection) -> Activations:
         """Return `after_norm` with `gated`, rounded if the projection that follows takes it so."""
@@ -369,7 +378,7 @@ class Linear(Projection):
             addition.add_to(y)
         if self._sums:
             return self.mesh.all_reduce(y)
-        return self.mesh.all_gather(y) if self._gathers else y
+        return self.mesh.all_gather(y) if self._gathers and not self._keeps_own else y
 
     def _name(self, part: Part, suffix: str) -> str:
         return f"{self.path}.{part.name}.{suffix}" if self.path else f"{part.name}.{suffix}"

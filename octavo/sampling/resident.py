@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
 from octavo.device.transfer import Download, Event, upload
+from octavo.nn.divided import DividedLogits
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.logprobs import together
 from octavo.sampling.resident_allowed import ResidentAllowed
@@ -159,12 +160,31 @@ class ResidentSampler:
             logits: [S, V], any floating dtype, contiguous.
             slots: [S] int32.
         """
-        rows, vocab = logits.shape
-        parts = triton.cdiv(vocab, _DRAW_BLOCK)
+        rows, parts = logits.shape[0], triton.cdiv(logits.shape[1], _DRAW_BLOCK)
         values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-        sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        drawn = tokens if kept is None else kept.drawn
+        self._draw_parts(logits, 0, slots, kept, values, tokens)
+        return self._chosen(values, tokens, kept)
+
+    def draw_divided(self, logits: DividedLogits, slots: Tensor) -> Tensor:
+        """`draw` for plain rows whose logits the ranks divide: they exchange the best token of each part."""
+        own = logits.own
+        found = torch.empty(
+            2, own.shape[0], triton.cdiv(own.shape[1], _DRAW_BLOCK), dtype=torch.int32, device=own.device
+        )
+        self._draw_parts(own, logits.first, slots, None, found[0].view(torch.float32), found[1])
+        every = logits.mesh.all_gather(found)
+        return self._chosen(every[0].view(torch.float32), every[1], None)
+
+    def _draw_parts(
+        self, logits: Tensor, first: int, slots: Tensor, kept: Kept | None, values: Tensor, tokens: Tensor
+    ) -> None:
+        """Find the best token of each part of each row; the logits are those of the tokens from `first` on.
+
+        Args:
+            values, tokens: [S, parts], receive its value and the token.
+        """
+        rows, parts = values.shape
         draw_kernel[(rows, parts)](
             slots,
             self._table.params,
@@ -174,15 +194,22 @@ class ResidentSampler:
             logits,
             values if kept is None else kept.floors,
             tokens if kept is None else kept.ties,
-            drawn,
+            tokens if kept is None else kept.drawn,
             values,
             tokens,
-            vocab,
+            logits.shape[1],
+            first,
             parts,
             self._allowed.words.stride(0),
             FILTERED=kept is not None,
             BLOCK=_DRAW_BLOCK,
         )
+
+    def _chosen(self, values: Tensor, tokens: Tensor, kept: Kept | None) -> Tensor:
+        """Return the best token of each row's parts."""
+        rows, parts = values.shape
+        sampled = torch.empty(rows, dtype=torch.int32, device=values.device)
+        drawn = tokens if kept is None else kept.drawn
         choose_kernel[(rows,)](
             values, tokens, drawn, sampled, parts, FILTERED=kept is not None, BLOCK=triton.next_power_of_2(parts)
         )

@@ -17,6 +17,8 @@ from octavo.sampling.allowed import Words, words_of
 from octavo.sampling.logprobs import LogprobsReport, WantedLogprobs
 
 _MAX_BIAS = 100.0
+_MOST_CANDIDATES = 256
+"""Largest top_k for which only the most likely tokens of each rank are gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,15 @@ class PreparedParams:
         """Whether any processor changes the logits, apart from filters and `allowed`."""
         penalties = (self.repetition, self.frequency, self.presence)
         return penalties != (1, 0, 0) or bool(len(self.banned_ids) or len(self.bias_ids) or len(self.packed_words))
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of the most likely tokens determine the one that is drawn; 0 if all do."""
+        if self.plain:
+            return 1
+        top_k = int(self.filters[1])
+        few = not self.greedy and 0 < top_k <= _MOST_CANDIDATES
+        return top_k if few and not self.changes and self.logprobs is None and self.allowed is None else 0
 
 
 @dataclass(slots=True)

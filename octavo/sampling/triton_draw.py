@@ -128,25 +128,27 @@ def draw_kernel(
     part_values,
     part_tokens,
     vocab,
+    first,
     parts,
     word_stride,
     FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Find the best allowed token of one part of one row, with noise unless the row is greedy. NaN and +inf win, as
-    -1.
+    -1. The `vocab` logits of a row are those of the tokens from `first` on.
 
     Rows whose token was `drawn` by the filter kernel (otherwise -2) are skipped.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
-    i = part * BLOCK + tl.arange(0, BLOCK)
+    place = part * BLOCK + tl.arange(0, BLOCK)
+    i = first + place
     if FILTERED:  # noqa: SIM102 (decided at compile time)
         if tl.load(drawn + row) >= -1:
             return
-    x = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    x = tl.where(_possible(which, words, word_stride, row, i, i < vocab), x, float("-inf"))
+    x = tl.load(logits + row.to(tl.int64) * vocab + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(_possible(which, words, word_stride, row, i, place < vocab), x, float("-inf"))
     bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
     temperature = real(settings, slot, TEMPERATURE)
     if temperature > 0.0:
@@ -156,7 +158,7 @@ def draw_kernel(
             x = tl.where(kept, x, float("-inf"))
         x = x / temperature + noise(settings, length, slot, i)
     best = tl.max(x, 0)
-    token = tl.min(tl.where(x == best, i, vocab), 0)
+    token = tl.min(tl.where(x == best, i, first + vocab), 0)
     tl.store(part_values + row * parts + part, tl.where(bad == 1, float("inf"), best))
     tl.store(part_tokens + row * parts + part, tl.where((bad == 1) | (best == float("-inf")), -1, token))
 

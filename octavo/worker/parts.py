@@ -94,6 +94,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def num_candidates(self, step: Step) -> int:
+        """Return how many of each row's most likely tokens suffice for `sample` without masks; 0 if it needs all."""
+        ...
+
     def prompt(self, row: PromptRow, logits_of: Callable[[Tensor], Tensor]) -> Callable[[], list[TokenLogprobs]]:
         """Compute the log-probabilities of a prompt's tokens; return a function that waits for them.
 
@@ -173,6 +177,9 @@ class NoSampler:
 
     def sample(self, logits: Tensor, step: Step, allowed: Allowed | None) -> Drawn:
         raise AssertionError("the model has no logits")
+
+    def num_candidates(self, step: Step) -> int:
+        return 0
 
     def prompt(self, row: PromptRow, logits_of: Callable[[Tensor], Tensor]) -> Callable[[], list[TokenLogprobs]]:
         raise AssertionError("the model has no logits")

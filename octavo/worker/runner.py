@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import Link
+from octavo.models.decoder import CausalLM
 from octavo.models.model import EncoderModel, Model, watch_model
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
@@ -184,7 +185,6 @@ class Runner:
         order = plan.logit_slots
         if not order and not step.prompts:
             return
-        logits_of = cast("Model", self._model).logits
         if step.prompts:
             step.prompted = {
                 prompt.row: self._sampler.prompt(prompt, partial(self._prompt_logits, prompt.row))
@@ -197,13 +197,28 @@ class Runner:
         payload = plan.payload | payload
         allowed = hooks.allowed(order, payload)
         failed = {} if allowed is None else dict(allowed.errors)
-        drawn = None if hooks.change_logits(payload) else self.replay.sample(step, allowed)
+        changed = hooks.change_logits(payload)
+        drawn = None if changed else self.replay.sample(step, allowed)
         if drawn is None:
-            assert step.hidden is not None or step.drawn is not None
-            logits = logits_of(step.hidden) if step.hidden is not None else self.replay.retract(step)
+            if step.hidden is None:
+                assert step.drawn is not None
+                logits = self.replay.retract(step)
+            else:
+                logits = self._logits(step, step.hidden, some=not changed and allowed is None)
             failed |= hooks.apply(logits, order, payload)
             drawn = self._sampler.sample(logits, step, allowed)
         step.drawn, step.failed = drawn, failed
+
+    def _logits(self, step: Step, hidden: Tensor, *, some: bool) -> Tensor:
+        """Return a step's logits [S, vocab]; with `some`, perhaps with minus infinity for tokens that can't be drawn,
+        which the ranks then need not exchange."""
+        model = self._model
+        if some and isinstance(model, CausalLM) and model.divides_logits:
+            count = self._sampler.num_candidates(step)
+            parts = model.logits_in_parts(hidden) if count else None
+            if parts is not None:
+                return parts.most_likely(count)
+        return cast("Model", model).logits(hidden)
 
     def _prompt_logits(self, row: int, hidden: Tensor) -> Tensor:
         """Return the logits of some tokens of a row's prompt."""

@@ -56,6 +56,10 @@ class TorchSampler:
             tokens[row] = -1
         return DrawnHere(tokens, result.logprobs, self._slots.accept(plan, np.array(tokens)) if drafted else None)
 
+    def num_candidates(self, step: Step) -> int:
+        counts = [0 if one is None else one.num_candidates for one in self._slots.params(step.rows)]
+        return max(counts) if all(counts) else 0
+
     def prompt(self, row: PromptRow, logits_of: Callable[[Tensor], Tensor]) -> Callable[[], list[TokenLogprobs]]:
         assert row.hidden is not None
         found = prompt_logprobs(row.hidden, row.following, row.count, logits_of)

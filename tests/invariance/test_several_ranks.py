@@ -21,6 +21,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.nn.ops.norm import rms_norm
+from octavo.parallel.shared import SharedMemory
 
 EVEN = {"vocab_size": 132}
 QWEN3_NEXT = "Qwen3NextForCausalLM"
@@ -112,10 +113,17 @@ class LaterSum:
         return rms_norm(stream, *norm, dtype)
 
 
+class SummingLaterThreads(ThreadCollectives):
+    """A class of its own: what classes have that `isinstance` asks about is remembered."""
+
+    def summands(self, x: Tensor) -> LaterSum:
+        return LaterSum(self, x)
+
+
 def test_sums_that_the_next_norm_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch, native=False)
     expected = run()
-    monkeypatch.setattr(ThreadCollectives, "summands", lambda ranks, x: LaterSum(ranks, x), raising=False)
+    monkeypatch.setattr("rank_kit.ThreadCollectives", SummingLaterThreads)
     monkeypatch.setattr(LaterSum, "computed", 0)
     assert run(tensor_parallel_size=2) == expected
     assert LaterSum.computed > 0
@@ -142,6 +150,37 @@ def test_log_probabilities() -> None:
 
 def scores_of(delta: TokenDelta) -> list[TokenLogprobs]:
     return [one for one in [*(delta.prompt_logprobs or []), *(delta.logprobs or [])] if one is not None]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_exchange_only_the_tokens_that_may_be_drawn(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LLAMA | EVEN | {"tie_word_embeddings": tied}
+    whole: list[int] = []
+    gather = SharedMemory.all_gather
+
+    def counted(group: SharedMemory, x: Tensor) -> list[Tensor]:
+        if x.dtype == torch.float32 and x.shape[-1] == EVEN["vocab_size"] // 2:
+            whole.append(len(x))
+        return gather(group, x)
+
+    monkeypatch.setattr(SharedMemory, "all_gather", counted)
+    drawn = [{}, {"temperature": 0.9, "top_k": 4, "seed": 3}, {"temperature": 1.2, "top_k": 20, "seed": 5}]
+    asked = [
+        GenerateRequest(
+            id=str(i), tokens=[5, 6, 7 + i], params=SamplingParams(max_tokens=12, **{"temperature": 0} | drawn[i % 3])
+        )
+        for i in range(6)
+    ]
+    reported = SamplingParams(max_tokens=2, temperature=0, logprobs=1)
+    alone = engine(config)
+    expected = tokens_of(drive(alone, asked))
+    alone.close()
+    loop = engine(config, tensor_parallel_size=2, attention_backend="torch")
+    assert tokens_of(drive(loop, asked)) == expected
+    assert whole == []
+    tokens_of(drive(loop, [GenerateRequest(id="reported", tokens=[5], params=reported)]))
+    assert whole == [1] * 4  # on each rank, for each of its tokens
+    loop.close()
 
 
 def test_sleep_and_other_weights() -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import Graph, GraphRecorder, Link, download
+from octavo.models.decoder import CausalLM
 from octavo.models.model import Model
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import StepInput
@@ -237,9 +238,12 @@ class GraphReplay:
         return hidden
 
     def _sample(self, size: int) -> None:
-        logits = self._model.logits(self._hidden[:size])
-        rows = self._singles.rows[:size]
-        self._sampled[:size].copy_(self._sampler.draw(logits, rows))
+        rows, hidden, model = self._singles.rows[:size], self._hidden[:size], self._model
+        parts = model.logits_in_parts(hidden) if isinstance(model, CausalLM) else None
+        if parts is None:
+            self._sampled[:size].copy_(self._sampler.draw(model.logits(hidden), rows))
+        else:
+            self._sampled[:size].copy_(self._sampler.draw_divided(parts, rows))
         self._slots.append(rows, self._sampled[:size])
 
     @property

@@ -52,6 +52,10 @@ class DeviceSampler:
         kept, settle = self._slots.drafts.accept(plan, tokens)
         return Verified(download(tokens), logprobs, download(kept), settle)
 
+    def num_candidates(self, step: Step) -> int:
+        """Return 0: to find out whether some tokens suffice, the host would have to wait for the device."""
+        return 0
+
     def prompt(self, row: PromptRow, logits_of: Callable[[Tensor], Tensor]) -> Callable[[], list[TokenLogprobs]]:
         assert row.hidden is not None
         return partial(_entries, prompt_columns(row.hidden, row.following, row.count, logits_of))
