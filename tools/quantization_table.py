@@ -60,18 +60,21 @@ def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def _cells(name: str, cpu: QuantizedBlocks | None, gpu: QuantizedBlocks | None) -> tuple[str, ...]:
-    parts = gpu is not None and all(gpu.divides(half) for half in _HALVES)
-    by_outputs = gpu is not None and gpu.divides(_HALVES[0])
-    ranks = "packed" if parts else "packed by outputs" if by_outputs else "expanded"
     kept = ["expanded" if blocks is None else "packed" for blocks in (cpu, gpu)]
     takes = [
         scheme(torch.float32, torch.device("cpu")).experts(FORM).takes_blocks
         for scheme in (BlockQuantized, PackedOnGpu)
     ]
     experts = [form if taken else "expanded" for form, taken in zip(kept, takes, strict=True)]
-    beside = {"test_ranks_on_cpus": ["expanded", ranks], "test_experts": experts, "test_adapters": kept}
+    beside = {"test_ranks_on_cpus": [_of_ranks(cpu), _of_ranks(gpu)], "test_experts": experts, "test_adapters": kept}
     cells = (" / ".join(forms) if name in tested(test) else "" for test, forms in beside.items())
     return _form(cpu), "expanded" if gpu is None else _form(gpu), *cells
+
+
+def _of_ranks(blocks: QuantizedBlocks | None) -> str:
+    if blocks is None or not blocks.divides(_HALVES[0]):
+        return "expanded"
+    return "packed" if blocks.divides(_HALVES[1]) else "packed by outputs"
 
 
 @functools.cache
