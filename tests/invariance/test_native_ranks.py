@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf_kit import write_model
 from rank_kit import ranks_in_threads
 from test_expert_parallel import FAMILIES
 from test_rank import CROWDED
 from test_several_ranks import EVEN, run
+from toy_engine import drive, tokens_of
 from toy_models import LLAMA, QWEN3
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.build import build_core
+from octavo.config import EngineConfig
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
 
 IN_TORCH = "layer by layer in torch"
 TWO = {"tensor_parallel_size": 2}
@@ -41,3 +51,25 @@ def test_ranks_that_share_no_memory_compute_in_torch(
     assert run(LLAMA | EVEN, **TWO) == run(LLAMA | EVEN)
     assert f"{IN_TORCH} instead" in caplog.text
     assert "ranks that share no memory" in caplog.text
+
+
+def test_integers_of_gguf_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank has a part of the blocks; the table is divided in panels."""
+    ranks_in_threads(monkeypatch)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=132, num_hidden_layers=2, head_dim=16, **shape))
+    files = write_model(tmp_path / "model.gguf", theirs, "llama", [Kind.Q8_0, Kind.Q4_1])
+
+    def greedy(**settings: Any) -> dict[tuple[str, int], list[int]]:
+        settings = {"max_model_len": 64, "max_num_seqs": 4, "memory_bytes": 1 << 22, "threads": 1} | settings
+        loop = build_core(EngineConfig.of(device="cpu", cpu_bind="nobind", **settings), files)[0]
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        asked = [GenerateRequest(id=str(i), tokens=list(range(5 + i, 30)), params=params) for i in range(3)]
+        found = tokens_of(drive(loop, asked))
+        loop.close()
+        return found
+
+    assert greedy(**TWO) == greedy()
+    assert IN_TORCH not in caplog.text
