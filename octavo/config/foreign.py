@@ -48,6 +48,10 @@ def _switch(what: str) -> Missing:
     return Missing(f"{what} not supported by this version", takes_value=False)
 
 
+_CONTEXT = Missing(
+    "context parallelism is not supported by this version; --tensor-parallel-size divides attention by heads",
+    frozenset({"1"}),
+)
 _MEDIA = "images, audio and video are"
 _ONE_ENGINE = "there is one engine with one execution mode"
 
@@ -126,8 +130,8 @@ FLAGS: dict[str, Missing | Needless] = {
     **_MODEL,
     **_ENGINE,
     **_SERVER,
-    "decode-context-parallel-size": _one("context parallelism"),
-    "prefill-context-parallel-size": _one("context parallelism"),
+    "decode-context-parallel-size": _CONTEXT,
+    "prefill-context-parallel-size": _CONTEXT,
     "kv-transfer-config": _value("transfer of KV cache between servers is"),
     "kv-events-config": _value("publishing of KV cache events is"),
     "kv-offloading-size": _value("offloading of the KV cache is", "0"),

@@ -98,6 +98,11 @@ class LoraWorker(WorkerHook):
         whole = type(layers)(site.build, layers.spec) if divided else None
         self._targets = Targets.of(layers, whole, experts=not native)
         memory = site.blocks.memory
+        if divided and not memory.shape[0]:
+            raise ConfigError(
+                "Adapters are kept in blocks of the KV cache, and a stage of the pipeline has no layer with one. Set "
+                "--pipeline-layers so that each stage has such a layer, or leave out --enable-lora."
+            )
         self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
         norms = BaseNorms(self._targets, partial(_arranged, site, model.spec))
