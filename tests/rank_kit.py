@@ -135,7 +135,7 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, *, native: bool = True) ->
     passed: dict[int, dict[int, SimpleQueue[Tensor]]] = {}
     meeting = threading.Lock()
 
-    def join(place: RankPlace, accelerator: str, *, peers: bool, isa: str, limit_s: float | None) -> tuple[Mesh, Stage]:
+    def join(place: RankPlace, accelerator: str, *, isa: str, **settings: Any) -> tuple[Mesh, Stage]:
         if place.size == 1:
             return Mesh(), Stage()
         own = threading.Barrier(place.shards), [torch.empty(0)] * place.shards

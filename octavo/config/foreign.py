@@ -78,6 +78,7 @@ _ENGINE: dict[str, Missing | Needless] = {
     "data-parallel-backend": _value("data parallelism is"),
     "data-parallel-rank": _value("data parallelism is", "0"),
     "data-parallel-size-local": _one("data parallelism"),
+    "dbo-decode-token-threshold": Needless("--enable-dbo divides steps with prompts only", takes_value=True),
     "enable-eplb": _switch("balancing experts over ranks is"),
     "max-parallel-loading-workers": Needless("each device's process reads its own part", takes_value=True),
     "ray-workers-use-nsight": Needless("no model runs in Ray's own processes"),

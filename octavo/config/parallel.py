@@ -50,6 +50,16 @@ class ParallelConfig:
         "with --enable-expert-parallel, how ranks add up experts' outputs: all, or only those of the tokens that "
         "chose a rank's experts (docs/parallel.md)",
     )
+    enable_dbo: bool = setting(
+        False,
+        "compute steps with prompts in two parts, so that one's sums over ranks run while the other computes",
+    )
+    dbo_prefill_token_threshold: int = setting(
+        512,
+        "tokens of a step from which on --enable-dbo computes it in two parts",
+        read=quantities.count,
+        metavar="N",
+    )
     disable_custom_all_reduce: bool = setting(
         False,
         "sum over GPUs with NCCL only, not in the memory of peers",
@@ -103,6 +113,11 @@ class ParallelConfig:
                 f"{nodes}: the number of ranks, {self.num_ranks}, must be a multiple of it. It is the product of "
                 "--tensor-parallel-size and --pipeline-parallel-size."
             )
+        if self.enable_dbo and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "--enable-dbo computes while sums over ranks run, and with --tensor-parallel-size 1 there are none. "
+                "Raise that, or leave it out."
+            )
         if self.exchanges_rows and not self.enable_expert_parallel:
             raise ConfigError(
                 f"--all2all-backend {self.all2all_backend} is for --enable-expert-parallel: without it, each rank has "
@@ -113,6 +128,11 @@ class ParallelConfig:
                 f"--data-parallel-size {self.data_parallel_size}: a model on several machines ({nodes}) has one "
                 "replica. Start a server for each, behind a load balancer."
             )
+
+    @property
+    def sums(self) -> dict[str, bool]:
+        """How ranks may sum; see `join` in `parallel/join.py`."""
+        return {"peers": not self.disable_custom_all_reduce, "later": self.enable_dbo}
 
     @property
     def exchanges_rows(self) -> bool:

@@ -57,6 +57,10 @@ class DecoderLayer(nn.Module):
 
     def forward(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> None:
         """Add the layer's outputs to the stream; with `rows` [S], compute only these tokens after the mixer."""
+        self.feed(stream, self.mix(stream, step, rows))
+
+    def mix(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> Any:
+        """Compute the first part of `forward`, up to the mixer's output; return what `feed` needs."""
         mixed = None if self.mixer is None else self.mixer(stream, self.input_norm, step)
         stream.choose(rows)
         if rows is not None and mixed is not None:
@@ -64,6 +68,14 @@ class DecoderLayer(nn.Module):
         inner = self.mlp(stream, self.post_norm) if self.parallel and self.mlp is not None else None
         if self.mixer is not None and mixed is not None:
             self._add(stream, self.mixer.out, mixed, self.mixed_norm)
+        return inner
+
+    def feed(self, stream: Stream, inner: Any) -> None:
+        """Compute the second part of `forward`, the feed-forward.
+
+        Args:
+            inner: the result of `mix`.
+        """
         if self.mlp is not None:
             self._add(stream, self.mlp.out, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
 
@@ -214,7 +226,7 @@ class CausalLM(nn.Module):
 
         Reads and writes the KV caches. Does not modify x.
         """
-        stream, last, taps = Stream(self._entering(x, step)), self.layer_range.stop - 1, self.taps
+        stream, last, taps = Stream(self.entering(x, step)), self.layer_range.stop - 1, self.taps
         for i, layer in enumerate(self.layers, self.layer_range.start):
             if taps is not None and i in taps.places:
                 taps.keep(i, stream.total())
@@ -224,7 +236,7 @@ class CausalLM(nn.Module):
             taps.keep(last + 1, hidden)
         return hidden
 
-    def _entering(self, x: Tensor, step: StepInput) -> Tensor:
+    def entering(self, x: Tensor, step: StepInput) -> Tensor:
         """Return the first layer's input for embeddings x: with learned positions, and normalized, if the model is."""
         if self.positions is not None:
             x = x + self.positions(step.positions + self.spec.position_offset)

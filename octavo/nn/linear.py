@@ -19,7 +19,7 @@ from octavo.nn.quant.packed import Matrix, emit_rounded, packed
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.rounded import Activations, Rounded
 from octavo.nn.shard import COL, ROW, Heads, Shard, cut
-from octavo.nn.stream import Stream
+from octavo.nn.stream import Begun, Stream
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -316,11 +316,12 @@ class Linear(Projection):
             super().into(stream, x)
             return
         y = self._share(x)
-        later = self.mesh.sum_later(y)
-        if later is None:
-            stream.add_later(self.mesh.all_reduce(y))
-        else:
+        if (later := self.mesh.sum_later(y)) is not None:
             stream.add_summands_later(later)
+        elif (begun := self.mesh.begin_sum(y)) is not None:
+            stream.add_summands_later(Begun(begun))
+        else:
+            stream.add_later(self.mesh.all_reduce(y))
 
     def _share(self, x: Activations) -> Tensor:
         """Return this rank's part of the sum over ranks that is the output."""

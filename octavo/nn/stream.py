@@ -7,8 +7,18 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from octavo.nn.ops.norm import rms_norm, sum_rms_norm
+
 T = TypeVar("T", covariant=True)
 X = TypeVar("X", contravariant=True)
+
+
+class Pending(Protocol):
+    """An addition that is being computed."""
+
+    def total(self) -> Tensor:
+        """Return it, [T, hidden_size]; what is launched later finds it there."""
+        ...
 
 
 class Summands(Protocol):
@@ -25,6 +35,22 @@ class Summands(Protocol):
             norm: its weight and epsilon.
         """
         ...
+
+
+class Begun:
+    """`Summands` that are being added up, such as a sum over ranks."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def total(self) -> Tensor:
+        return self._pending.total()
+
+    def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
+        found = self._pending.total()
+        if stream.is_cuda:
+            return sum_rms_norm(found[None], stream, *norm, dtype)
+        return rms_norm(stream.add_(found), *norm, dtype)
 
 
 class StreamNorm(Protocol[T]):

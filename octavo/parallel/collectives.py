@@ -47,6 +47,23 @@ class SummingLater(Protocol):
         ...
 
 
+class PendingSum(Protocol):
+    """A sum over ranks that is being computed."""
+
+    def total(self) -> Tensor:
+        """Return the sum; what is launched later finds it there."""
+        ...
+
+
+@runtime_checkable
+class BeginningSums(Protocol):
+    """`Collectives` that can sum while the device computes."""
+
+    def begin_sum(self, x: Tensor) -> PendingSum | None:
+        """Begin to sum x over all ranks, in place; None if that would not be done beside computation."""
+        ...
+
+
 @runtime_checkable
 class ExchangingRows(Collectives, Protocol):
     """`Collectives` that can send other rows to each rank."""
@@ -62,16 +79,25 @@ class TorchCollectives:
 
     Args:
         group: None for the default group of all processes.
+        later: `begin_sum` is used.
     """
 
-    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None, *, later: bool = False) -> None:
+        self._group, self._later = group, later
         self._size = torch.distributed.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         torch.distributed.all_reduce(x, group=self._group)
         return x
+
+    def begin_sum(self, x: Tensor) -> PendingSum | None:
+        if not self._later:
+            return None
+        x = x.contiguous()
+        work = torch.distributed.all_reduce(x, group=self._group, async_op=True)
+        assert work is not None, "this process is in the group"
+        return _TorchSum(x, work)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
@@ -83,3 +109,14 @@ class TorchCollectives:
         rows = x.new_empty(sum(received), *x.shape[1:])
         torch.distributed.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=self._group)
         return list(rows.split(list(received)))
+
+
+class _TorchSum:
+    """A `PendingSum` of a process group. NCCL has a stream of its own."""
+
+    def __init__(self, x: Tensor, work: torch.distributed.Work) -> None:
+        self._x, self._work = x, work
+
+    def total(self) -> Tensor:
+        self._work.wait()
+        return self._x

@@ -73,7 +73,13 @@ class TorchLink:
 
 
 def join(
-    place: RankPlace, accelerator: str, *, peers: bool = True, isa: str = "auto", limit_s: float | None = None
+    place: RankPlace,
+    accelerator: str,
+    *,
+    peers: bool = True,
+    later: bool = False,
+    isa: str = "auto",
+    limit_s: float | None = None,
 ) -> tuple[Mesh, Stage]:
     """Meet the other ranks; return the mesh of this rank's stage, and the stage. Call once in each rank's process.
 
@@ -81,6 +87,7 @@ def join(
         accelerator: "cpu" communicates in the memory that the ranks share, or else by gloo; "cuda" by NCCL and by the
             memory of peers.
         peers: GPUs may write to each other's memory.
+        later: sums are begun before they are awaited.
         isa: instruction set of the CPU kernels that add up in shared memory.
         limit_s: most seconds that these wait for another rank; None for no limit.
 
@@ -102,7 +109,7 @@ def join(
             f"Rank {place.rank} of {place.size} did not reach the others at {place.host}:{place.port} within "
             f"{_MEET.seconds} s: {error}. The log of another rank may say why it did not start."
         ) from error
-    collectives: Collectives = TorchCollectives(_own_group(place))
+    collectives: Collectives = TorchCollectives(_own_group(place), later=later)
     if accelerator == "cuda" and (shared or (peers and _on_one_machine(place))):
         collectives = _through_peers(place, store, None if shared else collectives)
     if accelerator == "cpu" and place.memory >= 0:

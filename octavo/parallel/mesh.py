@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.native.exchange import Exchange
-from octavo.parallel.collectives import Collectives, RankSum, SummingLater
+from octavo.parallel.collectives import BeginningSums, Collectives, PendingSum, RankSum, SummingLater
 from octavo.parallel.shared import SharedMemory
 
 
@@ -32,6 +32,10 @@ class Mesh:
     def sum_later(self, x: Tensor) -> RankSum | None:
         """Return the sum of x [T, H] over all ranks for a norm's launch to compute; None if only `all_reduce` can."""
         return self.group.summands(x) if isinstance(self.group, SummingLater) else None
+
+    def begin_sum(self, x: Tensor) -> PendingSum | None:
+        """Begin to sum x over all ranks, in place, while the device computes; None if only `all_reduce` can."""
+        return self.group.begin_sum(x) if isinstance(self.group, BeginningSums) else None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""

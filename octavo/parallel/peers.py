@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.device.transfer import link_of
-from octavo.parallel.collectives import Collectives, ExchangingRows
+from octavo.parallel.collectives import BeginningSums, Collectives, ExchangingRows, PendingSum
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, map_inboxes, raise_first
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class PeerCollectives:
         x = x.contiguous()
         fits = x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots and x.dim() == 2
         return PeerSum(self, x) if fits and self._row_words(x) == _words(x) > 0 else None
+
+    def begin_sum(self, x: Tensor) -> PendingSum | None:
+        others = self._others
+        return others.begin_sum(x) if isinstance(others, BeginningSums) else None
 
     def sum_norm(self, x: Tensor, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
         """Add the sum of x over ranks to the stream in place; return the RMS norm. See `RankSum`."""

@@ -11,18 +11,27 @@ from torch import Tensor
 from octavo.models.model import EncoderModel, Model
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Hooks
+from octavo.worker.parts import Forward
 
 NO_HOOKS = Hooks()
 
 
 def compute(
-    model: Model | EncoderModel, step: StepInput, hooks: Hooks = NO_HOOKS, payload: Mapping[str, Any] | None = None
+    model: Model | EncoderModel,
+    step: StepInput,
+    hooks: Hooks = NO_HOOKS,
+    payload: Mapping[str, Any] | None = None,
+    forward: Forward | None = None,
 ) -> Tensor:
     """Embed the step's tokens, let hooks overwrite embeddings, and run the layers.
+
+    Args:
+        forward: in place of the model's.
 
     Returns:
         [T, hidden_size] before the final norm, or [S, hidden_size] of `step.hidden_rows`.
     """
+    run = model.forward if forward is None else forward
     hooks.bind(step)
     fed = payload is not None and hooks.feed(payload)
     if fed:
@@ -32,8 +41,8 @@ def compute(
         hooks.embed(x, payload)
     taps, rows = getattr(model, "taps", None), step.hidden_rows
     if rows is None or taps is None or not taps.last:
-        return model.forward(x, step)
+        return run(x, step)
     step.hidden_rows = None  # the last layer's states are kept of all tokens
-    hidden = model.forward(x, step)
+    hidden = run(x, step)
     step.hidden_rows = rows
     return hidden.index_select(0, rows)

@@ -20,6 +20,17 @@ from octavo.worker.step import PromptRow, Step
 
 B = TypeVar("B")
 
+Forward = Callable[[Tensor, StepInput], Tensor]
+"""A model's layers: embeddings [T, hidden_size] to hidden states; see `CausalLM.forward`."""
+
+
+class Prepares(Protocol):
+    """The part of an attention backend that runs once per step."""
+
+    def prepare(self, step: StepInput, block_size: int) -> object:
+        """Return the value of `step.attn`."""
+        ...
+
 
 @dataclass(slots=True)
 class Layout(Generic[B]):

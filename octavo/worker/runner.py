@@ -7,7 +7,7 @@ Features take part through `WorkerHook`. Differences between devices are in `Slo
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,23 +17,14 @@ from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import Link
 from octavo.models.decoder import CausalLM
 from octavo.models.model import EncoderModel, Model, watch_model
-from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.worker.blocks import Blocks
 from octavo.worker.compute import compute
-from octavo.worker.hooks import Hooks
+from octavo.worker.hooks import ORDINARY, Hooks
 from octavo.worker.mover import Mover
-from octavo.worker.parts import NoReplay, Replay, Sampler, Slots
+from octavo.worker.parts import Forward, NoReplay, Prepares, Replay, Sampler, Slots
 from octavo.worker.relay import NO_RELAY, Relay
 from octavo.worker.step import Step
-
-
-class Prepares(Protocol):
-    """The part of an attention backend that runs once per step."""
-
-    def prepare(self, step: StepInput, block_size: int) -> object:
-        """Return the value of `step.attn`."""
-        ...
 
 
 class Runner:
@@ -56,11 +47,13 @@ class Runner:
         replay: Replay,
         hooks: Hooks,
         relay: Relay = NO_RELAY,
+        forward: Forward | None = None,
     ) -> None:
         """
         Args:
             hooks: already attached to the model.
             relay: to and from other stages of a pipeline.
+            forward: in place of the model's, in steps that are not recorded and of the ordinary variant.
         """
         self._model = model
         self._attention = attention
@@ -70,6 +63,7 @@ class Runner:
         self._sampler = sampler
         self.hooks = hooks
         self._relay = relay
+        self._forward = forward
         self._mover = Mover(blocks, link, hooks.tiers) if hooks.tiers else None
         self._last: Step | None = None
         self.replay = replay
@@ -97,7 +91,7 @@ class Runner:
             self._relay.receive(plan.total_tokens)
             self.replay.forward(step, self._known_masks(plan))
         else:
-            self._compute(step)
+            self._compute(step, self._forward if variant == ORDINARY else None)
         self._follow(step)
         return step
 
@@ -142,7 +136,7 @@ class Runner:
         return self.hooks.allowed(plan.logit_slots, plan.payload)
 
     @torch.inference_mode()
-    def _compute(self, step: Step) -> None:
+    def _compute(self, step: Step, forward: Forward | None) -> None:
         """Compute the step without a recording."""
         plan, payload = step.plan, step.plan.payload
         layout = self.slots.lay_out(plan)
@@ -154,7 +148,7 @@ class Runner:
         if fewer and not step.prompts and not self.hooks.read_hidden(payload):
             batch.hidden_rows = batch.logit_rows
         relay.receive(batch.num_tokens)
-        hidden = compute(self._model, batch, self.hooks, payload if relay.first else None)
+        hidden = compute(self._model, batch, self.hooks, payload if relay.first else None, forward)
         if not relay.last:
             relay.send(hidden)
             self.slots.advance(plan, layout)

@@ -51,6 +51,7 @@ from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, Variant, WorkerHook
 from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
 from octavo.worker.loaded import LoadedModel
+from octavo.worker.micro_batches import micro_batches_of
 from octavo.worker.native_replay import NativeReplay
 from octavo.worker.parts import NoReplay, Replay, Sampler
 from octavo.worker.relay import NO_RELAY, Relay, relay_of
@@ -141,8 +142,7 @@ class Worker:
 
     def _join(self) -> None:
         accelerator, isa, limit_s = self.device.torch_device.type, self.settings.cpu_isa, self.parallel.rank_timeout_s
-        peers = not self.parallel.disable_custom_all_reduce
-        self.mesh, self.stage = join(self._place, accelerator, peers=peers, isa=isa, limit_s=limit_s)
+        self.mesh, self.stage = join(self._place, accelerator, isa=isa, limit_s=limit_s, **self.parallel.sums)
 
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
@@ -369,7 +369,8 @@ class Worker:
         if not device.resident:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
             host = self._host_parts(model, room, together.variants())
-            return Runner(model, self.attention, device, blocks, *host, together, self._relay)
+            forward = micro_batches_of(model, self.attention, self.block_size, self.parallel)
+            return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
         together.attach(model, self._site(blocks, room), most_rows(num_slots, max_step_tokens), max_step_tokens)
@@ -459,7 +460,8 @@ class Worker:
         most_rows = (1 + room.max_drafts) * room.num_slots
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)
-        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay)
+        forward = micro_batches_of(model, attention, self.block_size, self.parallel)
+        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay, forward)
         records = isinstance(attention, Recordable) and not self.settings.enforce_eager
         recorder = device.recorder() if records and _recordable(model, self._relay) else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []

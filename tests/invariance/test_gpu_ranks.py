@@ -56,6 +56,7 @@ DIVISIONS: dict[str, Settings] = {
     "TP 2": TP,
     "PP 2": PP,
     "EP 2": TP | {"enable_expert_parallel": True},
+    "TP 2, steps in parts": TP | {"enable_dbo": True, "dbo_prefill_token_threshold": 32, "enforce_eager": True},
     "EP 2, rows": TP | {"enable_expert_parallel": True, "all2all_backend": "all_to_all"},
     "TP 4": {"tensor_parallel_size": 4},
     "PP 3": {"pipeline_parallel_size": 3},
@@ -66,6 +67,8 @@ CASES = [
     *(("PP 2", name) for name in MODELS if name != "odd vocabulary"),
     *(("EP 2", name) for name in ("experts", "windows and sinks", "chunks")),
     ("EP 2, rows", "experts"),
+    ("TP 2, steps in parts", "full"),
+    ("TP 2, steps in parts", "latent"),
     ("TP 4", "full"),
     ("TP 4", "windows"),
     ("PP 3", "three layers"),
@@ -125,13 +128,15 @@ def test_tokens_under_each_setting(division: str, setting: str) -> None:
     assert tokens(MODELS["full"], **DIVISIONS[division], **SETTINGS[setting]) == alone("full", setting)
 
 
-@pytest.mark.parametrize("setting", ["", "eager"])
-def test_two_ranks_on_one_gpu(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("division", "setting"), [("TP 2", ""), ("TP 2", "eager"), ("TP 2, steps in parts", "")], ids=str
+)
+def test_two_ranks_on_one_gpu(division: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that two GPUs do but NCCL: plans, shares, and sums in each other's memory, recorded and fused with norms."""
     needs(1)
     expected = alone("full", setting)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
-    assert tokens(MODELS["full"], **TP, **SETTINGS.get(setting, {})) == expected
+    assert tokens(MODELS["full"], **DIVISIONS[division], **SETTINGS.get(setting, {})) == expected
 
 
 def scored(**settings: Any) -> dict[str, TokenDelta]:

@@ -1,0 +1,137 @@
+"""`MicroBatches`: large steps in two parts, layer by layer in turn, so that the sums over ranks of one part run while
+the other computes.
+
+All computation is on one stream, in the order: mixer of the first part, mixer of the second, feed-forward of the first,
+feed-forward of the second. So nothing that a layer uses needs to exist twice, and the second part finds in the KV cache
+what the first has written: the cut may be within a request. A sum begins when its product is done, and is awaited by
+the norm that reads it (`Mesh.begin_sum`), half a layer of the other part later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.config import ParallelConfig
+from octavo.core.errors import ConfigError
+from octavo.models.decoder import CausalLM, DecoderLayer
+from octavo.models.model import Model
+from octavo.nn.state import StateCache
+from octavo.nn.step import StepInput
+from octavo.nn.stream import Stream
+from octavo.worker.parts import Forward, Prepares
+
+_ALIGNED = 16
+"""Tokens of the first part are a multiple, since kernels are compiled for the alignment of what begins there."""
+
+
+class MicroBatches:
+    """`CausalLM.forward`, in two parts where that may pay.
+
+    Args:
+        least: tokens of a step from which on it is divided.
+    """
+
+    def __init__(self, model: CausalLM, attention: Prepares, block_size: int, least: int) -> None:
+        self._model, self._attention, self._block_size = model, attention, block_size
+        self._least = max(least, 2 * _ALIGNED)
+
+    def takes(self, step: StepInput) -> bool:
+        return step.num_tokens >= self._least and self._model.taps is None
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor:
+        """See `CausalLM.forward`."""
+        model = self._model
+        if not self.takes(step):
+            return model.forward(x, step)
+        cut = step.num_tokens // 2 // _ALIGNED * _ALIGNED
+        parts = divided(step, cut)
+        for part in parts:
+            for one in (part, *part.others):
+                one.attn = self._attention.prepare(one, self._block_size)
+        streams = [
+            Stream(model.entering(rows, part)) for rows, part in zip(x.split([cut, len(x) - cut]), parts, strict=True)
+        ]
+        last = len(model.layers) - 1
+        for i, layer in enumerate(model.layers):
+            assert isinstance(layer, DecoderLayer)
+            inner = [
+                layer.mix(stream, part, part.hidden_rows if i == last else None)
+                for stream, part in zip(streams, parts, strict=True)
+            ]
+            for stream, kept in zip(streams, inner, strict=True):
+                layer.feed(stream, kept)
+        first, second = (stream.total() for stream in streams)
+        if step.hidden_rows is None:
+            return torch.cat([first, second])
+        return torch.where((step.hidden_rows < cut)[:, None], first, second)
+
+
+def divided(step: StepInput, cut: int) -> tuple[StepInput, StepInput]:
+    """Return the first `cut` tokens of a step, and the others, as steps without `attn`.
+
+    A row that is cut is in both; its second part has the first one's tokens behind it. Each part has all of
+    `hidden_rows`, those of the other part as some token of its own: which part a row is in is known on the device only.
+    """
+    lens = list(step.query_lens if step.query_lens is not None else step.query_start.diff().tolist())
+    row, before = 0, 0
+    while before + lens[row] <= cut:
+        before += lens[row]
+        row += 1
+    kept = cut - before  # tokens of `row` in the first part
+    end = row + (kept > 0)
+    firsts, seconds = [*lens[:row], *([kept] if kept else [])], [lens[row] - kept, *lens[row + 1 :]]
+    pasts = None if step.past_lens is None else list(step.past_lens)
+    start = step.query_start
+    seq_lens = step.seq_lens[:end].clone()
+    if kept:
+        seq_lens[-1] -= lens[row] - kept
+    first = _part(step, slice(0, end), slice(0, cut), firsts, 0)
+    first.query_start, first.seq_lens = start[: end + 1].clamp(max=cut), seq_lens
+    second = _part(step, slice(row, len(lens)), slice(cut, None), seconds, cut)
+    second.query_start, second.seq_lens = (start[row:] - cut).clamp_(min=0), step.seq_lens[row:].clone()
+    if pasts is not None:
+        first.past_lens = pasts[:end]
+        second.past_lens = [pasts[row] + kept, *pasts[row + 1 :]]
+    others = [divided(one, cut) for one in step.others]
+    first.others, second.others = [one for one, _ in others], [other for _, other in others]
+    return first, second
+
+
+def _part(step: StepInput, rows: slice, tokens: slice, lens: Sequence[int], start: int) -> StepInput:
+    """Return a step of some rows and tokens, which begin at `start`; its caller sets what depends on lengths."""
+    whole = step.table_rows is not None
+    hidden = step.hidden_rows
+    return replace(
+        step,
+        input_ids=step.input_ids[tokens],
+        positions=step.positions[tokens],
+        slot_mapping=step.slot_mapping[tokens],
+        block_tables=step.block_tables if whole else step.block_tables[rows].contiguous(),
+        table_rows=None if step.table_rows is None else step.table_rows[rows].clone(),
+        query_lens=lens,
+        max_query_len=max(lens),
+        token_types=None if step.token_types is None else step.token_types[tokens],
+        hidden_rows=None if hidden is None else (hidden - start).clamp_(0, sum(lens) - 1),
+        shared=None,
+        attn=None,
+    )
+
+
+def micro_batches_of(model: Model, attention: Prepares, block_size: int, parallel: ParallelConfig) -> Forward | None:
+    """Return what computes large steps in two parts; None without the setting.
+
+    Raises:
+        ConfigError: the model can't be computed so.
+    """
+    if not parallel.enable_dbo:
+        return None
+    if not isinstance(model, CausalLM) or any(isinstance(layer, StateCache) for layer in model.cached_layers):
+        raise ConfigError(
+            "--enable-dbo: native programs on CPUs, and models with recurrent layers or of transformers, don't compute "
+            "steps in two parts. Leave it out."
+        )
+    return MicroBatches(model, attention, block_size, parallel.dbo_prefill_token_threshold).forward
