@@ -158,7 +158,12 @@ class Faulty:
 
 
 def run(
-    asked: list[GenerateRequest], *, at_once: int = 2, fault: str = "", **settings: Any
+    asked: list[GenerateRequest],
+    *,
+    at_once: int = 2,
+    fault: str = "",
+    drafted: dict[str, int] | None = None,
+    **settings: Any,
 ) -> dict[tuple[str, int], tuple[list[int], str | None]]:
     processors = settings.pop("logits_processors", list(PROCESSORS))
     loop, info = build_core(tiny_config(logits_processors=processors, **settings), model_files())
@@ -174,6 +179,8 @@ def run(
         for delta in loop.step():
             tokens, error = found.get((delta.id, delta.index), ([], None))
             found[delta.id, delta.index] = (tokens + delta.tokens, delta.error or error)
+            if drafted is not None and len(delta.tokens) > 1:
+                drafted[delta.id] = drafted.get(delta.id, 0) + len(delta.tokens) - 1
     loop.check_idle()
     if "max_model_len" in settings:
         assert loop.stats().num_preemptions > 0
@@ -189,6 +196,22 @@ def truth() -> dict[tuple[str, int], tuple[list[int], str | None]]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_under_processors_do_not_depend_on(name: str) -> None:
     assert run(requests(), **SETTINGS[name]) == truth()
+
+
+@pytest.mark.features("speculation")
+@pytest.mark.parametrize("depth", [0, 2])
+def test_drafts_are_for_the_requests_that_no_processor_concerns(depth: int) -> None:
+    """Both kinds are in the same steps."""
+    params = SamplingParams(max_tokens=40, temperature=0)
+    free = [GenerateRequest(id=f"free {n}", tokens=[9, 8 + n, 7] * 4, params=params) for n in range(3)]
+    asked = [*free, request("sums", {"sums": 1}), request("once", {"once": True}), request("target", {"target": 77})]
+    lookup = {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1}
+    processors = [Sums(), NoRepeats, Every]
+    expected = run(asked, logits_processors=processors)
+    drafted: dict[str, int] = {}
+    found = run(asked, logits_processors=processors, speculative_config=lookup, depth=depth, drafted=drafted)
+    assert found == expected
+    assert drafted.keys() == {one.id for one in free}
 
 
 def test_processors_may_be_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
