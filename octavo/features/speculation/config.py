@@ -17,8 +17,8 @@ MODEL_METHODS = ("draft_model", *HEAD_METHODS, "medusa")
 MOST_DRAFTS = 15
 """Most drafts after one token."""
 _USUAL_DRAFTS = 7
-_CPU_DRAFTS = 4
-"""With the last token five rows: those of one register tile of the kernels. A sixth begins another."""
+_CPU_DRAFTS = 3
+"""With the last token four rows: those of one register tile of the kernels."""
 _LONGEST = 64
 """Longest match that is looked for, in tokens."""
 

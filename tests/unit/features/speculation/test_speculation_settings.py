@@ -82,7 +82,7 @@ def test_who_drafts() -> None:
 
 
 def test_a_cpu_has_fewer_drafts_of_prompt_lookup_unless_a_number_is_given() -> None:
-    assert DraftConfig().on("cpu").most_drafts == 4
+    assert DraftConfig().on("cpu").most_drafts == 3
     assert DraftConfig().on("cuda").most_drafts == 7
     assert DraftConfig(num_speculative_tokens=9).on("cpu").most_drafts == 9
     assert DraftConfig(method="draft_model", model="small").on("cpu").most_drafts == 7
