@@ -122,7 +122,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
 
 
-LONG_TAIL = ("two stages", "three stages, one adapter at a time")
+LONG_TAIL = ("two ranks", "two stages", "three stages, one adapter at a time")
 KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind in LONG_TAIL else kind for kind in SETTINGS]
 
 

@@ -44,8 +44,10 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 }
 SLOW = pytest.mark.slow
 CASES = [
-    *(("ranks", method) for method in METHODS),
-    ("stages", "draft_model"),
+    ("ranks", "draft_model"),
+    ("ranks", "eagle3"),
+    pytest.param("ranks", "eagle", marks=SLOW),
+    pytest.param("stages", "draft_model", marks=SLOW),
     ("stages", "eagle"),
     ("stages", "ngram"),
     pytest.param("stages of ranks", "draft_model", marks=SLOW),
