@@ -134,16 +134,16 @@ def compiled(
     activation_dtype: str = "int16",
     mesh: Mesh = ALONE,
     *,
-    whole_experts: bool = False,
+    exchanges_rows: bool = False,
 ) -> Model:
     """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded.
 
     Args:
-        mesh, whole_experts: see `reason_against`.
+        mesh, exchanges_rows: see `reason_against`.
     """
     if not isinstance(attention, NativeBackend) or not isinstance(model, CausalLM):
         return model
-    reason = reason_against(model.spec, mesh, whole_experts=whole_experts)
+    reason = reason_against(model.spec, mesh, exchanges_rows=exchanges_rows)
     if any(isinstance(layer, StateCache) for layer in model.cached_layers):
         reason = reason or "it has recurrent layers"
     if not model.is_whole:

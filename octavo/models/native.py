@@ -31,12 +31,12 @@ from octavo.nn.taps import Taps
 from octavo.parallel.mesh import ALONE, Mesh
 
 
-def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, whole_experts: bool = False) -> str | None:
+def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, exchanges_rows: bool = False) -> str | None:
     """Return the reason why the kernels can't run a model of this spec; None if they can.
 
     Args:
         mesh: the ranks that divide its layers.
-        whole_experts: each rank has some of the experts.
+        exchanges_rows: experts' outputs are summed by an all-to-all of rows.
     """
     parts = dict.fromkeys((*spec.mlps, *(spec.mixer_of(layer) for layer in range(spec.num_layers))))
     reasons = [part.lacking for part in parts if part is not None]
@@ -46,14 +46,14 @@ def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, whole_experts: bool
         return f"the kernels lack {lacking}"
     if spec.hidden_size % PANEL:
         return f"hidden_size must be a multiple of {PANEL}, not {spec.hidden_size}"
-    return None if mesh.size == 1 else _reason_against_ranks(spec, mesh, whole_experts=whole_experts)
+    return None if mesh.size == 1 else _reason_against_ranks(spec, mesh, exchanges_rows=exchanges_rows)
 
 
-def _reason_against_ranks(spec: DecoderSpec, mesh: Mesh, *, whole_experts: bool) -> str | None:
+def _reason_against_ranks(spec: DecoderSpec, mesh: Mesh, *, exchanges_rows: bool) -> str | None:
     if not mesh.shares_memory:
         return "it is divided over ranks that share no memory, or several machines"
-    if whole_experts:
-        return "other ranks have some of its experts (--enable-expert-parallel)"
+    if exchanges_rows:
+        return "its ranks exchange rows (--all2all-backend all_to_all)"
     if spec.head_norms is not None and spec.head_norms.over == "all":
         return "ranks divide what it normalizes together"
     return None

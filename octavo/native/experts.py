@@ -29,6 +29,7 @@ class ExpertsArgs(ctypes.Structure):
         *((name, c_int32) for name in ("normalized", "on_inputs")),
         *((name, c_float) for name in ("floor", "scaling", "jitter")),
         *((name, c_int32) for name in ("chosen", "weights", "rows", "choices", "shared", "shared_gate")),
+        *((name, c_int32) for name in ("first", "owned")),
     )
 
 
@@ -37,8 +38,8 @@ class ExpertProducts:
     """The products of a layer's experts in a native program.
 
     Attributes:
-        expand, reduce: builders (`ProgramBuilder.inner`) with a product per expert: from the gathered rows to the inner
-            values, and from these, rounded if `inner` is another buffer than `rounded`, to the outputs.
+        expand, reduce: builders (`ProgramBuilder.inner`) with a product per expert of this rank: from the gathered rows
+            to the inner values, and from these, rounded if `inner` is another buffer than `rounded`, to the outputs.
         gathered, inner, rounded, reduced: their buffers, with a row per choice.
         hidden, size: values of the rows of `gathered` and `reduced`, and of `rounded`.
     """
@@ -66,13 +67,15 @@ def emit_experts(
     """Add operations: choose experts by the router's logits, multiply their rows, and sum the outputs.
 
     Args:
-        args: how experts are chosen, and what is added besides; the other fields are set here.
+        args: how experts are chosen, the first one of this rank, and what is added besides; the other fields are set
+            here.
         logits: the buffer of float32 [T, args.count].
         source: the buffer of the experts' inputs, float32 [T, hidden].
         output: the buffer of the sums, float32 [T, hidden].
         add: a factor, to add its product with the sums to the output; None to store them.
     """
-    of_choice, count = args.top_k * ctypes.sizeof(c_int32), args.count + 1
+    args.owned = len(products.expand.ops)
+    of_choice, count = args.top_k * ctypes.sizeof(c_int32), args.owned + 1
     for name in ("chosen", "weights", "rows", "choices"):
         setattr(args, name, b.scratch(f"experts: {name}", of_choice))
     begin, chunks = (c_int32 * count)(), (c_int32 * count)()

@@ -213,8 +213,8 @@ class Worker:
         named = self._implementation.named(checkpoint, self.spec)
         report = load_weights(model, named, unneeded=elsewhere)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
-        whole_experts = self.parallel.enable_expert_parallel
-        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh, whole_experts=whole_experts)
+        exchanges = self.parallel.exchanges_rows
+        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh, exchanges_rows=exchanges)
         return LoadedModel(form, model, report, scales)
 
     def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
@@ -280,7 +280,7 @@ class Worker:
             isinstance(self.attention, NativeBackend)
             and self.stage.count == 1
             and isinstance(self.spec, DecoderSpec)
-            and reason_against(self.spec, self.mesh, whole_experts=self.parallel.enable_expert_parallel) is None
+            and reason_against(self.spec, self.mesh, exchanges_rows=self.parallel.exchanges_rows) is None
         )
 
     def _schemes(self, keep: Keep = fused) -> Schemes:

@@ -34,13 +34,14 @@ def test_crowded_engine(
     assert IN_TORCH not in caplog.text
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["divided", "whole"])
 @pytest.mark.parametrize("name", ["Qwen2MoeForCausalLM", pytest.param("GptOssForCausalLM", marks=pytest.mark.slow)])
-def test_divided_experts(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     ranks_in_threads(monkeypatch)
     config = FAMILIES[name] | {"architectures": [name], "model_type": "any", "head_dim": 16}
     config |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "intermediate_size": 32}
     few = {"max_model_len": 160, "max_num_seqs": 6}
-    assert run(config, **TWO, **few) == run(config, **few)
+    assert run(config, **TWO, **few, enable_expert_parallel=whole) == run(config, **few)
     assert IN_TORCH not in caplog.text
 
 

@@ -57,19 +57,22 @@ void place(Program& program, const OctavoOp& op, int64_t, int thread) {
     const OctavoExperts& experts = experts_of(op);
     const int64_t choices = choices_of(program, op), chunk = chunk_rows(experts.expand[0]);
     const int32_t* chosen = numbers<const int32_t>(program, experts.chosen);
-    int32_t* const next = static_cast<int32_t*>(program.scratch(thread, experts.count * sizeof(int32_t)));
-    std::fill(next, next + experts.count, 0);
-    for (int64_t i = 0; i < choices; i++) next[chosen[i]]++;
+    int32_t* const next = static_cast<int32_t*>(program.scratch(thread, experts.owned * sizeof(int32_t)));
+    std::fill(next, next + experts.owned, 0);
+    const auto owned = [&](int e) { return e >= 0 && e < experts.owned; };
+    for (int64_t i = 0; i < choices; i++)
+        if (const int e = chosen[i] - experts.first; owned(e)) next[e]++;
     experts.begin[0] = experts.chunks[0] = 0;
-    for (int e = 0; e < experts.count; e++) {
+    for (int e = 0; e < experts.owned; e++) {
         experts.begin[e + 1] = experts.begin[e] + next[e];
         experts.chunks[e + 1] = experts.chunks[e] + (int32_t)((next[e] + chunk - 1) / chunk);
         next[e] = experts.begin[e];
     }
     int32_t *const rows = numbers<int32_t>(program, experts.rows), *const of = numbers<int32_t>(program, experts.choices);
     for (int64_t i = 0; i < choices; i++) {
-        rows[i] = next[chosen[i]]++;
-        of[rows[i]] = (int32_t)i;
+        const int e = chosen[i] - experts.first;
+        rows[i] = owned(e) ? next[e]++ : -1;
+        if (owned(e)) of[rows[i]] = (int32_t)i;
     }
 }
 
@@ -96,14 +99,19 @@ float* wide_row(Program& program, const OctavoOp& op, int thread, int copies) {
     return static_cast<float*>(program.scratch(thread, (size_t)copies * (op.columns + kPanel) * sizeof(float)));
 }
 
+// Returns a choice's number among the experts of this rank.
+int expert_of(const Program& program, const OctavoExperts& experts, int32_t choice) {
+    return numbers<const int32_t>(program, experts.chosen)[choice] - experts.first;
+}
+
 // Copies of the tokens' rows, in the order of experts.
 void gather(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const OctavoExperts& experts = experts_of(op);
     const int32_t* choices = numbers<const int32_t>(program, experts.choices);
     float* const changed = wide_row(program, op, thread, 1);
-    for_rows(task, choices_of(program, op), [&](int64_t row) {
+    for_rows(task, experts.begin[experts.owned], [&](int64_t row) {
         const int32_t choice = choices[row];
-        const OctavoOp& product = experts.expand[numbers<const int32_t>(program, experts.chosen)[choice]];
+        const OctavoOp& product = experts.expand[expert_of(program, experts, choice)];
         const float factor = experts.on_inputs ? numbers<const float>(program, experts.weights)[choice] : 1.0f;
         convert(program, product, program.at<const float>(op.input, choice / experts.top_k), factor, changed,
                 program.at<char>(op.output, row));
@@ -115,8 +123,8 @@ void round(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const OctavoExperts& experts = experts_of(op);
     const int32_t* choices = numbers<const int32_t>(program, experts.choices);
     float* const changed = wide_row(program, op, thread, 1);
-    for_rows(task, choices_of(program, op), [&](int64_t row) {
-        const OctavoOp& product = experts.reduce[numbers<const int32_t>(program, experts.chosen)[choices[row]]];
+    for_rows(task, experts.begin[experts.owned], [&](int64_t row) {
+        const OctavoOp& product = experts.reduce[expert_of(program, experts, choices[row])];
         convert(program, product, program.at<const float>(op.input, row), 1.0f, changed, program.at<char>(op.output, row));
     });
 }
@@ -125,14 +133,14 @@ void round(Program& program, const OctavoOp& op, int64_t task, int thread) {
 
 int64_t product_tasks(Program&, const OctavoOp& op) {
     const OctavoExperts& experts = experts_of(op);
-    return experts.chunks[experts.count] * pairs_of(op);
+    return experts.chunks[experts.owned] * pairs_of(op);
 }
 
 // Runs a pair of panels of one expert with a chunk of its rows.
 void multiply(Program& program, const OctavoOp& op, const OctavoOp* products, int64_t task, int thread) {
     const OctavoExperts& experts = experts_of(op);
     const int32_t chunk = (int32_t)(task / pairs_of(op));
-    const int expert = (int)(std::upper_bound(experts.chunks, experts.chunks + experts.count, chunk) - experts.chunks) - 1;
+    const int expert = (int)(std::upper_bound(experts.chunks, experts.chunks + experts.owned, chunk) - experts.chunks) - 1;
     const int64_t size = chunk_rows(experts.expand[0]);
     const int64_t first = experts.begin[expert] + (chunk - experts.chunks[expert]) * size;
     const int count = (int)std::min<int64_t>(size, experts.begin[expert + 1] - first);
@@ -170,6 +178,7 @@ void combine(Program& program, const OctavoOp& op, int64_t task, int) {
     for (int c = begin; c < end; c += W) {
         Vec sum{};
         for (int k = 0; k < experts.top_k; k++) {
+            if (rows[k] < 0) continue;
             const Vec y = load(program.at<const float>(op.input, rows[k]) + c);
             sum += experts.on_inputs ? y : y * weights[k];
         }

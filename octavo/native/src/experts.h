@@ -12,17 +12,18 @@ extern "C" {
 
 // One layer's experts; `OctavoOp::details` of all their operations.
 struct OctavoExperts {
-    const OctavoOp *expand, *reduce;  // [count], each expert's products: to its inner values, and to its output
+    const OctavoOp *expand, *reduce;  // [owned], each expert's products: to its inner values, and to its output
     const float* correction;          // [count], added to the scores to choose experts, not to weigh them; or null
-    int32_t *begin, *chunks;          // [count + 1], of kPlace: each expert's first row, and its first chunk of rows
+    int32_t *begin, *chunks;          // [owned + 1], of kPlace: each expert's first row, and its first chunk of rows
     int32_t count, top_k;
     int32_t scores;                   // octavo::Scores
     int32_t groups, top_groups, group_best;  // a group's score is the sum of its best 1 or 2
     int32_t normalized, on_inputs;    // the weights multiply the inputs of experts instead of their outputs
     float floor, scaling, jitter;
     int32_t chosen, weights, rows, choices;  // buffers [tokens * top_k]: of each choice the expert, its weight and its
-                                             // row; of each row its choice
+                                             // row, -1 if another rank has the expert; of each row its choice
     int32_t shared, shared_gate;  // buffers [tokens]: added to the sum, times the sigmoid of the other; -1 without
+    int32_t first, owned;         // the experts of this rank: `owned` of `count`, from `first` on
 };
 
 }  // extern "C"

@@ -88,6 +88,7 @@ class PackedExperts:
         products = ExpertProducts(
             first, second, gathered, inner, rounded, reduced, self.form.hidden_size, self.reduce[0].columns
         )
+        args.first = self.form.owned.start
         emit_experts(b, args, products, logits, source, output, add=add)
 
     def _between(self, b: ProgramBuilder) -> tuple[Dtype, bool]:
