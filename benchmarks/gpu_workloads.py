@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--disable-cascade-attn", action="store_true")
     parser.add_argument("--attention-backend", help="triton, flash_attn or flashinfer; by default the fastest")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8_e4m3 or fp8_e5m2")
-    parser.add_argument("--quantization", help="round the random weights: fp8, w8a16 or w4a16")
+    parser.add_argument("--quantization", help="round the random weights: fp8, w8a8, w8a16 or w4a16")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95, top-k 50, penalty 1.1")
     parser.add_argument("--settings", type=json.loads, default={}, help='others of EngineConfig: {"model_impl": "..."}')
     parser.add_argument("--output", type=Path)

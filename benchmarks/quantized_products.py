@@ -1,6 +1,6 @@
 """Products with packed matrices on one GPU, for each shape of a model's layers and each number of rows, beside BF16.
 
-    python benchmarks/quantized_products.py [--forms w4a16 w8a16 fp8] [--rows 1 2 ...] [--sweep] [--output FILE]
+    python benchmarks/quantized_products.py [--forms w4a16 w8a16 fp8 w8a8] [--rows 1 2 ...] [--sweep] [--output FILE]
 
 Microseconds of one product, from recorded graphs that go through several matrices, so that none stays in the cache.
 Each candidate's result is compared with float32's first. With --sweep all divisions into programs are timed, not only
@@ -45,7 +45,7 @@ Run = Callable[[Tensor, Any], Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--forms", nargs="+", default=["w4a16", "w8a16", "fp8"], choices=list(ONLINE))
+    parser.add_argument("--forms", nargs="+", default=list(ONLINE), choices=list(ONLINE))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--sweep", action="store_true")

@@ -23,7 +23,6 @@ from octavo.models.load.quantized.table import dequantizing, rounds_activations
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.blocks import BlockQuantized
-from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.packed import packed
 from octavo.nn.quant.packed_gpu import PackedOnGpu
 from octavo.nn.weights import QuantizedBlocks
@@ -49,17 +48,18 @@ def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
         stored, _ = example.write(torch.randn(ROWS, COLUMNS))
         tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
         view = dequantizing(TensorCheckpoint(tensors), {"quantization_config": example.settings})
-        codes, integers = (view.blocks("a.weight", codes=codes) for codes in (True, False))
-        rounds = codes is not None and rounds_activations({"quantization_config": example.settings})
-        kept = rounds and pack_floats([codes], torch.device("cpu")) is not None
-        yield example.settings["quant_method"], f"`{name}`", _cells(name, codes, codes if kept else integers)
+        rounds = rounds_activations({"quantization_config": example.settings})
+        cells = _cells(name, view.blocks("a.weight", codes=True), rounds=rounds)
+        yield example.settings["quant_method"], f"`{name}`", cells
     for kind in sorted(SUPPORTED & (CODES.keys() | INTEGERS.keys())):
         per_block, size = GGML_QUANT_SIZES[kind]
         made = as_blocks(torch.zeros(ROWS, COLUMNS // per_block * size, dtype=torch.uint8), kind)
-        yield "GGUF", kind.name, _cells(kind.name, made, made if kind in INTEGERS else None)
+        yield "GGUF", kind.name, _cells(kind.name, made, rounds=False)
 
 
-def _cells(name: str, cpu: QuantizedBlocks | None, gpu: QuantizedBlocks | None) -> tuple[str, ...]:
+def _cells(name: str, cpu: QuantizedBlocks | None, *, rounds: bool) -> tuple[str, ...]:
+    on_gpu = None if cpu is None else _form_on_gpu(cpu, rounds=rounds)
+    gpu = None if on_gpu is None else cpu
     kept = ["expanded" if blocks is None else "packed" for blocks in (cpu, gpu)]
     takes = [
         scheme(torch.float32, torch.device("cpu")).experts(FORM).takes_blocks
@@ -68,7 +68,13 @@ def _cells(name: str, cpu: QuantizedBlocks | None, gpu: QuantizedBlocks | None) 
     experts = [form if taken else "expanded" for form, taken in zip(kept, takes, strict=True)]
     beside = {"test_ranks_on_cpus": [_of_ranks(cpu), _of_ranks(gpu)], "test_experts": experts, "test_adapters": kept}
     cells = (" / ".join(forms) if name in tested(test) else "" for test, forms in beside.items())
-    return _form(cpu), "expanded" if gpu is None else _form(gpu), *cells
+    return _form(cpu), on_gpu or "expanded", *cells
+
+
+def _form_on_gpu(blocks: QuantizedBlocks, *, rounds: bool) -> str | None:
+    scheme = PackedOnGpu(torch.bfloat16, torch.device("cpu"), rounds=rounds)
+    scheme.prepare([{"weight": blocks}])
+    return scheme.packed_as
 
 
 def _of_ranks(blocks: QuantizedBlocks | None) -> str:

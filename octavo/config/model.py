@@ -80,7 +80,7 @@ class ModelConfig:
     )
     quantization: str | None = setting(
         None,
-        "round the weights when they are loaded, on a GPU: fp8, w8a16 or w4a16; a quantized checkpoint needs no flag",
+        "round weights when they are loaded, on a GPU: fp8, w8a8, w8a16 or w4a16; a quantized checkpoint needs no flag",
         shown="none",
         read=parsing.method,
         metavar="METHOD",

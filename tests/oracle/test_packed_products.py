@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from gguf import GGMLQuantizationType as Kind
 from quantized_kit import EXAMPLES, blocks_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.models.load.gguf_blocks import as_blocks
 from octavo.models.load.quantized.table import dequantizing, rounds_activations
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.delta import Addition, Delta
@@ -21,15 +24,19 @@ from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
 from octavo.nn.ops import floats, packed, words
 from octavo.nn.quant.base import Part
+from octavo.nn.quant.blocks import dequantized
+from octavo.nn.quant.codes import INTEGERS
+from octavo.nn.quant.integers import as_integers
 from octavo.nn.quant.online import ONLINE
 from octavo.nn.quant.packed_gpu import PackedOnGpu
 from octavo.nn.quant.words import pack_words, unpack_words
 from octavo.nn.rounded import Rounded
 from octavo.nn.shard import NONE
 from octavo.nn.stream import Stream
+from octavo.nn.weights import QuantizedBlocks
 
 GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda" if GPU else "cpu")
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter multiplies bfloat16 matrices by their bits
 TOLERANCE = 1e-2 if GPU else 1e-5
 # Bits, group, minima; outputs, inputs. Inputs of an odd number of groups; blocks that are filled up; whole columns.
@@ -260,11 +267,57 @@ def test_other_activations_stay_as_they_are(name: str) -> None:
     assert not rounds_activations({"quantization_config": settings})
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_codes_that_are_multiples_of_a_number_become_integers(name: str) -> None:
+    stored, exact = EXAMPLES[name].write(torch.randn(48, 256) / 16)
+    tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
+    codes = dequantizing(TensorCheckpoint(tensors), settings_of(name)).blocks("a.weight", codes=True)
+    assert codes is not None
+    layer = PackedOnGpu(DTYPE, DEVICE)
+    layer.prepare([{"weight": codes}])
+    assert layer.packed_as == "8-bit integers"
+    x = torch.randn(3, 256).to(DTYPE)
+    assert off(layer.apply(x.to(DEVICE)), x.double() @ exact.T) < max(TOLERANCE, 2e-3)
+
+
+HALVES = {Kind.Q4_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_XS: (0,)}
+"""Type of GGUF -> places of a block's float16 numbers."""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "form"), [((Kind.Q4_K, Kind.Q6_K), " with minima"), ((Kind.IQ4_XS,), "")], ids=["mixed", "IQ4_XS"]
+)
+def test_types_of_gguf_without_kernels_become_integers(kinds: tuple[Kind, ...], form: str) -> None:
+    """Also projections of one layer in two types, as files of Q4_K_M have them."""
+    parts, exact = [], []
+    for kind in kinds:
+        raw = torch.randint(0, 256, (32, gguf.GGML_QUANT_SIZES[kind][1]), dtype=torch.uint8)
+        for place in HALVES[kind]:
+            raw[:, place : place + 2] = ((torch.rand(32, 1) + 0.5) / 1000).half().view(torch.uint8)
+        parts.append(as_blocks(raw, kind))
+        exact.append(torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind)).double())
+    layer = PackedOnGpu(DTYPE, DEVICE)
+    layer.prepare([{"weight": part} for part in parts if part is not None])
+    assert layer.packed_as == f"8-bit integers{form}"
+    x = torch.randn(3, 256).to(DTYPE)
+    assert off(layer.apply(x.to(DEVICE)), x.double() @ torch.cat(exact).T) < max(TOLERANCE, 2e-3)
+
+
+def test_scales_that_float16_lacks_keep_a_matrix_plain() -> None:
+    codes = torch.randint(0, 64, (32, 64), dtype=torch.uint8)
+    for scale in (1e-7, 1e6):
+        part = QuantizedBlocks(codes, torch.full((32, 4), scale), None, 0, 6, book=INTEGERS)
+        assert as_integers([part], CPU) is None
+    part = QuantizedBlocks(codes, torch.full((32, 4), 0.25), None, 0, 6, book=INTEGERS)
+    (made,) = as_integers([part], CPU) or []
+    torch.testing.assert_close(dequantized(made, torch.float32), dequantized(part, torch.float32))
+
+
 def test_codes_of_other_forms_are_expanded() -> None:
     """As with fused projections of different formats."""
     weights = [torch.randn(128, 256) / 16 for _ in range(2)]
     parts, exact = [], []
-    for name, weight in zip(("fp8-channel", "nvfp4"), weights, strict=True):
+    for name, weight in zip(("fp8-channel", "bnb-nf4"), weights, strict=True):
         stored, values = EXAMPLES[name].write(weight)
         tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
         view = dequantizing(TensorCheckpoint(tensors), settings_of(name))
@@ -288,7 +341,7 @@ def test_activations_are_rounded_by_the_operation_before_the_product(rows: int, 
     up.place([weight.to(DEVICE, DTYPE) for weight in weights[:2]])
     down.place([weights[2].to(DEVICE, DTYPE)])
     norm = RMSNorm("", DEVICE, DTYPE, size, 1e-5)
-    norm.place([torch.rand(size).to(DTYPE)])
+    norm.place([torch.rand(size).to(DEVICE, DTYPE)])
     value, added = (torch.randn(rows, size).to(DTYPE) for _ in range(2))
     for pending in ("nothing", "an output", "parts"):
         stream = Stream(value.to(DEVICE))

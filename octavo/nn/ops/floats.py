@@ -15,15 +15,16 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.nn.ops.triton_floats import (
     floats_row_kernel,
     floats_rows_kernel,
     gate_round_kernel,
+    integers_kernel,
     norm_round_kernel,
     round_groups_kernel,
     round_kernel,
-    scale_sums_kernel,
 )
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_sum import sum_parts
@@ -39,6 +40,11 @@ log = logging.getLogger(__name__)
 
 _ROUNDED = 0.06
 """Largest relative error of a trial with rows rounded to E4M3."""
+_BAND = 8
+_SMALL = 64
+"""Most rows of integers whose tiles are small."""
+_BUSY = 90
+"""Fewest programs with large tiles of integers."""
 _MOST_ROWS = 64
 """Of a tile of a product of unrounded rows."""
 _PROGRAMS = 400
@@ -275,10 +281,10 @@ def _by_rows(size: int, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 
 def rounded_product(x: Rounded, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x [M, K] @ W^T + bias, multiplied in 8 bits: [M, N]. Rows of integers are more than 16."""
+    """Return x [M, K] @ W^T + bias, multiplied in 8 bits: [M, N]."""
     codes, scales = x.codes, x.scales
     if codes.dtype == torch.int8:
-        return _scaled_sums(torch._int_mm(codes, floats.codes.t()), scales, floats, bias, dtype)
+        return _integers(x, floats, bias, dtype)
     if not codes.is_cuda:
         y = (codes.float() * scales) @ floats.values().T
         return (y if bias is None else y + bias).to(dtype)
@@ -289,8 +295,7 @@ def rounded_product(x: Rounded, floats: Floats, bias: Tensor | None, dtype: torc
 
 def tiled_product(x: Tensor, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x [M, K], contiguous, @ W^T + bias: [M, N]; the rows are rounded with a scale for each 128 inputs."""
-    rows, groups = x.shape[0], triton.cdiv(floats.inputs, TILE)
-    made = round_groups(x)
+    rows, made = x.shape[0], round_groups(x)
     if not x.is_cuda:
         wide = made.codes.float() * made.scales.repeat_interleave(TILE, 1)[:, : floats.inputs]
         y = (wide @ floats.values().T)[:rows]
@@ -300,7 +305,7 @@ def tiled_product(x: Tensor, floats: Floats, bias: Tensor | None, dtype: torch.d
         floats.codes.t(),
         made.scales,
         ScalingType.BlockWise1x128,
-        floats.scales[:, :groups].t(),
+        floats.scales.t(),
         ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16 if dtype == torch.float32 else dtype,
     )[:rows]
@@ -312,24 +317,29 @@ def _multiple(count: int) -> int:
     return -(-count // 4) * 4
 
 
-def _scaled_sums(sums: Tensor, scales: Tensor, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return sums [M, N], int32, times the scales of rows [M, 1] and outputs, plus bias."""
-    rows, outputs = sums.shape
-    out = torch.empty(rows, outputs, dtype=dtype, device=sums.device)
-    block_m, block_n = (4, 1024) if sums.is_cuda else (64, 256)
-    scale_sums_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, block_m))](
-        sums,
-        scales,
+def _integers(x: Rounded, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product of rows and a matrix of integers."""
+    (rows, inputs), outputs = x.codes.shape, floats.outputs
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.codes.device)
+    plan = integers_plan(rows, outputs, out.device)
+    integers_kernel[(triton.cdiv(outputs, plan.block_n) * triton.cdiv(rows, plan.block_m),)](
+        TensorDescriptor(x.codes, [rows, inputs], [inputs, 1], [plan.block_m, plan.block_k]),
+        TensorDescriptor(floats.codes, [outputs, inputs], [inputs, 1], [plan.block_n, plan.block_k]),
+        x.scales,
         floats.scales,
-        scales if bias is None else bias,
+        x.scales if bias is None else bias,
         out,
         rows,
         N=outputs,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        K=inputs,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        BAND=_BAND,
         BIASED=bias is not None,
-        num_warps=4,
-        **overlap(sums.device),
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **overlap(out.device),
     )
     return out
 
@@ -353,6 +363,17 @@ def multiplies_tiles(device: torch.device) -> bool:
     if not deviation < _ROUNDED:
         log.warning("FP8 weights with scales of tiles are multiplied without rounding rows: deviation %.2g", deviation)
     return deviation < _ROUNDED
+
+
+def integers_plan(rows: int, outputs: int, device: torch.device) -> RowsPlan:
+    """Return how programs divide a product of rows of integers, as measured on an H200: the largest tiles that keep
+    most multiprocessors busy."""
+    if device.type != "cuda":
+        return RowsPlan(64, 64, 64, 1, 1, 1)
+    for plan in (RowsPlan(128, 256, 128, 1, 8, 4), RowsPlan(128, 128, 128, 1, 4, 4)):
+        if rows > _SMALL and triton.cdiv(outputs, plan.block_n) * triton.cdiv(rows, plan.block_m) >= _BUSY:
+            return plan
+    return RowsPlan(64, 64, 128, 1, 4, 5)
 
 
 def row_plan(inputs: int, device: torch.device) -> RowPlan:

@@ -24,6 +24,8 @@ from octavo.nn.ops.triton_sum import sum_parts
 
 OUTPUTS = 64
 """Outputs of a warp group's tile, and inputs of a step; both divide the matrix."""
+_BLOCK_OUTPUTS = 2 * OUTPUTS
+_THREADS = 256
 _STRIP = 16
 """Outputs of a block that multiplies one row."""
 _ALIGNMENT = 1024
@@ -32,14 +34,15 @@ _FEW_ROWS = 64
 _SMALL_GROUP = 16
 _MOST_PARTS = 8
 _MOST_INPUTS = 20480
+_FEW_STEPS = 64
+"""Steps of a row that 32 warps share."""
 _FEW_STRIPS = 264
 """Blocks with one row at which an H200 has room for larger ones."""
 _TILES = {
     4: {16: (8, 16, 2), 32: (4, 8, 2), 64: (4, 8, 2), 128: (2, 6, 2), 192: (4, 6, 1), 256: (4, 6, 1)},
-    8: {16: (4, 16, 2), 32: (2, 8, 2), 64: (2, 8, 2), 128: (4, 8, 1), 192: (2, 6, 1), 256: (2, 6, 1)},
+    8: {16: (4, 16, 2), 32: (2, 8, 2), 64: (2, 8, 2), 128: (2, 6, 2), 192: (4, 6, 1), 256: (4, 6, 1)},
 }
 """Bits -> rows of a tile -> depth, stages, blocks; see `RowsPlan`."""
-_WARPS = 8
 _LARGE = 3
 """Tiles for more rows than one has."""
 
@@ -82,7 +85,6 @@ class RowsPlan(NamedTuple):
         stages: steps whose rows are in shared memory.
         blocks: of a multiprocessor.
         parts: blocks that share an output's inputs.
-        warps: of a block; every four have 64 outputs.
     """
 
     rows: int
@@ -90,12 +92,6 @@ class RowsPlan(NamedTuple):
     stages: int
     blocks: int
     parts: int
-    warps: int = _WARPS
-
-    @property
-    def outputs(self) -> int:
-        """Outputs of a block."""
-        return self.warps // 4 * OUTPUTS
 
 
 class RowForm(NamedTuple):
@@ -137,7 +133,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
     """
     rows, outputs = x.shape[0], matrix.outputs
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(outputs, plan.outputs), plan.parts, triton.cdiv(rows, plan.rows))
+    grid = (triton.cdiv(outputs, _BLOCK_OUTPUTS), plan.parts, triton.cdiv(rows, plan.rows))
     _rows_kernel(plan._replace(parts=1), *_form(matrix), x.dtype).launch(
         grid,
         [
@@ -205,7 +201,7 @@ def rows_plan(matrix: Fragments, rows: int) -> RowsPlan:
     several."""
     tile = tile_rows(rows)
     depth, stages, blocks = _TILES[matrix.bits][tile]
-    tiles = triton.cdiv(matrix.outputs, _WARPS // 4 * OUTPUTS) * triton.cdiv(rows, tile)
+    tiles = triton.cdiv(matrix.outputs, _BLOCK_OUTPUTS) * triton.cdiv(rows, tile)
     wanted = min(_MOST_PARTS, _multiprocessors(matrix.codes.device) * blocks // tiles, matrix.inputs // (4 * OUTPUTS))
     return RowsPlan(tile, depth, stages, blocks, 1 << max(0, wanted.bit_length() - 1))
 
@@ -250,13 +246,13 @@ def _macros(bits: int, group: int, minima: bool, dtype: torch.dtype) -> dict[str
 @functools.cache
 def _rows_kernel(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> Kernel:
     shared = plan.stages * plan.rows * 2 * OUTPUTS + _ALIGNMENT
-    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype), 32 * plan.warps, shared)
+    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype), _THREADS, shared)
 
 
 def _rows_source(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     depth = 2 if group == _SMALL_GROUP else plan.depth  # there are enough registers for their scales then
-    sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks, "WARPS": plan.warps}
-    source = _source("integers.cuh") + _multiply(plan.rows, dtype) + _source("rows.cu")
+    sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks}
+    source = source_of("integers.cuh") + _multiply(plan.rows, dtype) + source_of("rows.cu")
     return source, {**_macros(bits, group, minima, dtype), **sizes}
 
 
@@ -278,20 +274,28 @@ def _row_source(
     warps, ahead = _row_plan(outputs, inputs, form[0], gated=fused.gated)
     sizes = {"N": outputs, "K": inputs, "WARPS": warps, "AHEAD": ahead}
     operations = {name.upper(): int(value) for name, value in fused._asdict().items()}
-    source = _source("integers.cuh") + _source("row.cu")
+    source = source_of("integers.cuh") + source_of("row.cu")
     return source, {**_macros(*form, dtype), **sizes, **operations}, 32 * warps
 
 
 def _row_plan(outputs: int, inputs: int, bits: int, *, gated: bool) -> tuple[int, int]:
     """Return a block's warps and the steps that a thread loads at a time, as measured on an H200."""
     steps = inputs // OUTPUTS
-    warps = min(16 if outputs // _STRIP <= _FEW_STRIPS else 8, steps)
-    ahead = (2 if gated else 8) * 4 // bits
-    return warps, min(max(1, ahead), triton.cdiv(steps, warps))
+    if gated:
+        warps, ahead = (8, 2) if bits == 4 else (4, 2)
+    elif outputs // _STRIP > _FEW_STRIPS:
+        warps, ahead = (4, 16) if bits == 4 else (8, 8)
+    elif bits == 4:
+        warps, ahead = 32 if steps <= _FEW_STEPS else 16, 2
+    else:
+        warps, ahead = 16, 4
+    warps = min(warps, steps)
+    return warps, min(ahead, triton.cdiv(steps, warps))
 
 
 @functools.cache
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
+    """Return a file of the CUDA sources."""
     return (Path(__file__).parent / "cuda" / name).read_text(encoding="utf-8")
 
 

@@ -77,20 +77,23 @@ def floats_row_kernel(
                 square += value * value
                 value = value * tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
         if TILE > 0:
+            scaled = value * tl.load(tile_scales + at // TILE, mask=at < K, other=0.0)
+            acc += w.to(tl.float32) * scaled[None, :]
             if GATED:
                 scaled = value * tl.load(partner_scales + at // TILE, mask=at < K, other=0.0)
                 gated += up.to(tl.float32) * scaled[None, :]
-            value = value * tl.load(tile_scales + at // TILE, mask=at < K, other=0.0)
-        elif GATED:
-            gated += up.to(tl.float32) * value[None, :]
-        acc += w.to(tl.float32) * value[None, :]
-    total = tl.sum(acc, 1)
-    if GATED:
-        partners = tl.sum(gated, 1)
-    if TILE == 0:
-        total = total * tl.load(scales + own)
+        else:
+            acc += w.to(tl.float32) * value[None, :]
+            if GATED:
+                gated += up.to(tl.float32) * value[None, :]
+    if TILE > 0:
+        total = tl.sum(acc, 1)
         if GATED:
-            partners = partners * tl.load(scales + own + N)
+            partners = tl.sum(gated, 1)
+    else:
+        total = tl.sum(acc, 1) * tl.load(scales + own)
+        if GATED:
+            partners = tl.sum(gated, 1) * tl.load(scales + own + N)
     if NORMED:
         inverse = tl.rsqrt(tl.sum(square, 0) / K + eps)
         total = total * inverse
@@ -259,27 +262,41 @@ def norm_round_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def scale_sums_kernel(
-    sums,
-    rows,
-    columns,
+def integers_kernel(
+    x_tiles,
+    tiles,
+    x_scales,
+    scales,
     bias,
     out,
     M,
     N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
     BIASED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Write sums [M, N], int32, times the scales of `rows` [M] and `columns` [N]."""
+    """Multiply rows of 8-bit integers [M, K] by a matrix of them, both given in tiles, and by the scales of both.
+
+    Programs that run at a time have up to BAND tiles of rows, so that they find each other's in the cache.
+    """
     follow(OVERLAPS)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = m.to(tl.int64)[:, None] * N + n[None, :]
-    valid = (m < M)[:, None] & (n < N)[None, :]
-    total = tl.load(sums + place, mask=valid, other=0).to(tl.float32)
-    total *= tl.load(rows + m, mask=m < M, other=0.0)[:, None] * tl.load(columns + n, mask=n < N, other=0.0)[None, :]
+    in_band = BAND * ((N + BLOCK_N - 1) // BLOCK_N)
+    band = tl.program_id(0) // in_band * BAND
+    high = tl.minimum(BAND, tl.cdiv(M, BLOCK_M) - band)
+    m = (band + tl.program_id(0) % in_band % high) * BLOCK_M
+    n = tl.program_id(0) % in_band // high * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for k in range(0, K, BLOCK_K):
+        acc = tl.dot(x_tiles.load([m, k]), tiles.load([n, k]).T, acc, out_dtype=tl.int32)
+    row = m + tl.arange(0, BLOCK_M)
+    column = n + tl.arange(0, BLOCK_N)
+    total = acc.to(tl.float32) * tl.load(x_scales + row, mask=row < M, other=0.0)[:, None]
+    total *= tl.load(scales + column, mask=column < N, other=0.0)[None, :]
     if BIASED:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=valid)
+        total += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])

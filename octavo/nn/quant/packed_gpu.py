@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.nn.delta import Delta
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import floats, fragments, packed, products
+from octavo.nn.ops import floats, fragments, packed, products, row8
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
@@ -23,6 +24,7 @@ from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.fragments import pack_integers
 from octavo.nn.quant.gpu import OnGpu
+from octavo.nn.quant.integers import as_integers
 from octavo.nn.quant.online import Online
 from octavo.nn.rounded import Rounded
 from octavo.nn.stream import StreamNorm
@@ -40,7 +42,7 @@ class PackedOnGpu(OnGpu):
         codes, scales, minima, order: its tensors.
     """
 
-    takes_blocks = True
+    takes_blocks = takes_codes = True
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class PackedOnGpu(OnGpu):
         """
         super().__init__(dtype, device, keep)
         self._online = online
-        self._rounds = self.takes_codes = rounds
+        self._rounds = rounds
         self.matrix: packed.Matrix | None = None
         self.codes: Tensor | None = None
         self.scales: Tensor | None = None
@@ -68,10 +70,9 @@ class PackedOnGpu(OnGpu):
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
-        matched = alike(blocks) if len(blocks) == len(weights) and same_order(blocks) else None
-        packed_blocks = None if matched is None else self._packed(matched)
-        if packed_blocks is not None:
-            self._take(packed_blocks)
+        matrix = self._packed(blocks) if len(blocks) == len(weights) and same_order(blocks) else None
+        if matrix is not None:
+            self._take(matrix)
         elif self._online is not None and not blocks and self._online.fits(plain(weights[0])):
             self._take(self._online.pack([plain(weight) for weight in weights]))
         else:
@@ -85,11 +86,13 @@ class PackedOnGpu(OnGpu):
             self.bias = torch.cat([plain(part["bias"]) for part in parts])
 
     def _packed(self, parts: list[QuantizedBlocks]) -> packed.Matrix | None:
-        """Return parts of one form as one matrix; None if no kernel multiplies with it."""
-        made = pack_floats(parts, self.device) if self._rounds else None
-        if made is not None or parts[0].book is not None:
+        """Return the parts as one matrix; None if no kernel multiplies with it."""
+        matched = alike(parts) if self._rounds else None
+        made = None if matched is None else pack_floats(matched, self.device)
+        if made is not None:
             return made
-        return pack_integers(parts, self.device, self.dtype)
+        integers = as_integers(parts, self.device)
+        return None if integers is None else pack_integers(integers, self.device, self.dtype)
 
     def share(self, weight: Stored) -> None:
         super().share(dequantized(weight, self.dtype) if isinstance(weight, QuantizedBlocks) else weight)
@@ -206,7 +209,15 @@ class PackedOnGpu(OnGpu):
                 x, matrix, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype, narrow=self.dtype
             )
         assert isinstance(matrix, Floats), "integers in words are multiplied without fusion"
-        return floats.row_product(x, matrix, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype)
+        options: dict[str, Any] = {"bias": self.bias, "norm": norm, "gated": gated, "add_to": add_to, "dtype": dtype}
+        if self._has_row8(matrix, norm, gated=gated):
+            return row8.row_product(x, matrix, **options, narrow=self.dtype)
+        return floats.row_product(x, matrix, **options)
+
+    def _has_row8(self, matrix: Floats, norm: tuple[Tensor, float] | None, *, gated: bool) -> bool:
+        """Return whether the CUDA kernel multiplies one row."""
+        narrow = self.dtype.itemsize == 2 and (norm is None or norm[0].dtype == self.dtype)
+        return narrow and row8.usable(self.device) and row8.fits(matrix, gated=gated)
 
     def gated(self, x: Tensor) -> Tensor:
         return super().gated(x) if self.matrix is None else silu_mul(self.apply(x))
@@ -237,6 +248,9 @@ class PackedOnGpu(OnGpu):
             layer._compile_row(layer.matrix, gates=gates, added=added, residual=residual)
             return
         for rows in _LAUNCHED:
+            if rows == 1 and isinstance(layer.matrix, Floats) and layer._has_row8(layer.matrix, None, gated=gates):
+                layer._compile_row(layer.matrix, gates=gates, added=added, residual=residual)
+                continue
             x, stream = weight.new_zeros(rows, inputs), weight.new_zeros(rows, outputs, dtype=residual)
             if rows <= layer.fused_rows:
                 if added:
@@ -252,7 +266,7 @@ class PackedOnGpu(OnGpu):
             else:
                 layer.apply(x)
 
-    def _compile_row(self, matrix: Fragments, *, gates: bool, added: bool, residual: torch.dtype) -> None:
+    def _compile_row(self, matrix: Fragments | Floats, *, gates: bool, added: bool, residual: torch.dtype) -> None:
         """Compile the kernel of one row in the background."""
         wide, biased = residual == torch.float32, self.bias is not None
         fused = fragments.RowForm(
@@ -263,7 +277,10 @@ class PackedOnGpu(OnGpu):
             x_float=wide and not added,
             out_float=wide and added,
         )
-        fragments.compile_row_ahead(matrix, self.dtype, fused)
+        if isinstance(matrix, Fragments):
+            fragments.compile_row_ahead(matrix, self.dtype, fused)
+        else:
+            row8.compile_ahead(matrix, self.dtype, fused)
 
     def _launch_rounding(
         self, matrix: Floats, x: Tensor, stream: Tensor, outputs: int, *, gates: bool, added: bool

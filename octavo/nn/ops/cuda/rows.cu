@@ -1,17 +1,18 @@
 // Multiply rows x [M, K] by a matrix [N, K]: the matrix units take values from registers, into which their integers are
 // widened while the previous ones are multiplied, and rows from shared memory, into which one thread copies them.
 //
-// Grid: 16 * WARPS outputs, parts of the inputs, ROWS rows; four warps have 64 outputs. Writes the parts' sums
-// [parts, M, N], in float or the rows' dtype.
+// Grid: 128 outputs, parts of the inputs, ROWS rows; 256 threads, of which each half has 64 outputs. Writes the parts'
+// sums [parts, M, N], in float or the rows' dtype.
 //
-// Macros: those of integers.cuh; WARPS; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose
-// rows are held in shared memory; BLOCKS of a multiprocessor. `multiply` is defined by nn/ops/fragments.py.
+// Macros: those of integers.cuh; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose rows are
+// held in shared memory; BLOCKS of a multiprocessor. `multiply` is defined by nn/ops/fragments.py.
 
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
 #define STAGE (ROWS * 128)
+#define WARPS 8
 #define MIDDLE (BITS == 4 ? 0x88888888u : 0u)
 #define NEAR 8  // tiles of rows whose blocks run at a time, so that they find each other's rows and integers in the cache
 
@@ -84,7 +85,7 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
     copy(base + s * STAGE, &map, shared(&full[s]), (first + i) * 64, row);
   };
 
-  const int tile = column * (WARPS / 4) + warp / 4, tiles = N / 64, near = min(tile, tiles - 1);
+  const int tile = column * 2 + warp / 4, tiles = N / 64, near = min(tile, tiles - 1);
   const uint4* at = codes + ((u64)near * steps + first) * (128 * WORDS) + (threadIdx.x & 127);
   const u64 place = (u64)near * groups * 32 + (warp & 3) * 8 + g;
   uint4 held[DEPTH][WORDS];
