@@ -34,7 +34,6 @@ MLA: dict[str, Any] = {
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {}),
     "apertus": ("ApertusConfig", {}),
-    "helium": ("HeliumConfig", WIDE),
     "hunyuan": ("HunYuanDenseV1Config", WIDE),
     "ministral": ("MinistralConfig", WIDE | {"sliding_window": 7}),
     "bitnet": ("BitNetConfig", {}),
@@ -42,15 +41,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "VaultGemmaConfig",
         WIDE | {"sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
+}
+"""Architectures without an implementation of Octavo's own."""
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "helium": ("HeliumConfig", WIDE),
     "youtu": ("YoutuConfig", MLA),
     "dots1": (
         "Dots1Config",
         EXPERTS
         | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
-}
-"""Architectures without an implementation of Octavo's own."""
-OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma2": (

@@ -99,6 +99,7 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
             "logits_scaling": 4.0,
         },
     ),
+    "helium": (transformers.HeliumConfig, {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "minicpm3": (
         transformers.MiniCPM3Config,
         {

@@ -21,7 +21,7 @@ from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
 from octavo.models.families.gpt_oss import gpt_oss
 from octavo.models.families.granite import granite, granite_hybrid, minicpm
 from octavo.models.families.lfm2 import lfm2, lfm2_moe
-from octavo.models.families.llama import ernie, internlm2, internlm3, llama, seed_oss, smollm3
+from octavo.models.families.llama import ernie, helium, internlm2, internlm3, llama, seed_oss, smollm3
 from octavo.models.families.llama4 import llama4
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
 from octavo.models.families.mistral import mistral
@@ -80,6 +80,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "HeliumForCausalLM": helium,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
     "JambaForCausalLM": jamba,
@@ -149,6 +150,16 @@ def _with_head(name: str) -> str:
     return next((head for head in heads if head in ARCHITECTURES), heads[0])
 
 
+def unknown(architecture: str) -> str:
+    """Return the first sentences of an error for an architecture that is not one of these families."""
+    known = sorted([*ARCHITECTURES, *WITH_IMAGES, *ENCODERS])
+    near = difflib.get_close_matches(_with_head(architecture), known, n=1, cutoff=0.0)[0]
+    return (
+        f"The model's architecture is {architecture}; the nearest that Octavo has is {near}. Octavo supports "
+        f"{', '.join(known)}."
+    )
+
+
 def spec_of(config: Config) -> DecoderSpec:
     """Convert a checkpoint's configuration to a `DecoderSpec`.
 
@@ -168,12 +179,7 @@ def spec_of(config: Config) -> DecoderSpec:
         return replace(spec, stored=replace(spec.stored, nested=True))
     name = _with_head(names[0])
     if name not in ARCHITECTURES:
-        known = sorted([*ARCHITECTURES, *WITH_IMAGES, *ENCODERS])
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"The model's architecture is {names[0]}; the nearest that Octavo has is {near}. "
-            f"Octavo supports {', '.join(known)}. Serve a model of one of these."
-        )
+        raise ConfigError(f"{unknown(names[0])} Serve a model of one of these.")
     method_of(config)
     spec = ARCHITECTURES[name](config)
     # Checkpoints of bare models and of classifiers have no language-model head.

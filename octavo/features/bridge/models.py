@@ -10,7 +10,7 @@ from octavo.core.errors import ConfigError
 from octavo.features.bridge.settings import BridgeSettings
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.load.quantized.table import method_of
-from octavo.models.registry import is_own
+from octavo.models.registry import is_own, unknown
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -28,14 +28,17 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
     """
     settings = next((one for one in config.features.values() if isinstance(one, BridgeSettings)), BridgeSettings())
     own = is_own(files.config) or is_encoder(files.config)
+    names = files.config.get("architectures") or []
     if settings.model_impl == "octavo" or (own and settings.model_impl == "auto"):
         if settings.compilation:
             raise ConfigError(
                 f"--compilation: {files.name} is computed by Octavo's own layers, which are fused kernels and programs "
                 "already. Leave it out; it is for models that the modules of transformers compute."
             )
+        if not own and names:
+            raise ConfigError(f"{unknown(names[0])} Leave out --model-impl octavo to try the modules of transformers.")
         return None
-    if not files.config.get("architectures"):
+    if not names:
         return None  # Octavo's own error says what is missing
     _check_settings(config, files)
     try:
@@ -79,11 +82,8 @@ def _check_settings(config: EngineConfig, files: ModelFiles) -> None:
 
 def _not_installed(config: Mapping[str, object], *, own: bool) -> str:
     architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) else architectures
+    name = str(architectures[0] if isinstance(architectures, list) else architectures)
     remedy = "pip install 'octavo[transformers]'"
     if own:
         return f"--model-impl transformers needs the package transformers, which is not installed: {remedy}"
-    return (
-        f"The model's architecture is {name}, which Octavo has no implementation of. Other architectures are computed "
-        f"by the modules of transformers, which is not installed: {remedy}"
-    )
+    return f"{unknown(name)} Others are computed by the modules of transformers, which is not installed: {remedy}"

@@ -58,6 +58,18 @@ def ernie(config: Config) -> DecoderSpec:
     )
 
 
+def helium(config: Config) -> DecoderSpec:
+    """Helium (https://kyutai.org/2025/01/13/helium.html): adjacent channels are rotated together."""
+    head_dim = head_size(config, 128)
+    return decoder_spec(
+        config,
+        head_dim=head_dim,
+        norm=rms_norm(config, default=1e-8),
+        rope=rope_spec(config, head_dim, theta=100000.0, interleaved=True),
+        biases=bias_set(config, o=""),
+    )
+
+
 def internlm3(config: Config) -> DecoderSpec:
     """InternLM3: heads of any size."""
     return decoder_spec(config, norm=rms_norm(config), biases=bias_set(config, qkv="qkv_bias", o="bias", mlp="bias"))
