@@ -26,6 +26,7 @@ from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95]
+SERVED = ("gptq-4-asymmetric", "awq-gemm", "w8a8", "fp8-tiles", "bnb-nf4")
 PACKED = [name for name, example in EXAMPLES.items() if example.packs]
 
 
@@ -124,7 +125,8 @@ def test_the_head_is_rounded_to_8_bits(tied: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        *((name, "octavo") for name in ("gptq-4-asymmetric", "awq-gemm", "w8a8", "fp8-tiles", "bnb-nf4")),
+        *((name, "octavo") for name in SERVED),
+        *(pytest.param(name, "octavo", marks=pytest.mark.slow) for name in EXAMPLES if name not in SERVED),
         pytest.param("awq-gemm", "transformers", marks=pytest.mark.features("bridge")),
     ],
 )

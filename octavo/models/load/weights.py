@@ -152,6 +152,11 @@ def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | 
     if blocks is not None and (want.index is None or blocks.divides(want.index)):
         return blocks if want.index is None else blocks.part(want.index)
     tensor = checkpoint.tensor(want.name, want.spec, want.index)
+    if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point:
+        raise ModelFileError(
+            f"Tensor {want.name} in {checkpoint.origin} is {tensor.dtype}, but the model's config has no "
+            "quantization_config that says what its values are. Get the checkpoint again, with its config.json."
+        )
     if tensor.dtype.is_floating_point != want.spec.dtype.is_floating_point:
         raise ModelFileError(
             f"Tensor {want.name} in {checkpoint.origin} is {tensor.dtype}, but the model needs {want.spec.dtype}."

@@ -34,6 +34,7 @@ class BitsAndBytes(Method):
         "SCB",
         "weight_format",
     )
+    scale = "SCB"
 
     def __init__(self, settings: Settings) -> None:
         """Take no settings: each module's tensors have all that is needed."""

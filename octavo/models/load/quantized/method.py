@@ -81,11 +81,13 @@ class Method(ABC):
     Attributes:
         name: as users know it, for messages.
         suffixes: of a quantized module's tensors, the weight's included; biases are not quantized.
+        scale: the tensor that distinguishes a quantized module's `weight` from one that is not quantized.
         weight: end of the name of the matrix that a checkpoint without quantization has.
     """
 
     name: str
     suffixes: tuple[str, ...] = ()
+    scale = "weight_scale"
     joint = "."
     weight = ".weight"
 

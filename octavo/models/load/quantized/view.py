@@ -6,6 +6,7 @@ from collections.abc import Set
 
 from torch import Tensor
 
+from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.codes import Codes
 from octavo.models.load.quantized.integers import Integers
@@ -48,8 +49,19 @@ class QuantizedCheckpoint:
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         module = self._modules.get(name)
         if module is None:
-            return self._source.tensor(name, spec, index)
+            tensor = self._source.tensor(name, spec, index)
+            if tensor.dtype.itemsize == 1 and spec.dtype.is_floating_point:
+                raise self._without_scale(name, tensor)
+            return tensor
         if index is not None:
             return self._method.part(module, index).to(spec.dtype)
         matrix = self._method.matrix(module)
         return (matrix.dequantized() if isinstance(matrix, Integers | Codes) else matrix).to(spec.dtype)
+
+    def _without_scale(self, name: str, tensor: Tensor) -> ModelFileError:
+        """Return the error for values of 8 bits that would be taken for weights as they are."""
+        scale = name.removesuffix("weight") + self._method.scale
+        return ModelFileError(
+            f"Tensor {name} in {self.origin} is {tensor.dtype}, but {self.origin} lacks its scale, {scale}. Get the "
+            "checkpoint again, or one that is quantized as its quantization_config says."
+        )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantized_kit import EXAMPLES, Stored, mxfp4_experts
+from safetensors.torch import load_file, save_file
+from tiny import load_model, make_checkpoint, model_files
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.load.quantized import mxfp4
 from octavo.models.load.quantized.table import METHODS, dequantizing, method_of
 from octavo.models.load.tensors import TensorCheckpoint
+from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.weights import TensorSpec
 
@@ -115,7 +119,7 @@ def test_other_methods_are_refused_by_name(settings: Any, says: str | None) -> N
     if says is None:
         assert method_of({"quantization_config": settings}) is None
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="Serve another checkpoint of the model") as caught:
         method_of({"quantization_config": settings})
     assert says in str(caught.value)
 
@@ -161,9 +165,33 @@ def broken(name: str, **changes: Any):
     ],
 )
 def test_what_does_not_fit_names_the_tensor(name: str, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ModelFileError) as caught:
+    with pytest.raises(ModelFileError, match=r"Get the checkpoint again|Octavo reads") as caught:
         broken(name, **changes).tensor("a.proj.weight", SPEC)
     assert says in str(caught.value)
+
+
+SCALES = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax", "scale", "_weight_scale")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_missing_scale_is_named(name: str) -> None:
+    """Values of 8 bits are not taken for weights."""
+    stored, _ = EXAMPLES[name].write(torch.randn(ROWS, COLUMNS))
+    (scale,) = [suffix for suffix in stored if suffix in SCALES]
+    with pytest.raises(ModelFileError, match="Get the checkpoint again") as caught:
+        checkpoint(
+            {suffix: tensor for suffix, tensor in stored.items() if suffix != scale}, EXAMPLES[name].settings
+        ).tensor("a.proj.weight", SPEC)
+    assert f"a.proj.{scale.removesuffix('_inv')}" in str(caught.value)
+
+
+def test_numbers_of_8_bits_need_a_quantization_config(tmp_path: Path) -> None:
+    make_checkpoint("quantized", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=rf"{name} in .* is torch.float8_e4m3fn, but .* no quantization_config"):
+        load_model(model_files(tmp_path), ReferenceAttention())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +210,7 @@ def test_groups_must_divide_the_inputs(name: str, settings: dict[str, Any], kept
             stored[suffix] = stored[suffix][:kept]
     if "weight_scale" in stored:
         stored["weight_scale"] = stored["weight_scale"][:, :kept]
-    with pytest.raises(ModelFileError) as caught:
+    with pytest.raises(ModelFileError, match="Get the checkpoint again") as caught:
         checkpoint(stored, {**EXAMPLES[name].settings, **settings}).tensor("a.proj.weight", SPEC)
     assert says in str(caught.value)
 
