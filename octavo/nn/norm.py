@@ -177,7 +177,7 @@ class LayerNorm(Norm):
         super().__init__(path, device)
         self.dtype, self.size, self.eps = dtype, size, eps
         self.has_bias, self.scaled, self.offset, self.heads = bias, scaled, offset, heads
-        self._index = None if own is None else (own,)
+        self._index = None if own is None else (own, slice(None))
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 

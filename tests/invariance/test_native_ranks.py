@@ -34,6 +34,31 @@ def test_crowded_engine(
     assert IN_TORCH not in caplog.text
 
 
+UNLIKE_HEADS: dict[str, dict[str, Any]] = {
+    "slopes by head": {"architectures": ["BloomForCausalLM"], "n_head": 4, "num_key_value_heads": 4},
+    "norms with weights by head": {"architectures": ["CohereForCausalLM"], "use_qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("changes", UNLIKE_HEADS.values(), ids=UNLIKE_HEADS)
+def test_heads_that_are_not_alike(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks_in_threads(monkeypatch)
+    config = LLAMA | EVEN | changes
+    assert run(config, **TWO) == run(config)
+    assert IN_TORCH not in caplog.text
+
+
+def test_one_norm_over_the_heads_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks_in_threads(monkeypatch)
+    config = LLAMA | EVEN | {"architectures": ["Olmo2ForCausalLM"]}
+    assert run(config, **TWO) == run(config)
+    assert f"{IN_TORCH} instead" in caplog.text
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["divided", "whole"])
 @pytest.mark.parametrize("name", ["Qwen2MoeForCausalLM", pytest.param("GptOssForCausalLM", marks=pytest.mark.slow)])
 def test_experts(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
