@@ -26,7 +26,6 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.hub.files import ModelFiles
-from octavo.lora.request import LoRARequest
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.gguf_blocks import CODES, INTEGERS
@@ -118,7 +117,11 @@ def packs(name: str) -> bool:
 def read(path: Path, adapter: Path | None = None, *, is_packed: bool = False, **settings: Any) -> Tensor:
     """The log-probabilities of a prompt's tokens, by an engine whose layers are packed or not."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    request = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
+    request = None
+    if adapter is not None:
+        from octavo.lora.request import LoRARequest  # the feature may be absent
+
+        request = LoRARequest("adapter", 1, str(adapter))
     with LLM(str(path), **SETTINGS, **settings) as llm:
         assert (llm.info.weights != "float32") == is_packed
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False, lora_request=request)
