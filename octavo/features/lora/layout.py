@@ -14,7 +14,8 @@ The range holds rows, one after the other, each from a tile boundary on. A tile 
 piece (one projection of one layer), in this order:
 
 - `rank` rows of A, `inputs` elements each: row i is A[i];
-- `rank` rows of B transposed, `outputs` elements each: row i is B[:, i] times the adapter's scale;
+- `rank` rows of B transposed, `outputs` elements each: row i is B[:, i]; the adapter's scale is in these rows, or in
+  those of A;
 - if it has gains (DoRA): one row of `outputs` float32, the factors of all outputs;
 - if it is whole (a saved module): `outputs` rows of `inputs` elements, in place of all the above. A saved embedding
   table has `inputs` rows of `outputs` elements, since its inputs are token ids.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,6 @@ class Reader:
                 filled[place] += piece.rank
         return placed, room.view(placed.num_blocks, geometry.block_bytes)
 
-    @torch.inference_mode()
     def _fill(
         self,
         room: Tensor,
@@ -113,15 +113,16 @@ class Reader:
             self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
         a, b = _cut(a, None, cut.inputs), _cut(b, cut.outputs, None)
         inputs, outputs = self.geometry.row_tiles(part.own_inputs), self.geometry.row_tiles(part.own_outputs)
-        into = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
-        _store(a, into)
-        into = self._rows(room, span.b + first * outputs, piece.rank, part.own_outputs, self.dtype)
+        rows_a = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
+        rows_b = self._rows(room, span.b + first * outputs, piece.rank, part.own_outputs, self.dtype)
+        _store(a, rows_a)
+        scale = piece.scale * weight
         if b.dtype != self.dtype:  # rounded once
-            b = b.float() * (piece.scale * weight)
-            _store(b.t(), into)
-        else:
-            _store(b.t(), into)
-            _scale(into, piece.scale * weight)
+            _store((b.float() * scale).t(), rows_b)
+            return
+        _store(b.t(), rows_b)
+        exact = abs(math.frexp(scale)[0]) == 0.5  # so either matrix can be scaled, and the smaller one takes less time
+        _scale(rows_a if exact and a.shape[1] < len(b) else rows_b, scale)
 
     def _rows(self, room: Tensor, tile: int, count: int, elements: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a place as [count, elements]."""
