@@ -4,7 +4,8 @@
 
 Adapters of one rank on all linear layers, in blocks of a KV cache, random weights. `layers` times all products of a
 decoding step with their norms and gates, recorded as a CUDA graph, without attention and head: without adapters, with
-adapters that no row uses, and with rows spread over some adapters, in several forms of the additions. `timeline` lists
+adapters that no row uses, and with rows spread over some adapters, in several forms of the additions: "few" as in a
+step of few adapters, "many" as in one of more. `timeline` lists
 the launches of one layer among the others. `kernels` times each kernel alone, and how many bytes of weights it reads a
 second.
 """
@@ -34,7 +35,7 @@ from octavo.device.transfer import link_of
 from octavo.features.lora import gpu
 from octavo.features.lora.gpu import LowRankDelta, Shape
 from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
-from octavo.features.lora.tables import Assigned, Tables
+from octavo.features.lora.tables import Assigned, Crowd, Tables
 from octavo.nn.build import Build
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
@@ -193,24 +194,11 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def forms_of(rows: int) -> dict[str, AbstractContextManager[None]]:
+def forms_of(world: World, rows: int) -> dict[str, AbstractContextManager[None]]:
     """Return forms of the additions by name, each with what enters it."""
     if rows == 1:
         return {"own": nullcontext()}
-    shapes = [
-        Shape(2, 4, 2, 256, 4, 4, 3, 4),
-        Shape(1, 8, 2, 128, 8, 4, 6, 4),
-        Shape(1, 16, 2, 256, 3, 8, 2, 8),
-        Shape(1, 4, 2, 128, 6, 4, 4, 4),
-    ]
-    return {"own": nullcontext()} | {
-        f"{_tuple(shape)}": replaced(gpu, shape_of=partial(_fixed, shape)) for shape in shapes
-    }
-
-
-def _fixed(shape: Shape, rows: int, inputs: int) -> Shape:
-    more = 2 if inputs > 8192 else 1
-    return replace(shape, wide=shape.wide * more, shrink_warps=shape.shrink_warps * more)
+    return {crowd.name.lower(): replaced(world.rows, crowd=crowd) for crowd in Crowd}
 
 
 def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None) -> None:
@@ -220,25 +208,30 @@ def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None
 
 
 def measure_layers(layers: list[Layer], world: World, rows: int, adapters: list[int]) -> dict[str, Any]:
-    """Microseconds of all layers: alone, and in each form with deltas, for rows of 0 to some adapters."""
+    """Return microseconds of all layers: without adapters, and in each form for rows of 0 to some adapters.
+
+    Medians of rounds in turns, since the clocks drift.
+    """
     x = torch.randn(rows, WIDTH, dtype=DTYPE, device=DEVICE)
     run = partial(forward, layers, x)
     set_deltas(layers, None)
-    base = graph_of(run)
-    found: dict[str, Any] = {"base": round(micros(base), 1)}
-    for name, form in forms_of(rows).items():
+    graphs = {"base": graph_of(run)}
+    kept = []
+    for name, form in forms_of(world, rows).items():
         world.assign(rows, 1)
-        set_deltas(layers, world.deltas())
+        kept.append(world.deltas())
+        set_deltas(layers, kept[-1])
         with form:
-            graph = graph_of(run)
-        found[name] = {}
-        for count in [0, *(count for count in adapters if count <= rows)]:
-            world.assign(rows, count)
-            found[name][count] = round(micros(graph), 1)
-        print(rows, name, found[name], flush=True)
+            graphs[name] = graph_of(run)
     set_deltas(layers, None)
-    found["base again"] = round(micros(base), 1)
-    return found
+    times: dict[str, list[float]] = {}
+    counts = [0, *(count for count in adapters if count <= rows)]
+    for _ in range(5):
+        for name, graph in graphs.items():
+            for count in counts if name != "base" else [0]:
+                world.assign(rows, count)
+                times.setdefault(f"{name} {count}", []).append(micros(graph, rounds=2))
+    return {name: round(statistics.median(some), 1) for name, some in times.items()}
 
 
 def compile_layers(layers: list[Layer], world: World, rows: list[int]) -> float:
@@ -248,7 +241,7 @@ def compile_layers(layers: list[Layer], world: World, rows: list[int]) -> float:
     with ahead.collecting():
         for count in rows:
             x = torch.empty(count, WIDTH, dtype=DTYPE, device=DEVICE)
-            for form in forms_of(count).values():
+            for form in forms_of(world, count).values():
                 set_deltas(layers[:1], world.deltas())
                 with form:
                     forward(layers[:1], x)

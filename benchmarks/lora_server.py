@@ -9,7 +9,8 @@ server.
 Parts, in this order, against one server that knows all adapters (`--lora-dir`):
     capacity    requests a second of the base model, with `--streams` of them at a time
     base        requests to the base model, at `--share` of the capacity, at random times (a Poisson process)
-    warm        one request to each adapter, so that all that fit are in memory, as in a server that has run for long
+    warm        one request to each adapter that the next part names, so that all of them are in memory, as in a server
+                that has run for long
     adapters    the requests of `base` at the same times, each to an adapter drawn by Zipf's law
     cold        first requests to adapters of rank 16 that were never used, beside streams of the base model: their time
                 to first token beside that of the base model, and the longest gap between two tokens of the streams
@@ -340,11 +341,11 @@ async def measure(args: argparse.Namespace, adapters: Adapters, server: Server, 
     report.note("rate_req_s", round(rate, 2))
     base = figures(await load.poisson(["base"] * count, rate, seed=1))
     report.note("base", base)
+    chosen = zipf(adapters.names, args.zipf, count, seed=3)
     began = time.perf_counter()
-    await load.at_once(adapters.names, args.warm_streams, 2)
+    await load.at_once(sorted(set(chosen)), args.warm_streams, 2)
     report.note("warm_s", round(time.perf_counter() - began, 1))
     before = server.metrics()
-    chosen = zipf(adapters.names, args.zipf, count, seed=3)
     found: dict[str, Any] = figures(await load.poisson(chosen, rate, seed=1))
     report.note("adapters", found | {"distinct": len(set(chosen)), "counters": grown(before, server.metrics())})
     report.note("ttft_p99_ratio", round(found["ttft_p99_ms"] / base["ttft_p99_ms"], 3))

@@ -76,7 +76,7 @@ class Projection(WeightLayer):
             return act_mul(self(x), self.activation)
         if delta is not None and self._whole:
             addition = delta.begin(x)
-            return addition.gated(self.scheme.apply(x))
+            return addition.gated(self.scheme.apply(x)) if fusing is None else fusing.gated_with(x, addition)
         return act_mul(self(x), self.activation) if fusing is None else fusing.gated(x)
 
     def after_norm(self, stream: Stream, norm: Norm, *, gated: bool = False, wide: bool = False) -> Tensor:
@@ -125,11 +125,9 @@ class Projection(WeightLayer):
                 fusing.fused(x, add_to=stream.writable(), delta=self.delta)
                 return
             if self.leaves(stream.dtype):
-                addition = None if self.delta is None else self.delta.begin(x)
-                parts = fusing.leave(stream.writable(), x)
-                if addition is not None:
-                    addition.add_to(stream.value if parts is None else parts[0])
-                stream.add_parts_later(parts)
+                if self.delta is not None:
+                    self.delta.begin(x).add_to(stream.writable())
+                stream.add_parts_later(fusing.leave(stream.writable(), x))
                 return
         stream.add_later(self(x))
 

@@ -9,14 +9,19 @@ from collections.abc import Iterable
 import torch
 
 from octavo.device.ahead import Ahead, target_of
+from octavo.features.lora.delta import LateDelta
+from octavo.features.lora.gpu import LowRankDelta
 from octavo.nn.delta import Delta
 from octavo.nn.linear import Linear, Projection
+from octavo.nn.ops import gating
 from octavo.nn.shard import ROW
 
 log = logging.getLogger(__name__)
 
 _ROWS = 2
 """Rows that are not computed by the kernels for one row; their number makes no other difference."""
+_MANY_ROWS = 256
+"""Rows for which the gate can be part of the product's launch."""
 
 
 @torch.inference_mode()
@@ -30,12 +35,12 @@ def compile_ahead(layers: Iterable[tuple[Projection, Delta]], dtype: torch.dtype
     one = torch.empty(16, dtype=dtype, device=device)
     with ahead.collecting():
         for layer, delta in layers:
-            if isinstance(layer, Linear):
+            if isinstance(layer, Linear) and isinstance(delta, LowRankDelta | LateDelta):
                 _launch(layer, delta, one)
     log.info("compiled or loaded %d kernels of adapters in %.1f s", ahead.wait(), time.perf_counter() - began)
 
 
-def _launch(layer: Linear, delta: Delta, one: torch.Tensor) -> None:
+def _launch(layer: Linear, delta: LowRankDelta | LateDelta[LowRankDelta], one: torch.Tensor) -> None:
     inputs = layer.parts[0].in_features if (own := layer.cuts[0].inputs) is None else len(own)
     outputs = sum(layer.sizes)
     gated = layer.gates and layer.activation == "silu"
@@ -43,11 +48,15 @@ def _launch(layer: Linear, delta: Delta, one: torch.Tensor) -> None:
     def empty(*shape: int) -> torch.Tensor:
         return one[:1].expand(shape)  # of the right size, without memory
 
-    addition = delta.begin(empty(_ROWS, inputs))
+    kernels = delta.tokens if isinstance(delta, LateDelta) else delta
+    addition = kernels.begin(empty(_ROWS, inputs))
     if gated:
         addition.gated(empty(_ROWS, outputs))
     else:
         addition.add_to(empty(_ROWS, outputs))
+    x, weight = empty(_MANY_ROWS, inputs), empty(outputs, inputs)
+    if gated and kernels.joins_gated and gating.serves(_MANY_ROWS, weight):
+        kernels.gated_product(x, weight, kernels.shrink(x, kernels.shape(_MANY_ROWS)))
     if delta.fused_rows:
         bias = empty(outputs) if layer.has_bias else None
         if layer.shard is ROW:

@@ -6,7 +6,7 @@ It also has what no kernel has: gains, saved modules and embeddings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from octavo.features.lora.tables import Assigned, Batch, Tables
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear, Projection
 from octavo.worker.blocks import Blocks
+
+D = TypeVar("D", bound=Delta)
 
 
 class Weights:
@@ -128,12 +130,16 @@ class _TorchAddition(Addition):
             y[:, outputs].index_add_(0, rows, addition.to(y.dtype))
 
 
-class LateDelta(Delta):
-    """The additions to a late layer, by an object for each of the two sets of rows that it may compute."""
+class LateDelta(Delta, Generic[D]):
+    """The additions to a late layer, by an object for each of the two sets of rows that it may compute.
 
-    def __init__(self, tokens: Delta, logits: Delta, batch: Batch) -> None:
+    Attributes:
+        tokens: that for all rows.
+    """
+
+    def __init__(self, tokens: D, logits: D, batch: Batch) -> None:
         self.fused_rows = min(tokens.fused_rows, logits.fused_rows)
-        self._tokens = tokens
+        self.tokens = tokens
         self._logits = logits
         self._batch = batch
 
@@ -144,8 +150,8 @@ class LateDelta(Delta):
         return self._delta.fused(x, weight, **how)
 
     @property
-    def _delta(self) -> Delta:
-        return self._logits if self._batch.chosen else self._tokens
+    def _delta(self) -> D:
+        return self._logits if self._batch.chosen else self.tokens
 
 
 def by_rows(target: Target, batch: Batch, make: Callable[[Assigned], Delta]) -> Delta:

@@ -1,4 +1,7 @@
-"""`LowRankDelta`: the additions of adapters on a GPU, in two launches beside each product."""
+"""`LowRankDelta`: the additions of adapters on a GPU, in two launches beside each product.
+
+With few adapters, the product with B is part of the launch of a gated product.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import triton
 from torch import Tensor
 
 from octavo.features.lora.layout import Target
-from octavo.features.lora.tables import TILE_ROWS, Assigned, Tables, most_tiles
+from octavo.features.lora.tables import TILE_ROWS, Assigned, Crowd, Tables, most_tiles
 from octavo.features.lora.triton_expand import expand_kernel, gate_kernel
+from octavo.features.lora.triton_gated import adapted_gated_kernel
 from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kernel, row_shrink_kernel
 from octavo.features.lora.triton_shrink import shrink_kernel
 from octavo.nn.delta import Addition, Delta
+from octavo.nn.ops import gating
 from octavo.nn.ops.few_rows import row_plan
 from octavo.nn.ops.gating import multiprocessors
 from octavo.nn.ops.triton_overlap import overlap
@@ -22,6 +27,10 @@ from octavo.nn.ops.triton_overlap import overlap
 MAX_PARTS = 3
 _RANKS = 16
 """Ranks that a program multiplies at once, the least that the matrix units take."""
+_AT_ONCE = 2
+"""Adapters that are added at once to a tile of a gated product; with more, the tile's registers are spilled."""
+_CHUNK = 32
+"""Columns of a gated product that are read from one place."""
 _ROW_SPLIT = 4096
 """Inputs of a program that multiplies a single row with a row of A."""
 
@@ -59,6 +68,7 @@ class LowRankDelta(Delta):
 
     Attributes:
         rows: which adapter each row of the inputs has.
+        joins_gated: the addition to a gated product can be part of its launch.
     """
 
     fused_rows = 1
@@ -105,10 +115,10 @@ class LowRankDelta(Delta):
         counts = len(rows.tiles) * triton.cdiv(self._ranks, _RANKS)
         self._arrivals = torch.zeros(counts, dtype=torch.int32, device=pool.device)
         self._overlap = overlap(pool.device)
+        self.joins_gated = len(self._sizes) == 2 and self._tile % _CHUNK == 0 and self._sizes[0] % _CHUNK == 0
 
     def begin(self, x: Tensor) -> Addition:
-        shape = self.shape(x.shape[0])
-        return Shrunk(self, self.shrink(x, shape), shape)
+        return Shrunk(self, x)
 
     def fused(
         self,
@@ -240,6 +250,13 @@ class LowRankDelta(Delta):
             )
         return out
 
+    def gated_product(self, x: Tensor, weight: Tensor, shrunk: Tensor) -> Tensor:
+        """Return silu(first half) * second half of x @ weight^T plus the additions: [T, out / 2]."""
+        fixed = {name: value for name, value in self._fixed.items() if name != "BLOCK_M"}
+        pool, blocks, meta, _, used = self._addresses()
+        more = shrunk, pool, blocks, meta, used, self.rows.adapter, pool.shape[1]
+        return gating.launch(adapted_gated_kernel, x, weight, *more, AT_ONCE=_AT_ONCE, CHUNK=_CHUNK, **fixed)
+
     def _programs(self, each: int, count: int, pieces: int, *, beside: bool = False) -> tuple[int]:
         """Return the grid of a launch with `each` programs on a multiprocessor, at most one for a piece of a tile.
 
@@ -265,13 +282,17 @@ class LowRankDelta(Delta):
 class Shrunk(Addition):
     """An input times A."""
 
-    def __init__(self, delta: LowRankDelta, value: Tensor, shape: Shape) -> None:
+    def __init__(self, delta: LowRankDelta, x: Tensor) -> None:
+        self.joins_gated = delta.joins_gated and delta.rows.crowd == Crowd.FEW
         self._delta = delta
-        self._value = value
-        self._shape = shape
+        self._shape = delta.shape(x.shape[0])
+        self._value = delta.shrink(x, self._shape)
 
     def add_to(self, y: Tensor) -> None:
         self._delta.expand(self._value, y, self._shape)
 
     def gated(self, y: Tensor) -> Tensor:
         return self._delta.gate(self._value, y, self._shape)
+
+    def gated_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._delta.gated_product(x, weight, self._value)

@@ -6,6 +6,7 @@ adapter each row of a step has, changed when the step's rows change.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,17 @@ A, B, RANK, GAIN = range(4)
 def most_tiles(rows: int, adapters: int) -> int:
     """Return the most tiles of a step with this many rows, of at most this many adapters."""
     return rows if rows <= adapters else adapters + (rows - adapters) // TILE_ROWS
+
+
+class Crowd(enum.IntEnum):
+    """How many adapters a step has; each member's value is the most it stands for. Kernels are chosen by it."""
+
+    FEW = 3
+    MANY = 1 << 30
+
+    @classmethod
+    def of(cls, adapters: int) -> Crowd:
+        return next(one for one in cls if adapters <= one)
 
 
 class Tables:
@@ -74,9 +86,10 @@ class Assigned:
         adapter: [max_rows] int32, each row's adapter; NONE for the base model, and past the step's rows.
         tiles: [most_tiles(max_rows, max_adapters), 1 + TILE_ROWS] int32: an adapter and rows that have it, then NONE.
             Arbitrary past those in use.
-        used: [1] int32, the number of tiles in use. A step of n rows, padding included, uses at most
-            `most_tiles(n, max_adapters)`.
+        used: [2 + max_adapters] int32: the number of tiles in use, the number of adapters, and these adapters. A step
+            of n rows, padding included, uses at most `most_tiles(n, max_adapters)` tiles.
         groups: adapter -> its rows, on the host.
+        crowd: how many adapters steps have; set before a step is computed or recorded.
     """
 
     def __init__(self, max_rows: int, max_adapters: int, link: Link) -> None:
@@ -85,7 +98,8 @@ class Assigned:
         self.adapter = torch.full((max_rows,), NONE, dtype=torch.int32, device=device)
         shape = most_tiles(max_rows, max_adapters), 1 + TILE_ROWS
         self.tiles = torch.full(shape, NONE, dtype=torch.int32, device=device)
-        self.used = torch.zeros(1, dtype=torch.int32, device=device)
+        self.used = torch.zeros(2 + max_adapters, dtype=torch.int32, device=device)
+        self.crowd = Crowd.MANY
         self.groups: dict[int, NDArray[np.int64]] = {}
         self._filled = 0
 
@@ -96,7 +110,7 @@ class Assigned:
         rest = np.full(max(0, before - len(adapters)), NONE, dtype=np.int32)
         self._send(self.adapter, np.concatenate([adapters, rest]))
         self._send(self.tiles, tiles)
-        self._send(self.used, np.array([len(tiles)], dtype=np.int32))
+        self._send(self.used, np.array([len(tiles), len(self.groups), *self.groups], dtype=np.int32))
 
     def _send(self, into: Tensor, values: NDArray[np.int32]) -> None:
         if len(values):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from octavo.features.lora.triton_shrink import place_of
-from octavo.nn.ops.triton_overlap import follow
+from octavo.nn.ops.triton_overlap import follow, invite, join
 
 
 @triton.jit
@@ -37,12 +37,9 @@ def part_of(
 
 
 @triton.jit
-def factors(
-    shrunk,
+def columns_of(
     pool,
     blocks,
-    row,
-    begin,
     rank,
     ranks,
     b,
@@ -50,24 +47,27 @@ def factors(
     size,
     row_tiles,
     num_blocks,
-    RANKS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE_TILES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return the rows' sums of some ranks of a part, [BLOCK_M, BLOCK_R], and B's columns for them, [BLOCK_R, BLOCK_N].
+    """Return B's columns for some ranks of a part, [BLOCK_R, BLOCK_N].
 
-    The part's ranks begin at `begin` in `shrunk`, and its B at tile `b`; a row of B takes `row_tiles`, for `size`
-    columns. The columns are in one tile.
+    The part's B begins at tile `b`; a row of B takes `row_tiles`, for `size` columns. The columns are in one tile.
     """
     i = tl.arange(0, BLOCK_N)
     exists = rank < ranks
     at = place_of(b + column // TILE + rank * row_tiles, blocks, exists, num_blocks, SLICES, SLICE_TILES, TILE)
     at += tl.multiple_of(column % TILE, BLOCK_N)
-    w = tl.load(pool + at[:, None] + i[None, :], mask=exists[:, None] & (column + i < size)[None, :], other=0.0)
+    return tl.load(pool + at[:, None] + i[None, :], mask=exists[:, None] & (column + i < size)[None, :], other=0.0)
+
+
+@triton.jit
+def sums_of(shrunk, row, begin, rank, ranks, RANKS: tl.constexpr):
+    """Return the rows' sums of some ranks of a part, whose ranks begin at `begin`: [BLOCK_M, BLOCK_R]."""
     found = shrunk + row[:, None] * RANKS + (begin + rank)[None, :]
-    return tl.load(found, mask=(row >= 0)[:, None] & exists[None, :], other=0.0), w
+    return tl.load(found, mask=(row >= 0)[:, None] & (rank < ranks)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -105,7 +105,7 @@ def expand_kernel(
     r = tl.arange(0, BLOCK_R)
     i = tl.arange(0, BLOCK_N)
     count = tl.load(used) * COLUMNS
-    follow(OVERLAPS)
+    invite(OVERLAPS)
     for item in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
         part, left, column, size, row_tiles = part_of(item % COLUMNS, SIZE_0, SIZE_1, SIZE_2, BLOCK_N, TILE)
         tile = tiles + item // COLUMNS * (1 + BLOCK_M)
@@ -117,18 +117,24 @@ def expand_kernel(
             begin += tl.where(other < part, tl.load(spans + other * 4 + 2), 0)
         ranks = tl.load(spans + part * 4 + 2)
         b = tl.load(spans + part * 4 + 1)
+        own = blocks + adapter * MAX_BLOCKS
+        w = columns_of(pool, own, r, ranks, b, column, size, row_tiles, num_blocks, SLICES, SLICE_TILES, TILE, BLOCK_N)
+        join(OVERLAPS)
         if ranks > 0:
             target = y + row[:, None] * WIDTH + (left + column + i)[None, :]
             valid = (row >= 0)[:, None] & (column + i < size)[None, :]
             before = tl.load(target, mask=valid, other=0.0)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
-                sums, w = factors(
-                    shrunk, pool, blocks + adapter * MAX_BLOCKS, row, begin, first + r, ranks, b, column, size,
-                    row_tiles, num_blocks, RANKS, SLICES, SLICE_TILES, TILE, BLOCK_N,
-                )  # fmt: skip
+                if first > 0:
+                    w = columns_of(
+                        pool, own, first + r, ranks, b, column, size, row_tiles, num_blocks, SLICES, SLICE_TILES, TILE,
+                        BLOCK_N,
+                    )  # fmt: skip
+                sums = sums_of(shrunk, row, begin, first + r, ranks, RANKS)
                 acc = tl.dot(sums, w, acc, input_precision="ieee")
             tl.store(target, (acc + before.to(tl.float32)).to(y.dtype.element_ty), mask=valid)
+    join(OVERLAPS)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
@@ -190,14 +196,17 @@ def gate_kernel(
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         ranks = tl.where(number < adapted, tl.maximum(gate_ranks, up_ranks), 0)
         for first in tl.range(0, ranks, BLOCK_R, num_stages=1):
-            gate_sums, gate_w = factors(
-                shrunk, pool, own, row, 0, first + r, gate_ranks, gate_b, column, SIZE, ROW_TILES, num_blocks,
-                RANKS, SLICES, SLICE_TILES, TILE, BLOCK_N,
+            rank = first + r
+            gate_w = columns_of(
+                pool, own, rank, gate_ranks, gate_b, column, SIZE, ROW_TILES, num_blocks, SLICES, SLICE_TILES, TILE,
+                BLOCK_N,
             )  # fmt: skip
-            up_sums, up_w = factors(
-                shrunk, pool, own, row, gate_ranks, first + r, up_ranks, up_b, column, SIZE, ROW_TILES, num_blocks,
-                RANKS, SLICES, SLICE_TILES, TILE, BLOCK_N,
+            up_w = columns_of(
+                pool, own, rank, up_ranks, up_b, column, SIZE, ROW_TILES, num_blocks, SLICES, SLICE_TILES, TILE,
+                BLOCK_N,
             )  # fmt: skip
+            gate_sums = sums_of(shrunk, row, 0, rank, gate_ranks, RANKS)
+            up_sums = sums_of(shrunk, row, gate_ranks, rank, up_ranks, RANKS)
             gate = tl.dot(gate_sums, gate_w, gate, input_precision="ieee")
             up = tl.dot(up_sums, up_w, up, input_precision="ieee")
         gate += gate_before.to(tl.float32)

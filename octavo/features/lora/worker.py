@@ -1,8 +1,9 @@
 """`LoraWorker`: the worker half. It reads adapters into host memory, loads them into blocks, and adds them to layers.
 
-Steps have three variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
-additions to linear layers, by kernels where there are some), and "general" (also gains, saved modules, embeddings and
-experts; in torch, never recorded). A native program computes "lora" only, gains included.
+Steps have these variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
+additions to linear layers, by kernels where there are some; on a GPU with a `Crowd`, by the number of adapters), and
+"general" (also gains, saved modules, embeddings and experts; in torch, never recorded). A native program computes
+"lora" only, gains included.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from octavo.features.lora.native import NativeDelta, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
 from octavo.features.lora.reader import Reader
 from octavo.features.lora.settings import LoraSettings
-from octavo.features.lora.tables import Batch, Tables
+from octavo.features.lora.tables import NONE, Batch, Crowd, Tables
 from octavo.features.lora.targets import Targets
 from octavo.models.decoder import CausalLM
 from octavo.models.load.arranged import arranged
@@ -79,6 +80,7 @@ class LoraWorker(WorkerHook):
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
         self._native: Dtype | None = None
+        self._crowd = Crowd.FEW
         self._compiled = False
 
     # The model
@@ -194,16 +196,27 @@ class LoraWorker(WorkerHook):
     def variant(self, payload: LoraStep | None) -> Hashable | None:
         if payload is None:
             return None
-        return GENERAL if payload.general and self._native is None else LOW_RANK
+        if payload.rows is not None:
+            self._crowd = Crowd.of(len({*payload.rows} - {NONE}))
+        if self._native is not None:
+            return LOW_RANK
+        if payload.general:
+            return GENERAL
+        return (LOW_RANK, self._crowd) if self._site.device.resident else LOW_RANK
 
     def variants(self) -> Sequence[Hashable]:
-        return [LOW_RANK] if self._site.device.resident or self._native is not None else []
+        if self._native is not None:
+            return [LOW_RANK]
+        most = Crowd.of(self._max_adapters)
+        return [(LOW_RANK, crowd) for crowd in Crowd if crowd <= most] if self._site.device.resident else []
 
     def select(self, variant: Hashable | None) -> None:
         if variant == self._selected:
             return
         self._selected = variant
-        for layer, delta in self._deltas[LOW_RANK if variant is None else variant]:
+        if isinstance(variant, tuple):
+            self._batch.tokens.crowd = self._batch.logits.crowd = variant[1]
+        for layer, delta in self._deltas[GENERAL if variant == GENERAL else LOW_RANK]:
             layer.delta = None if variant is None else delta
         for mixture, additions in self._experts:
             mixture.delta = additions if variant == GENERAL else None

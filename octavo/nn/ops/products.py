@@ -103,10 +103,12 @@ class Products:
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """Return silu(first half) * second half of the outputs, in the product's launch; None if not chosen."""
+        return gating.gated_product(x, weight) if self.gates(x, weight) else None
+
+    def gates(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the gate in the product's launch was chosen."""
         shape = (x.shape[0], weight.shape[0], x.shape[1], x.dtype, weight.dtype)
-        if shape not in self._gated or not aligned(x, weight):
-            return None
-        return gating.gated_product(x, weight)
+        return shape in self._gated and aligned(x, weight)
 
     @property
     def paired(self) -> tuple[int, int]:
@@ -330,6 +332,12 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
     owner = products() if x.is_cuda else None
     out = None if owner is None else owner.gated(x, weight)
     return silu_mul(linear(x, weight, None)) if out is None else out
+
+
+def gates(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the gated product in one launch was measured to be faster than two launches."""
+    owner = products() if x.is_cuda else None
+    return owner is not None and owner.gates(x, weight)
 
 
 def _same(other: Callable[[Tensor], Tensor], usual: Callable[[Tensor], Tensor], weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ from octavo.nn.ops.triton_overlap import follow
 
 
 @triton.jit
-def _gate(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gate_halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return silu(first half) * second half: [ROWS, 2 COLUMNS] to [ROWS, COLUMNS]."""
     gate, up = tl.split(tl.permute(tl.reshape(both, [ROWS, 2, COLUMNS]), (0, 2, 1)))
     return gate / (1.0 + tl.exp(-gate)) * up
@@ -54,7 +54,7 @@ def gated_kernel(
             w = wide_tiles.load([0, n, k]).reshape(2 * WIDE, DEPTH)
             acc = tl.dot(x, w.T, acc)
         column = n + tl.arange(0, WIDE)[None, :]
-        tl.store(target + column, _gate(acc, ROWS, WIDE).to(kind), mask=(rows < M)[:, None] & (column < N))
+        tl.store(target + column, gate_halves(acc, ROWS, WIDE).to(kind), mask=(rows < M)[:, None] & (column < N))
     for tile in range(first, slim, side_by_side):
         n = wide * WIDE + tile * (HALF + QUARTER)
         half = tl.zeros([ROWS, 2 * HALF], tl.float32)
@@ -66,6 +66,6 @@ def gated_kernel(
             half = tl.dot(x, w.T, half)
             quarter = tl.dot(x, v.T, quarter)
         column = n + tl.arange(0, HALF)[None, :]
-        tl.store(target + column, _gate(half, ROWS, HALF).to(kind), mask=(rows < M)[:, None] & (column < N))
+        tl.store(target + column, gate_halves(half, ROWS, HALF).to(kind), mask=(rows < M)[:, None] & (column < N))
         column = n + HALF + tl.arange(0, QUARTER)[None, :]
-        tl.store(target + column, _gate(quarter, ROWS, QUARTER).to(kind), mask=(rows < M)[:, None] & (column < N))
+        tl.store(target + column, gate_halves(quarter, ROWS, QUARTER).to(kind), mask=(rows < M)[:, None] & (column < N))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Delta
+from octavo.nn.delta import Addition, Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import few_rows, products
 from octavo.nn.ops.activation import silu_mul
@@ -58,6 +58,12 @@ class OnGpu(Unquantized):
     def gated(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
         return silu_mul(self.apply(x)) if self.bias is not None else products.gated(x, self.weight)
+
+    def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
+        assert self.weight is not None, "weights are not loaded"
+        if addition.joins_gated and self.bias is None and products.gates(x, self.weight):
+            return addition.gated_product(x, self.weight)
+        return addition.gated(self.apply(x))
 
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
         assert self.weight is not None, "weights are not loaded"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Delta
+from octavo.nn.delta import Addition, Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import floats, fragments, packed, products, row8
 from octavo.nn.ops.activation import silu_mul
@@ -221,6 +221,9 @@ class PackedOnGpu(OnGpu):
 
     def gated(self, x: Tensor) -> Tensor:
         return super().gated(x) if self.matrix is None else silu_mul(self.apply(x))
+
+    def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
+        return super().gated_with(x, addition) if self.matrix is None else addition.gated(self.apply(x))
 
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
         matrix = self.matrix

@@ -232,7 +232,7 @@ def test_a_name_that_is_loaded_twice_at_once(server: Server, client: openai.Open
     assert server.http.post("/v1/unload_lora_adapter", json={"lora_name": "twice"}).status_code == 200
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_loads_and_unloads_leave_nothing_behind(
     count: int, server: Server, client: openai.OpenAI, files: Files
 ) -> None:
