@@ -1,7 +1,8 @@
 """Products of experts on a GPU: the host's side of the kernels that route, sort, multiply and sum.
 
 No result passes through the host, so all of it can be recorded in graphs. Few tokens are multiplied one by one
-(`triton_expert_rows.py`); more are sorted by expert and multiplied in tiles (`triton_experts.py`).
+(`triton_expert_rows.py`); more are sorted by expert and multiplied in tiles (`triton_experts.py`), many on a Hopper GPU
+by a kernel in CUDA (`expert_tiles.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
+from octavo.nn.ops import expert_tiles
 from octavo.nn.ops.expert_rows import mix_rows
 from octavo.nn.ops.expert_weights import StackedWeights, gate_arguments
 from octavo.nn.ops.routing import Routing, route
@@ -27,6 +29,8 @@ _FEW = 4
 _HEIGHTS = {8: 16, 24: 32}
 """Mean number of an expert's rows -> height of tiles that holds the rows of almost all experts."""
 _MOST_TURNED = 48
+_MANY_ROWS = 256
+"""Mean number of an expert's rows from which on `expert_tiles` is faster."""
 _MANY = 512
 """Tokens from which on programs that route take more of them, so that fewer counts are added up."""
 
@@ -37,6 +41,7 @@ class Tiling(NamedTuple):
     Attributes:
         height, width, depth: choices, outputs (of gate and operand each) and inputs of a tile.
         side_by_side, turned, halves, copies, copies_rows: see `grouped_kernel`.
+        stays: computed by `expert_tiles.multiply`, which reads only `height` and `side_by_side`.
     """
 
     height: int
@@ -49,6 +54,10 @@ class Tiling(NamedTuple):
     halves: bool = False
     copies: bool = True
     copies_rows: bool = False
+    stays: bool = False
+
+
+_STAYING = Tiling(expert_tiles.HEIGHT, 256, 64, 12, 4, side_by_side=2, stays=True)
 
 
 def route_on_device(logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
@@ -246,13 +255,17 @@ def multiply(
     *,
     first: bool,
 ) -> None:
-    """Launch `grouped_kernel` of the product before the activation, or of the one behind it.
+    """Compute the product before the activation, or of the one behind it.
 
     Args:
         x, out: [T, hidden_size] and [choices, size] if `first`, else [choices, size] and [choices, hidden_size].
         order, tiles: of `sort`, for the tiling's height.
     """
     weight, bias = (stacked.gate_up, stacked.gate_up_bias) if first else (stacked.down, stacked.down_bias)
+    if tiling.stays:
+        top_k, beside = routing.experts.shape[1], tiling.side_by_side
+        expert_tiles.multiply(x, weight, top_k, order, tiles, out, first=first, beside=beside)
+        return
     gated = first and form.gated
     outputs, inputs, parts = out.shape[1], x.shape[1], 2 if gated else 1
     alpha, limit, activation = gate_arguments(form)
@@ -305,6 +318,8 @@ def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsFor
     if x.device.type != "cuda":
         before, behind = _interpreted(mean, form.hidden_size), _interpreted(mean, form.size)
         return before, behind._replace(copies_rows=behind.copies)
+    if mean >= _MANY_ROWS and expert_tiles.serves(x, stacked, form):
+        return _STAYING, _STAYING
     before = _tiling(x, mean, form.hidden_size, first=True, gated=form.gated)
     return before, _tiling(x, mean, form.size, first=False, gated=False)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
-from octavo.nn.ops import expert_rows
+from octavo.nn.ops import expert_rows, expert_tiles
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device, summands
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.routing import Routing
@@ -42,6 +42,7 @@ class StackedExperts:
         self.gate_up = self.down = torch.empty(0)
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
+        expert_tiles.compile_ahead(device, dtype)
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
         specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
@@ -55,6 +56,7 @@ class StackedExperts:
         count, hidden, size = len(self.form.owned), self.form.hidden_size, self.form.size
         outputs = 2 * size if self.form.gated else size
         if not len(self.down):
+            expert_tiles.usable(self.device, self.dtype)
             self.gate_up = self._empty(count, outputs, hidden)
             self.down = self._empty(count, hidden, size)
         torch.cat([plain(part["weight"]) for part in gate_up], out=self.gate_up[expert])

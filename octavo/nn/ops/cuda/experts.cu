@@ -1,0 +1,252 @@
+// Products of experts with rows that are sorted by expert, on a Hopper GPU.
+//
+// A tile is at most 128 rows of one expert by WIDE outputs of its matrix. Blocks stay on their multiprocessors and take
+// one tile after another: one warp group copies, and is ahead of the two that multiply, also across tiles; each of
+// these has 64 of the rows. So the beginning of a tile's loads overlaps the end of the one before, and, since the two
+// don't wait for each other, what one of them stores overlaps what the other multiplies.
+//
+// FIRST: x [T, K] has the tokens' rows; results, silu(gate) * operand with w [experts, 2, N, K], are at the choices'
+// places in the order. Otherwise x [choices, K] has the rows of these places, w is [experts, N, K], and results are at
+// the choices themselves.
+//
+// Macros: FIRST; HALF for float16, else bfloat16; SIDE_BY_SIDE tiles that consecutive blocks take before the
+// next outputs; STAGES of inputs in shared memory. `multiply` is defined by nn/ops/expert_tiles.py.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct __align__(64) TensorMap {
+  u64 opaque[16];
+};
+
+#if HALF
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+#define STEP 64                      // inputs of a stage: rows of 128 bytes, swizzled, in groups of 8
+#define ROW_BYTES 128
+#define X_BYTES (128 * ROW_BYTES)
+#define W_BYTES (256 * ROW_BYTES)
+#define STAGE_BYTES (X_BYTES + W_BYTES)
+#define WIDE (FIRST ? 128 : 256)
+#define PARTS (FIRST ? 2 : 1)
+#define WARPS 8                      // that multiply
+
+__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+  } while (!done);
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, u32 barrier, int k, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+               ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row) : "memory");
+}
+
+__device__ __forceinline__ u32 narrow2(float low, float high) {
+  u32 d;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+// A tile as `sort_kernel` lists it, and the first of its outputs. After the last tile, `more` is 0.
+struct Tile {
+  int expert, start, rows, n, more;
+};
+
+__device__ __forceinline__ Tile tile_at(int index, const int* __restrict__ tiles, int num_tiles, int columns) {
+  const int among = index % (SIDE_BY_SIDE * columns), beside = index / (SIDE_BY_SIDE * columns) * SIDE_BY_SIDE;
+  const int number = beside + among % SIDE_BY_SIDE;
+  Tile t = {0, 0, 0, among / SIDE_BY_SIDE * WIDE, 0};
+  if (beside < num_tiles) t.more = tiles[3 * beside + 2];
+  if (number < num_tiles) t.expert = tiles[3 * number], t.start = tiles[3 * number + 1], t.rows = tiles[3 * number + 2];
+  return t;
+}
+
+// Of four lanes' words, give each lane those of its number, in the order of lanes.
+__device__ __forceinline__ uint4 across(int lane, u32 a, u32 b, u32 c, u32 d) {
+  const bool odd = lane & 1, high = lane & 2;
+  const u32 near_low = __shfl_xor_sync(~0u, odd ? a : b, 1), near_high = __shfl_xor_sync(~0u, odd ? c : d, 1);
+  // Words 0 or 1, and 2 or 3, of this lane and its neighbour.
+  const u32 low0 = odd ? near_low : a, low1 = odd ? b : near_low;
+  const u32 high0 = odd ? near_high : c, high1 = odd ? d : near_high;
+  const u32 far0 = __shfl_xor_sync(~0u, high ? low0 : high0, 2), far1 = __shfl_xor_sync(~0u, high ? low1 : high1, 2);
+  return high ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
+}
+
+struct Place {
+  int stage;
+  u32 parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+#define REGISTERS(how, count) asm volatile("setmaxnreg." how ".sync.aligned.u32 " #count ";")
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const u16* __restrict__ x,
+        const int* __restrict__ order, const int* __restrict__ tiles, u16* __restrict__ out, int num_tiles, int top_k,
+        int N, int K) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
+  const u32 base = (shared(memory) + 1023) & ~1023u;
+  const int steps = K / STEP, columns = (N + WIDE - 1) / WIDE, thread = threadIdx.x & 127, group = threadIdx.x / 128;
+  asm volatile("griddepcontrol.launch_dependents;");
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      init(shared(&full[s]), FIRST ? 129 : 1);
+      init(shared(&empty[s]), WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  int index = blockIdx.x;
+  Tile next = tile_at(index, tiles, num_tiles, columns);
+  Place at = {0, 0};
+
+  if (group == 0) {
+    REGISTERS("dec", 56);
+#if FIRST
+    const int chunk = thread % 8, line = thread / 8;
+    const u32 target = line * ROW_BYTES + ((chunk ^ (line & 7)) << 4);
+    auto choice_of = [&](const Tile& t, int j) { return t.rows ? order[t.start + min(line + 16 * j, t.rows - 1)] : 0; };
+    Tile second = tile_at(index + gridDim.x, tiles, num_tiles, columns);
+    int choice[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
+#endif
+    while (next.more) {
+      const Tile t = next;
+      index += gridDim.x;
+#if FIRST
+      u32 from[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) from[j] = (u32)(choice[j] / top_k) * K + chunk * 8;
+      next = second;
+      second = tile_at(index + gridDim.x, tiles, num_tiles, columns);
+#pragma unroll
+      for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
+#else
+      next = tile_at(index, tiles, num_tiles, columns);
+#endif
+      if (!t.rows) continue;
+      const int row = t.expert * PARTS * N + t.n;
+      for (int i = 0; i < steps; i++, at.next()) {
+        const u32 own = base + at.stage * STAGE_BYTES, barrier = shared(&full[at.stage]);
+        wait(shared(&empty[at.stage]), at.parity ^ 1);
+        if (thread == 0) {
+          expect(barrier, W_BYTES + (FIRST ? 0 : t.rows > 64 ? X_BYTES : X_BYTES / 2));
+          copy_tile(own + X_BYTES, &w_map, barrier, i * STEP, row);
+          copy_tile(own + X_BYTES + W_BYTES / 2, &w_map, barrier, i * STEP, row + (FIRST ? N : 128));
+#if !FIRST
+          copy_tile(own, &x_map, barrier, i * STEP, t.start);
+          if (t.rows > 64) copy_tile(own + X_BYTES / 2, &x_map, barrier, i * STEP, t.start + 64);
+#endif
+        }
+#if FIRST
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+          if (j < 4 || t.rows > 64)
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(own + target + j * 16 * ROW_BYTES),
+                         "l"(x + from[j] + i * STEP)
+                         : "memory");
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+      }
+    }
+    return;
+  }
+
+  REGISTERS("inc", 224);
+  const int half = group - 1, warp = thread / 32, lane = thread % 32;
+  const int low = half * 64 + warp * 16 + lane / 4;  // this thread has rows `low` and `low + 8`
+  while (next.more) {
+    const Tile t = next;
+    index += gridDim.x;
+    next = tile_at(index, tiles, num_tiles, columns);
+    if (!t.rows) continue;
+    if (t.rows <= 64 * half) {
+      for (int i = 0; i < steps; i++, at.next()) {
+        wait(shared(&full[at.stage]), at.parity);
+        if (lane == 0) arrive(shared(&empty[at.stage]));
+      }
+      continue;
+    }
+    int target[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      target[r] = t.start + min(low + 8 * r, t.rows - 1);
+#if !FIRST
+      target[r] = order[target[r]];
+#endif
+    }
+    float acc[128];
+#pragma unroll
+    for (int i = 0; i < 128; i++) acc[i] = 0.f;
+    int previous = 0;
+    for (int i = 0; i < steps; i++, at.next()) {
+      wait(shared(&full[at.stage]), at.parity);
+#if FIRST
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // other threads copied x without the copy engine
+#endif
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      const u64 form = (1ull << 62) | (64ull << 32) | (1ull << 16);
+      const u32 own = base + at.stage * STAGE_BYTES;
+      const u64 rows = form | ((own + half * 64 * ROW_BYTES) >> 4), matrix = form | ((own + X_BYTES) >> 4);
+#pragma unroll
+      for (int r = 0; r < 4; r++) multiply(acc, rows + 2 * r, matrix + 2 * r);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // for the previous step
+      if (i > 0 && lane == 0) arrive(shared(&empty[previous]));
+      previous = at.stage;
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 128; i++) asm volatile("" : "+f"(acc[i])::"memory");
+    if (lane == 0) arrive(shared(&empty[previous]));
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u16* to = out + (u64)target[r] * N;
+      const bool valid = low + 8 * r < t.rows;
+#pragma unroll
+      for (int j = 0; j < WIDE / 8; j += 4) {
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float a = acc[4 * (j + i) + 2 * r], b = acc[4 * (j + i) + 2 * r + 1];
+#if FIRST
+          a = __fdividef(a, 1.f + __expf(-a)) * acc[64 + 4 * (j + i) + 2 * r];
+          b = __fdividef(b, 1.f + __expf(-b)) * acc[64 + 4 * (j + i) + 2 * r + 1];
+#endif
+          word[i] = narrow2(a, b);
+        }
+        const uint4 eight = across(lane, word[0], word[1], word[2], word[3]);
+        const int n = t.n + 8 * (j + lane % 4);
+        if (valid && n < N) *(uint4*)(to + n) = eight;
+      }
+    }
+  }
+}
