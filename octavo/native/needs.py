@@ -30,7 +30,7 @@ def needed_libraries(
         ModelFileError: a GGUF file can't be read.
     """
     needed = ["attention_int8"] if kv_cache_dtype.startswith("int8") else []
-    needed += ["experts"] if _has_experts(files) else []
+    needed += ["experts"] if has_experts(files) else []
     needed += dict.fromkeys(library for name, library in MIXERS.items() if files.config.get(name))
     if dtype != "auto" or load_format == "dummy" or activation_dtype == "bfloat16":
         return [*needed, "words"]
@@ -48,6 +48,7 @@ def needed_libraries(
     ]
 
 
-def _has_experts(files: ModelFiles) -> bool:
+def has_experts(files: ModelFiles) -> bool:
+    """Return whether a configuration names experts."""
     counts = (files.config.get(name) for name in EXPERTS)
     return any(isinstance(count, int) and count > 1 for count in counts)

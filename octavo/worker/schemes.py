@@ -12,6 +12,7 @@ from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
 from octavo.models.load.quantized.table import METHODS, rounds_activations
+from octavo.native.needs import has_experts
 from octavo.nn.quant.base import Apart, Schemes, everywhere
 from octavo.nn.quant.blocks import BlockQuantized, RoundedBlocks
 from octavo.nn.quant.none import Unquantized
@@ -100,10 +101,24 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
 def needed_bytes(wanted: int, config: ModelConfig, files: ModelFiles, device: Device) -> int:
     """Return at most how many bytes the weights will take, of `wanted` bytes without quantization.
 
-    Packed integers take no more than twice their bytes on disk: those of 2 and 3 bits get 4.
+    Packed integers take no more than twice their bytes on disk: those of 2 and 3 bits get 4. Weights of 8 bits keep
+    their bytes, and a sixteenth more for scales; those of experts are expanded.
     """
-    packs = device.resident and config.dtype == "auto" and method_name(files) in _PACKED
-    return min(wanted, 2 * files.weight_bytes) if packs and files.weight_bytes else wanted
+    if not device.resident or config.dtype != "auto" or not files.weight_bytes:
+        return wanted
+    if method_name(files) in _PACKED:
+        return min(wanted, 2 * files.weight_bytes)
+    keeps = rounds_activations(files.config) and _has_8_bits(files) and not has_experts(files)
+    return min(wanted, files.weight_bytes * 17 // 16) if keeps else wanted
+
+
+def _has_8_bits(files: ModelFiles) -> bool:
+    """Return whether all quantized weights of a checkpoint have 8 bits."""
+    settings = files.config.get("quantization_config") or {}
+    groups = settings.get("config_groups") or {}
+    return method_name(files) == "fp8" or (
+        any(groups) and all((group.get("weights") or {}).get("num_bits") == 8 for group in groups.values())
+    )
 
 
 def method_name(files: ModelFiles) -> str | None:
