@@ -13,11 +13,13 @@ ARGS ?=
 # Tests of one file share checkpoints and servers.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help serve chat test test-all deletion check clients format bench clean
+.PHONY: help install serve chat test test-all deletion check clients format bench clean
 
 help: ## list the targets
 	@echo "Octavo: make TARGET"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+
+install: $(VENV)/.ready-all ## install what all other targets need at once, instead of what each needs
 
 serve: $(VENV)/.ready-run ## install and serve a model: make serve MODEL=smollm2 ARGS="--port 9000"
 	@exec $(BIN)/octavo serve $(MODEL) $(ARGS)
@@ -63,6 +65,10 @@ $(VENV)/.ready-run: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
 	@sh tools/install.sh $(VENV) $@ ".[test]"
 	@touch $(VENV)/.ready-run
+
+$(VENV)/.ready-all: $(VENV)/.made pyproject.toml constraints.txt
+	@sh tools/install.sh $(VENV) $@ ".[lint,test]"
+	@touch $(VENV)/.ready-run $(VENV)/.ready-lint $(VENV)/.ready-test
 
 $(VENV)/.ready-lint: $(VENV)/.made pyproject.toml constraints.txt
 	@sh tools/install.sh $(VENV) $@ ".[lint]"

@@ -117,7 +117,7 @@ def _has_8_bits(files: ModelFiles) -> bool:
     settings = files.config.get("quantization_config") or {}
     groups = settings.get("config_groups") or {}
     return method_name(files) == "fp8" or (
-        any(groups) and all((group.get("weights") or {}).get("num_bits") == 8 for group in groups.values())
+        bool(groups) and all((group.get("weights") or {}).get("num_bits") == 8 for group in groups.values())
     )
 
 
