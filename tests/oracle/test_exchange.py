@@ -62,7 +62,7 @@ def start(descriptor: int, *args: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, pass_fds=[descriptor], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_sums_of_processes(size: int) -> None:
     with shared_memory() as descriptor:
         processes = [start(descriptor, rank, size) for rank in range(size)]

@@ -331,7 +331,7 @@ def test_codes_of_other_forms_are_expanded() -> None:
 
 
 @pytest.mark.parametrize("method", ["fp8", "w8a8"])
-@pytest.mark.parametrize("rows", [packed.FEW_LEFT + 1, 150])
+@pytest.mark.parametrize("rows", [packed.FEW_LEFT + 1, pytest.param(150, marks=pytest.mark.slow)])
 def test_activations_are_rounded_by_the_operation_before_the_product(rows: int, method: str) -> None:
     """The norm, with what it adds to the stream, and the gate; through the layers that call them."""
     size = 64

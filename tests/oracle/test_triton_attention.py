@@ -62,8 +62,8 @@ def test_shapes(head_dim, heads, rows):
     [
         {"window": 1},
         {"window": 37},
-        {"window": 130},
-        {"soft_cap": 5.0},
+        pytest.param({"window": 130}, marks=pytest.mark.slow),
+        pytest.param({"soft_cap": 5.0}, marks=pytest.mark.slow),
         {"window": 90, "soft_cap": 20.0},
         {"window": 37, "chunked": True, "biased": True, "sinks": True},
         {"chunked": True, "window": 90},
@@ -140,7 +140,7 @@ def check_fused(case: ragged.Case, kind: torch.dtype | None, shared: SharedConte
     assert bool((wrong <= limit).all()), f"off by {wrong.nan_to_num(torch.inf).max()} with {kind} {case.label}"
 
 
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("splits", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_context_in_parts(monkeypatch, splits):
     """Also where some parts are empty, because the context is short."""
     monkeypatch.setattr("octavo.nn.attention.triton_few.num_splits", lambda *_: splits)
@@ -172,7 +172,9 @@ def test_padding_rows_are_finite():
     torch.testing.assert_close(out[0].double(), case.expected(q)[0], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "kind", [None, torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     "options",
     [

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_kit import BLOCK, LAYOUTS, MAX_LEN, World, random_requests, worlds
@@ -23,14 +24,14 @@ from octavo.schedule.scheduler import Limits, Scheduler
 
 
 @given(worlds(), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_any_life_of_an_engine(world, count, abort_rate):
     world.run(random_requests(world.rng, count), abort_rate)
     world.check()
 
 
 @given(worlds(), st.integers(1, 12), st.sampled_from([0.0, 0.05]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_life_with_stop_strings_and_drafts(world, count, abort_rate):
     """A client ends choices by what they say, while drafts of more tokens are accepted or in flight."""
     stops = tuple(tuple(world.rng.randrange(1, VOCAB) for _ in range(size)) for size in (1, 1, 1, 2))
@@ -40,7 +41,7 @@ def test_any_life_with_stop_strings_and_drafts(world, count, abort_rate):
 
 
 @given(worlds(LAYOUTS[1:]), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_any_life_of_an_engine_whose_layers_keep_different_things(world, count, abort_rate):
     """Windows, states and full attention in one model, over one pool of blocks."""
     world.run(random_requests(world.rng, count), abort_rate)
@@ -75,7 +76,7 @@ def test_who_is_preempted_and_comes_back_in_one_step_has_one_row_there(seed):
 
 
 @given(worlds(), st.integers(2, 12), st.sampled_from([0.0, 0.05]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_failing_request_harms_no_other(world, count, abort_rate):
     """Some requests have, or generate, a token that no step can compute. They alone end, at that token."""
     world = replace(world, num_drafts=0, poison=7, rng=random.Random(world.rng.random()))
@@ -111,7 +112,7 @@ def test_stop_strings_are_found_within_drafts(depth):
 
 
 @given(st.integers(0, 2**32), st.integers(0, 2), st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_urgent_go_first_and_each_displaces_one(seed, depth, slots):
     """With slots the only bound. Who displaces is admitted, so that preemptions are bounded by arrivals: no thrash."""
     rng = random.Random(seed)

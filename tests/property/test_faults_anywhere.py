@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_kit import Feedback, World, random_requests, worlds
@@ -160,7 +161,7 @@ def test_the_scheduler_s_functions_are_found():
 
 
 @given(worlds(), faults(WITHIN), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_a_fault_while_tokens_are_taken_in(world, fault, count, abort_rate):
     with pytest.MonkeyPatch.context() as patch:
         fault.install(patch)
@@ -169,7 +170,7 @@ def test_a_fault_while_tokens_are_taken_in(world, fault, count, abort_rate):
 
 
 @given(worlds(), faults(WITHIN), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_a_fault_while_a_step_is_planned(world, fault, count, abort_rate):
     with pytest.MonkeyPatch.context() as patch:
         fault.install(patch)
@@ -178,7 +179,7 @@ def test_a_fault_while_a_step_is_planned(world, fault, count, abort_rate):
 
 
 @given(worlds(), faults(LAUNCH), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_fault_around_a_launch(world, fault, count, abort_rate):
     with pytest.MonkeyPatch.context() as patch:
         fault.install(patch)

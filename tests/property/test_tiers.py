@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps_kit import Engine
@@ -68,7 +69,7 @@ def settle(world: World) -> None:
 
 
 @given(worlds(LAYOUTS), st.integers(1, 2), st.integers(1, 12), st.sampled_from([0.0, 0.05]), st.floats(0, 0.3))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_any_life_of_an_engine_with_tiers(world, shelves, count, abort_rate, failures):
     world = shelved(world, shelves, failures=failures if world.rng.random() < 0.5 else 0.0)
     requests = random_requests(world.rng, count)
@@ -80,7 +81,7 @@ def test_any_life_of_an_engine_with_tiers(world, shelves, count, abort_rate, fai
 
 
 @given(worlds(LAYOUTS), st.integers(2, 12), st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_steps_that_fail_store_nothing_and_lose_no_block(world, count, seed):
     """At any launch, with transfers on their way, and with leases of others."""
     world = replace(world, faulty=True, extra=(Keeper(world.rng),))
@@ -95,7 +96,7 @@ def test_steps_that_fail_store_nothing_and_lose_no_block(world, count, seed):
 
 
 @given(worlds(), st.integers(2, 12))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_what_a_poisoned_step_wrote_is_not_stored(world, count):
     world = shelved(replace(world, num_drafts=0, poison=7))
     world.run(random_requests(world.rng, count), 0.0)
@@ -103,7 +104,7 @@ def test_what_a_poisoned_step_wrote_is_not_stored(world, count):
 
 
 @given(worlds(LAYOUTS), faults(WITHIN), st.integers(1, 12), st.sampled_from(["commit", "plan"]))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_failure_of_any_function_of_the_scheduler_harms_one_request(world, fault, count, within):
     world = replace(world, faulty=True, extra=(Keeper(world.rng),))
     world = shelved(world, failures=0.1)

@@ -111,6 +111,7 @@ class Reader:
             magnitudes = _selected(tensors(roles[MAGNITUDE]).flatten(), part, part.stored)
             made = self.gains(piece, a, b, _in_order(magnitudes, order))
             self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
+        narrow = a.shape[1] < len(b)  # of the whole adapter, so that all ranks scale the same matrix
         a, b = _cut(a, None, cut.inputs), _cut(b, cut.outputs, None)
         inputs, outputs = self.geometry.row_tiles(part.own_inputs), self.geometry.row_tiles(part.own_outputs)
         rows_a = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
@@ -122,7 +123,7 @@ class Reader:
             return
         _store(b.t(), rows_b)
         exact = abs(math.frexp(scale)[0]) == 0.5  # so either matrix can be scaled, and the smaller one takes less time
-        _scale(rows_a if exact and a.shape[1] < len(b) else rows_b, scale)
+        _scale(rows_a if exact and narrow else rows_b, scale)
 
     def _rows(self, room: Tensor, tile: int, count: int, elements: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a place as [count, elements]."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_toy import SHAPE, LoraDevice, ToyWorker, fake_files, folders, option
@@ -145,7 +146,7 @@ def settle(world: World) -> Driver:
 
 
 @given(worlds(LAYOUTS), st.integers(1, 14), st.sampled_from([0.0, 0.05]), st.sampled_from([0.0, 0.0, 0.1]))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_life_of_an_engine_with_adapters(paths, world, count, abort_rate, failures):
     world = adapted(world, paths)
     world.device._mover.failures = failures
@@ -155,7 +156,7 @@ def test_any_life_of_an_engine_with_adapters(paths, world, count, abort_rate, fa
 
 
 @given(worlds(LAYOUTS), st.integers(2, 14), st.sampled_from([0.0, 0.3]))
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_names_come_and_go_while_requests_run(paths, world, count, read_failures):
     world = adapted(world, paths, churn=0.3, read_failures=read_failures)
     world.ask = asking_freely(world)
@@ -164,7 +165,7 @@ def test_names_come_and_go_while_requests_run(paths, world, count, read_failures
 
 
 @given(worlds(LAYOUTS), st.integers(2, 12), st.integers(0, 2**32))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_steps_that_fail_lose_no_adapter(paths, world, count, seed):
     world = adapted(replace(world, faulty=True), paths, churn=0.1)
     world.ask = asking_freely(world)

@@ -1,0 +1,10 @@
+"""How many examples property tests try."""
+
+from __future__ import annotations
+
+import os
+
+
+def examples(count: int) -> int:
+    """Return `count` for nightly tests (`make test-all`), a quarter of it otherwise."""
+    return count if "OCTAVO_NIGHTLY" in os.environ else count // 4
