@@ -75,7 +75,7 @@ class SampledRow(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         tokens: those that were kept, at least one.
-        num_drafts: drafts that the row computed, the last of which were rejected unless there are more tokens.
+        num_drafts: drafts that the row computed. Those without a token here, the last ones, were rejected.
         drafts: proposed after the tokens, for the slot's next row.
     """
 

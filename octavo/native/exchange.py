@@ -19,7 +19,7 @@ class Exchange:
     def __init__(self, memory: int, rank: int, size: int, limit_s: float | None = None, isa: str = "auto") -> None:
         """
         Args:
-            memory: descriptor of a file in memory (memfd_create(2)), empty at first, of which all ranks have one. It is
+            memory: descriptor of a file in memory (memfd_create(2)), empty at first and the same for all ranks. It is
                 duplicated, and grows to twice the largest arrays of all ranks.
             limit_s: most seconds to wait for another rank; None for no limit.
 

@@ -28,7 +28,7 @@ def experts_of_rank(num_experts: int, rank: int, ranks: int) -> range:
 
 
 def rows_of_ranks(experts: Tensor, num_experts: int, ranks: int) -> Tensor:
-    """Return which tokens chose an expert of which rank, [ranks, T] bool, for their experts [T, top_k]."""
+    """Return for each rank whether a token chose one of its experts, [ranks, T] bool, from experts [T, top_k]."""
     own = [experts_of_rank(num_experts, rank, ranks) for rank in range(ranks)]
     return torch.stack([((experts >= one.start) & (experts < one.stop)).any(1) for one in own])
 

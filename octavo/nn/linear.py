@@ -226,7 +226,7 @@ class Projection(WeightLayer):
 
     @property
     def _gathers(self) -> bool:
-        """Whether each rank has a part of the outputs, of which all ranks need all."""
+        """Whether each rank computes a part of the outputs and all ranks need the whole."""
         return False
 
     @property

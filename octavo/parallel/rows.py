@@ -1,4 +1,4 @@
-"""Sums over ranks of which each has some rows: an all-to-all of these rows, then a gather."""
+"""Sums over ranks that have only some rows each: an all-to-all of these rows, then a gather."""
 
 from __future__ import annotations
 

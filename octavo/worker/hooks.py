@@ -76,7 +76,7 @@ class Site:
         blocks: the KV cache, where a feature's own pages are (`schedule/pages.py`). Its memory is freed before `attach`
             is called again.
         room: limits of the runner; None for an encoder's.
-        rank: this process's number among those that compute the model, each of which has a part of every KV page.
+        rank: this process's number among the ranks of the model. Each rank keeps a part of every KV page.
     """
 
     build: Build

@@ -92,7 +92,7 @@ def test_any_number_of_rows_of_a_gguf(kind: Kind, dtype: torch.dtype, pool: Pool
 
 
 def parts_of_ranks(blocks: QuantizedBlocks) -> list[Index]:
-    """Half of the outputs, and what two ranks have of the inputs, of which each needs whole groups in their order."""
+    """Half of the outputs, and the inputs of two ranks, each in whole groups and in order."""
     rows, columns = blocks.values.shape
     groups = blocks.scales.shape[1]
     size = max(columns // groups, 32) if groups > 1 else 32

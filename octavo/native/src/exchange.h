@@ -17,7 +17,7 @@ namespace octavo {
 // Layout: a `Counter` for each rank, then, from the next page on, the places: [round % 2][rank][capacity].
 class Exchange {
 public:
-    // `memory`: descriptor of a file in memory, empty at first, of which all ranks have one; it is duplicated.
+    // `memory`: descriptor of a file in memory, empty at first and the same for all ranks; it is duplicated.
     // `limit_s`: most seconds to wait for another rank, while this process runs; 0 for no limit. Throws std::bad_alloc if it can't be mapped.
     Exchange(int memory, int rank, int ranks, double limit_s);
     ~Exchange();

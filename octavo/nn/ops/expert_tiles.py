@@ -7,7 +7,6 @@ while it begins and ends; in this kernel, other warps copy ahead across tiles.
 from __future__ import annotations
 
 import functools
-import logging
 from ctypes import c_int
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.nvrtc import Kernel, address
-
-log = logging.getLogger(__name__)
 
 HEIGHT = 128
 """Rows of a tile, as `sort_kernel` lists them."""
@@ -52,14 +49,9 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
     recorded, since it synchronizes the device."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    try:
-        deviation = _deviation(device, dtype)
-    except (nvrtc.CudaError, RuntimeError, OSError) as error:
-        log.warning("Products of experts with many rows are computed by kernels in Triton: %s", error)
-        return False
-    if not deviation < _LIMIT:
-        log.warning("Products of experts with many rows are computed in Triton: a trial deviates by %.2g", deviation)
-    return deviation < _LIMIT
+    return nvrtc.trusted(
+        "Products of experts with many rows are computed", functools.partial(_deviation, device, dtype), _LIMIT
+    )
 
 
 def multiply(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import Structure, Union, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 from octavo.hub.cache import kernel_dir
+
+log = logging.getLogger(__name__)
 
 _OVERLAP = 6
 _SHARED_MEMORY = 8
@@ -93,6 +96,23 @@ class Kernel:
 
     def _check(self, status: int) -> None:
         _check_driver(self._driver, status)
+
+
+def trusted(purpose: str, deviation: Callable[[], float], limit: float) -> bool:
+    """Run a trial of kernels; return whether they run and deviate by less than a limit, else log why they are not used.
+
+    Args:
+        purpose: what they compute, as the beginning of a line of the log.
+        deviation: the trial; returns the largest relative error.
+    """
+    try:
+        found = deviation()
+    except (CudaError, RuntimeError, OSError) as error:
+        log.warning("%s by kernels in Triton: %s", purpose, error)
+        return False
+    if not found < limit:
+        log.warning("%s by kernels in Triton: a trial deviates by %.2g", purpose, found)
+    return found < limit
 
 
 def address(tensor: Tensor) -> c_void_p:

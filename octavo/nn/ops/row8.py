@@ -7,7 +7,6 @@ the matrix units multiply. Floats with a scale per output are left to that kerne
 from __future__ import annotations
 
 import functools
-import logging
 from ctypes import c_float
 from typing import NamedTuple
 
@@ -19,8 +18,6 @@ from octavo.nn.ops import nvrtc
 from octavo.nn.ops.floats import DTYPE, TILE, Floats
 from octavo.nn.ops.fragments import RowForm, source_of
 from octavo.nn.ops.nvrtc import Kernel, address
-
-log = logging.getLogger(__name__)
 
 _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2}
 _STRIP = 16
@@ -53,14 +50,7 @@ def usable(device: torch.device) -> bool:
     """Return whether the kernel runs on a device and computes a trial right; log why it doesn't."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    try:
-        deviation = _deviation(device)
-    except (nvrtc.CudaError, RuntimeError, OSError) as error:
-        log.warning("8-bit weights are multiplied with one row by a kernel in Triton: %s", error)
-        return False
-    if not deviation < _LIMIT:
-        log.warning("8-bit weights are multiplied with one row by a kernel in Triton: deviation %.2g", deviation)
-    return deviation < _LIMIT
+    return nvrtc.trusted("8-bit weights are multiplied with one row", functools.partial(_deviation, device), _LIMIT)
 
 
 def _deviation(device: torch.device) -> float:

@@ -9,7 +9,6 @@ The matrix units take a left operand of 16 x 16 values from the 32 threads of a 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +20,6 @@ from octavo.nn.ops.words import Words
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.words import largest_group, minima_of, pack_words
 from octavo.nn.weights import QuantizedBlocks
-
-log = logging.getLogger(__name__)
 
 _BLOCK = 32
 _STEP = 64
@@ -55,14 +52,7 @@ def usable(device: torch.device) -> bool:
     """Return whether the CUDA kernels run on a device and compute a trial right; log why they don't."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    try:
-        deviation = _deviation(device)
-    except (nvrtc.CudaError, RuntimeError, OSError) as error:
-        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: %s", error)
-        return False
-    if not deviation < _LIMIT:
-        log.warning("4- and 8-bit weights are multiplied by kernels in Triton: a trial deviates by %.2g", deviation)
-    return deviation < _LIMIT
+    return nvrtc.trusted("4- and 8-bit weights are multiplied", functools.partial(_deviation, device), _LIMIT)
 
 
 def _deviation(device: torch.device) -> float:

@@ -143,7 +143,7 @@ def emit_rounded(b: ProgramBuilder, matrix: Matrix, source: int, given: Dtype) -
 
 
 def in_order(matrix: Matrix, y: Tensor, *, paired: bool) -> Tensor:
-    """Return the outputs of a packed product [T, panels * 16], of which the panels of two halves alternate if `paired`,
+    """Return the outputs of a packed product [T, panels * 16], whose two halves alternate panel by panel if `paired`,
     as [T, rows]."""
     if not paired:
         return y[:, : matrix.rows]
