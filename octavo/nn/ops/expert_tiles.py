@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from ctypes import c_int
-from pathlib import Path
 
 import torch
 import triton
@@ -127,8 +126,7 @@ def _kernel(first: bool, beside: int, dtype: torch.dtype) -> Kernel:
 
 def _source(first: bool, beside: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     macros = {"FIRST": int(first), "SIDE_BY_SIDE": beside, "STAGES": _STAGES, "HALF": int(dtype == torch.float16)}
-    source = (Path(__file__).parent / "cuda" / "experts.cu").read_text(encoding="utf-8")
-    return _instruction(dtype) + source, macros
+    return nvrtc.source_of("barriers.cuh") + _instruction(dtype) + nvrtc.source_of("experts.cu"), macros
 
 
 def _instruction(dtype: torch.dtype) -> str:

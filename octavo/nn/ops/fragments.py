@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from ctypes import c_float, c_int
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -252,7 +251,7 @@ def _rows_kernel(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: tor
 def _rows_source(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     depth = 2 if group == _SMALL_GROUP else plan.depth  # there are enough registers for their scales then
     sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks}
-    source = source_of("integers.cuh") + _multiply(plan.rows, dtype) + source_of("rows.cu")
+    source = nvrtc.source_of("integers.cuh", "barriers.cuh") + _multiply(plan.rows, dtype) + nvrtc.source_of("rows.cu")
     return source, {**_macros(bits, group, minima, dtype), **sizes}
 
 
@@ -274,7 +273,7 @@ def _row_source(
     warps, ahead = _row_plan(outputs, inputs, form[0], gated=fused.gated)
     sizes = {"N": outputs, "K": inputs, "WARPS": warps, "AHEAD": ahead}
     operations = {name.upper(): int(value) for name, value in fused._asdict().items()}
-    source = source_of("integers.cuh") + source_of("row.cu")
+    source = nvrtc.source_of("integers.cuh", "row.cu")
     return source, {**_macros(*form, dtype), **sizes, **operations}, 32 * warps
 
 
@@ -291,12 +290,6 @@ def _row_plan(outputs: int, inputs: int, bits: int, *, gated: bool) -> tuple[int
         warps, ahead = 16, 4
     warps = min(warps, steps)
     return warps, min(ahead, triton.cdiv(steps, warps))
-
-
-@functools.cache
-def source_of(name: str) -> str:
-    """Return a file of the CUDA sources."""
-    return (Path(__file__).parent / "cuda" / name).read_text(encoding="utf-8")
 
 
 def _multiply(rows: int, dtype: torch.dtype) -> str:

@@ -98,6 +98,13 @@ class Kernel:
         _check_driver(self._driver, status)
 
 
+@functools.cache
+def source_of(*names: str) -> str:
+    """Return files of the folder `cuda/`, one after the other."""
+    folder = Path(__file__).parent / "cuda"
+    return "".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
 def trusted(purpose: str, deviation: Callable[[], float], limit: float) -> bool:
     """Run a trial of kernels; return whether they run and deviate by less than a limit, else log why they are not used.
 

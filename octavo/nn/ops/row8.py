@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.floats import DTYPE, TILE, Floats
-from octavo.nn.ops.fragments import RowForm, source_of
+from octavo.nn.ops.fragments import RowForm
 from octavo.nn.ops.nvrtc import Kernel, address
 
 _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2}
@@ -144,4 +144,4 @@ def _source(
     macros |= {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(narrow == torch.float16)}
     macros |= {"N": outputs, "K": inputs, "WARPS": warps, "AHEAD": min(ahead, triton.cdiv(inputs // _STEP, warps))}
     macros |= {name.upper(): int(value) for name, value in form._asdict().items()}
-    return source_of("integers.cuh") + source_of("row8.cu"), macros, 32 * warps
+    return nvrtc.source_of("integers.cuh", "row8.cu"), macros, 32 * warps

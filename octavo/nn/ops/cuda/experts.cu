@@ -12,13 +12,7 @@
 // Macros: FIRST; HALF for float16, else bfloat16; SIDE_BY_SIDE tiles that consecutive blocks take before the
 // next outputs; STAGES of inputs in shared memory. `multiply` is defined by nn/ops/expert_tiles.py.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
 typedef unsigned short u16;
-
-struct __align__(64) TensorMap {
-  u64 opaque[16];
-};
 
 #if HALF
 #define TYPE "f16"
@@ -33,26 +27,6 @@ struct __align__(64) TensorMap {
 #define WIDE (FIRST ? 128 : 256)
 #define PARTS (FIRST ? 2 : 1)
 #define WARPS 8                      // that multiply
-
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -7,10 +7,6 @@
 // Macros: those of integers.cuh; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose rows are
 // held in shared memory; BLOCKS of a multiprocessor. `multiply` is defined by nn/ops/fragments.py.
 
-struct __align__(64) TensorMap {
-  u64 opaque[16];
-};
-
 #define STAGE (ROWS * 128)
 #define WARPS 8
 #define MIDDLE (BITS == 4 ? 0x88888888u : 0u)
@@ -20,26 +16,6 @@ template <int I>
 struct At {
   static constexpr int value = I;
 };
-
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 
 __device__ __forceinline__ void copy(u32 to, const TensorMap* map, u32 barrier, int k, int m) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(STAGE) : "memory");
