@@ -23,13 +23,13 @@ import torch
 from machine import describe
 
 from octavo.models.load.gguf_blocks import _NONLINEAR, _SIX_BITS, _THREE_BITS, _TWO_BITS
-from octavo.models.load.quantized.codes import E2M1, FLOATS
+from octavo.models.load.quantized.codes import FLOATS
 from octavo.native.bindings import Dtype, StepArgs
 from octavo.native.builder import ProgramBuilder, row_bytes
 from octavo.native.program import Pool, Program
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.packed import Matrix, packed
-from octavo.nn.weights import Codebook, QuantizedBlocks, Stored
+from octavo.nn.weights import E2M1, Codebook, QuantizedBlocks, Stored
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SIZE = 1536

@@ -233,7 +233,8 @@ def main() -> int:
 
     torch.set_num_threads(args.threads)
     result: dict[str, Any] = {"benchmark": "cpu_batching", **describe(), "dtype": args.dtype, "threads": args.threads}
-    with LLM(args.model, dtype=args.dtype, threads=args.threads, kv_cache_memory_bytes=2 << 30) as llm:
+    settings = {"dtype": args.dtype, "threads": args.threads, "spec_method": "none"}
+    with LLM(args.model, kv_cache_memory_bytes=2 << 30, **settings) as llm:
         setup = Setup(llm, args.model, args.dtype, args.threads, args.runs, args.scale, random.Random(args.seed))
         llm.generate([setup.prompt(TOKENS_IN)], fixed(8))
         for name in args.parts:

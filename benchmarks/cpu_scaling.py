@@ -187,7 +187,7 @@ def measured(path: Path) -> dict[str, dict[str, Series]]:
 def run(args: argparse.Namespace, kind: str) -> dict[str, Series]:
     from octavo import LLM
 
-    settings: dict[str, Any] = {**FORMATS[kind], "kv_cache_memory_bytes": 2 << 30}
+    settings: dict[str, Any] = {**FORMATS[kind], "kv_cache_memory_bytes": 2 << 30, "spec_method": "none"}
     if args.threads:
         settings["threads"] = args.threads
     with LLM(args.model, **settings) as llm:

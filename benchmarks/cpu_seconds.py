@@ -50,7 +50,14 @@ def main() -> int:
     args = parser.parse_args()
 
     engines = {
-        name: LLM(args.model, threads=1, cpu_isa=args.cpu_isa, kv_cache_memory_bytes=1 << 28, **FORMATS[name])
+        name: LLM(
+            args.model,
+            threads=1,
+            cpu_isa=args.cpu_isa,
+            kv_cache_memory_bytes=1 << 28,
+            spec_method="none",
+            **FORMATS[name],
+        )
         for name in args.formats
     }
     first = next(iter(engines.values())).info

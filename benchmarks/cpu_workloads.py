@@ -132,10 +132,9 @@ def main() -> int:
     result: dict[str, Any] = {"benchmark": "cpu_workloads", **describe(), "threads": args.threads}
     result["limits"] = limits(args.threads)
     print(json.dumps(result["limits"]), flush=True)
-    settings: dict[str, dict[str, Any]] = {name: dict(FORMATS[name]) for name in args.formats}
+    settings: dict[str, dict[str, Any]] = {name: FORMATS[name] | {"spec_method": "none"} for name in args.formats}
     if args.drafts:
-        drafting = {"speculative_config": {"method": "auto"}}
-        settings |= {f"{name}, drafts": settings[name] | drafting for name in args.formats}
+        settings |= {f"{name}, drafts": FORMATS[name] | {"spec_method": "auto"} for name in args.formats}
     engines = {
         name: LLM(args.model, threads=args.threads, kv_cache_memory_bytes=1 << 30, **own)
         for name, own in settings.items()

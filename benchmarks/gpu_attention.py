@@ -3,12 +3,14 @@
     python benchmarks/gpu_attention.py [--heads 32] [--kv-heads 8] [--head-dim 128] [--sweep] [--output FILE]
     python benchmarks/gpu_attention.py --only prefill --libraries flash_attn flashinfer
     python benchmarks/gpu_attention.py --only verify
+    python benchmarks/gpu_attention.py --only windows --heads 16 --kv-heads 8 --head-dim 256
 
 Random keys and values, block tables permuted; times are medians of a graph's replays over several caches, so that
 nothing is found in the L2 cache. Decoding counts the bytes of keys and values as stored; prompts count the operations
 of the causal half. `verify` computes some queries a row, as for drafts, and compares its bytes a second with those of
-one query, measured right before it. --libraries times prompts through these too. --sweep tries launch shapes
-(`nn/attention/triton_shapes.py`) and prints the best of each.
+one query, measured right before it. `windows` decodes with a window and counts only the bytes and operations inside
+it; a kernel that read more would seem slower the longer the context. --libraries times prompts through these too.
+--sweep tries launch shapes (`nn/attention/triton_shapes.py`) and prints the best of each.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ KINDS = {"bf16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float
 PAGE = 16
 DECODING = ((32, 8192), (256, 512), (64, 1024), (8, 2048), (1, 1024))
 VERIFYING = ((32, 8192), (256, 512), (256, 2048), (64, 1024), (16, 4096), (8, 2048), (1, 8192), (1, 1024))
+WINDOW, WINDOWED = 4096, ((32, 4096), (32, 8192), (32, 14336))
 TAIL = 5
 """Keys by which these contexts are shorter: few contexts end with a tile of keys."""
 QUERIES = (1, 2, 4, 8)
@@ -52,18 +56,18 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--only", choices=("decode", "verify", "prefill"), help="the others are left out")
+    parser.add_argument("--only", choices=("decode", "verify", "prefill", "windows"), help="the others are left out")
     parser.add_argument("--libraries", nargs="+", default=[], help="of flash_attn and flashinfer")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = AttentionSpec(args.heads, args.kv_heads, args.head_dim, args.head_dim**-0.5)
-    runs = {"decode": decoding, "verify": verifying, "prefill": prompts}
+    runs = {"decode": decoding, "verify": verifying, "prefill": prompts, "windows": windows}
     runs = {args.only: runs[args.only]} if args.only else runs
     if args.libraries:
         runs["libraries"] = functools.partial(through_libraries, names=args.libraries)
     if args.sweep:
-        compile_all(spec, [name for name in runs if name != "libraries"])
+        compile_all(spec, [name for name in runs if name in SHAPES])
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ceilings": ceilings(), "spec": str(spec)}
     print(json.dumps(report), flush=True)
     for name, run in runs.items():
@@ -106,6 +110,19 @@ def prompts(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
         for label, seconds in timed(work, "prefill_shape", SHAPES["prefill"] if sweep else []):
             rate = 4 * spec.num_heads * spec.head_dim * pairs / seconds / 1e12
             yield show(f"prefill {rows} x {count} after {past} {kind} {label}", seconds, {"tflop_s": round(rate, 1)})
+
+
+def windows(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
+    """Decoding, and prompts of one row, with windows and without."""
+    for window, (rows, length) in itertools.product((WINDOW, None), WINDOWED):
+        own, seen = replace(spec, window=window), min(length, window or length)
+        nbytes = rows * seen * 2 * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
+        seconds = seconds_of(Work(own, DTYPE, [length] * rows, [1] * rows, copies=1).run())
+        yield show(f"decode {rows} x {length}, window {window}", seconds, {"tb_s": round(nbytes / seconds / 1e12, 3)})
+        pairs = length * seen - seen * (seen - 1) // 2
+        seconds = seconds_of(Work(own, DTYPE, [length], [length], copies=1).run())
+        rate = 4 * spec.num_heads * spec.head_dim * pairs / seconds / 1e12
+        yield show(f"prefill 1 x {length}, window {window}", seconds, {"tflop_s": round(rate, 1)})
 
 
 def through_libraries(spec: AttentionSpec, sweep: bool, names: list[str]) -> Iterator[dict[str, Any]]:

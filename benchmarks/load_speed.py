@@ -5,7 +5,8 @@
 
 Writes a Llama of random bfloat16 weights into a temporary folder, and reads the files once, so that they are in the
 page cache. Then, in a process of its own for each round: a copy of all tensors from the files, one after another, which
-is the page cache's bandwidth to the device; and the weights of a worker, as an engine loads them.
+is the page cache's bandwidth to the device; and the weights of a worker, as an engine loads them. Memory that files are
+mapped to belongs to the page cache: what loading takes besides is anonymous, and read off every few milliseconds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -77,6 +79,36 @@ def copied(folder: Path, device: str) -> float:
     return time.perf_counter() - began
 
 
+class PeakAnonymous:
+    """The most anonymous memory that the process has within a `with` block, beyond what it had before."""
+
+    def __init__(self) -> None:
+        self._before = self._most = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    @property
+    def nbytes(self) -> int:
+        return self._most - self._before
+
+    def __enter__(self) -> PeakAnonymous:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self._most = max(self._most, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+
 def loaded(folder: Path, device: str) -> dict[str, float]:
     """Return the seconds of the weights' phase of a start, and by how much the peak memory exceeds that before."""
     from octavo import LLM
@@ -84,10 +116,16 @@ def loaded(folder: Path, device: str) -> dict[str, float]:
     torch.zeros(1, device=device)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26, "device": device}
-    with LLM(str(folder), **settings, enforce_eager=True, self_check=False) as llm:
-        seconds, weights = llm.info.phases["weights"], llm.info.memory["weights"]
+    with PeakAnonymous() as anonymous, LLM(str(folder), **settings, enforce_eager=True, self_check=False) as llm:
+        seconds, weights, cache = llm.info.phases["weights"], llm.info.memory["weights"], llm.info.memory["kv_cache"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": seconds, "peak_bytes": (peak - before) * 1024, "weights": weights}
+    return {
+        "seconds": seconds,
+        "peak_bytes": (peak - before) * 1024,
+        "weights": weights,
+        "anonymous_bytes": anonymous.nbytes,
+        "cache": cache,
+    }
 
 
 def main() -> int:

@@ -37,13 +37,13 @@ from octavo.features.lora.gpu import LowRankDelta, Shape
 from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
 from octavo.features.lora.tables import Assigned, Crowd, Tables
 from octavo.nn.build import Build
-from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
 from octavo.nn.ops import products
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.shard import COL, ROW
 from octavo.nn.stream import Stream
+from octavo.nn.weights import WeightLayer
 
 WIDTH, INNER, KV = 4096, 14336, 1024
 LAYERS = 32
@@ -62,19 +62,20 @@ DTYPE = torch.bfloat16
 class World:
     """Adapters in a pool of blocks, and a layer's deltas by name."""
 
-    def __init__(self, count: int, rank: int, max_rank: int) -> None:
+    def __init__(self, count: int, rank: int, max_rank: int, slices: int = LAYERS) -> None:
         targets = [
             Target(f"{name}.{layer}", tuple(TargetPart(str(i), inputs, n, inputs, n) for i, n in enumerate(sizes)))
             for layer in range(LAYERS)
             for name, (inputs, sizes) in PARTS.items()
         ]
-        geometry = Geometry(LAYERS, BLOCK_TOKENS * 2 * KV * DTYPE.itemsize, DTYPE.itemsize)
+        block_bytes = LAYERS * BLOCK_TOKENS * 2 * KV * DTYPE.itemsize
+        geometry = Geometry(slices, block_bytes // slices, DTYPE.itemsize)
         pieces = [Piece(i, part, rank) for i, target in enumerate(targets) for part in range(len(target.parts))]
         placed = layout(targets, Manifest(tuple(pieces)), geometry)
         self.bytes = placed.num_tiles * geometry.tile_bytes
         blocks = np.random.default_rng(0).permutation(placed.num_blocks * count)
         elements = geometry.slice_bytes // DTYPE.itemsize
-        self.pool = torch.empty(LAYERS, len(blocks), elements, dtype=DTYPE, device=DEVICE)
+        self.pool = torch.empty(slices, len(blocks), elements, dtype=DTYPE, device=DEVICE)
         self.pool.normal_(std=0.02)
         self.tables = Tables(targets, geometry, count, placed.num_blocks, link_of(DEVICE))
         for index in range(count):
@@ -127,7 +128,7 @@ class Layer:
             one.place([self._random(one, want.spec.shape) for want in one.wanted()])
 
     @staticmethod
-    def _random(layer: Linear | RMSNorm, shape: tuple[int, ...]) -> Tensor:
+    def _random(layer: WeightLayer, shape: tuple[int, ...]) -> Tensor:
         if isinstance(layer, RMSNorm):
             return torch.ones(shape, dtype=DTYPE, device=DEVICE)
         return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(std=0.01)
@@ -144,10 +145,17 @@ def build_layers(rows: list[int]) -> list[Layer]:
     layers = [Layer(build) for _ in range(LAYERS)]
     like = []
     for name in PARTS:
-        weights = [layer.linears[name].scheme.weight for layer in layers[:4]]
+        weights = [_multiplied(layer, name) for layer in layers[:4]]
         like.append(products.Like(weights, DTYPE, added=name in ("out", "down"), gated=name == "gate_up"))
     products.choose(like, [count for count in rows if count > 1], lambda: None)
     return layers
+
+
+def _multiplied(layer: Layer, name: str) -> Tensor:
+    scheme = layer.linears[name].scheme
+    assert isinstance(scheme, OnGpu)
+    assert scheme.weight is not None
+    return scheme.weight
 
 
 def forward(layers: list[Layer], x: Tensor) -> Tensor:
@@ -169,7 +177,7 @@ def graph_of(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 def micros(graph: torch.cuda.CUDAGraph, rounds: int = 5, calls: int = 3) -> float:
     """Median microseconds of a replay."""
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -256,7 +264,8 @@ def timeline(layers: list[Layer], world: World, rows: int, adapters: int) -> lis
     x = torch.randn(rows, WIDTH, dtype=DTYPE, device=DEVICE)
     world.assign(rows, adapters)
     set_deltas(layers, None if adapters == 0 else world.deltas())
-    graph = graph_of(partial(forward, layers, x))
+    with replaced(world.rows, crowd=Crowd.of(adapters)):
+        graph = graph_of(partial(forward, layers, x))
     graph.replay()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
@@ -370,14 +379,16 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--max-rank", type=int, default=64)
+    parser.add_argument("--slices", type=int, default=LAYERS, help="places of a block's bytes; 1: all are contiguous")
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="each kernel alone")
+    parser.add_argument("--no-layers", action="store_true", help="without `layers`")
     parser.add_argument("--sweep", action="store_true", help="each kernel in many shapes, with the most rows")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
-    world = World(max(args.adapters), args.rank, args.max_rank)
-    report: dict[str, Any] = describe() | {"rank": args.rank, "adapter_bytes": world.bytes}
+    world = World(max(args.adapters), args.rank, args.max_rank, args.slices)
+    report: dict[str, Any] = describe() | {"rank": args.rank, "slices": args.slices, "adapter_bytes": world.bytes}
     report["gpu"] = describe_gpu()
 
     def note(name: str, value: Any) -> None:
@@ -389,7 +400,7 @@ def main() -> None:
     with torch.inference_mode():
         layers = build_layers(args.rows)
         note("compile_s", compile_layers(layers, world, args.rows))
-        for rows in sorted(args.rows, reverse=True):
+        for rows in () if args.no_layers else sorted(args.rows, reverse=True):
             note(f"layers, {rows} rows", measure_layers(layers, world, rows, args.adapters))
         for rows, count in itertools.product(args.rows, args.adapters) if args.timeline else ():
             if count <= rows:

@@ -373,7 +373,7 @@ def main() -> None:
 
     config = json.loads((args.model / "config.json").read_text())
     with tempfile.TemporaryDirectory(prefix="adapters-") as folder:
-        facts = describe() | {"gpu": describe_gpu(), "model": args.model.name, "adapters": args.adapters}
+        facts = describe() | {"gpu": describe_gpu(), "model": args.model.name, "known_adapters": args.adapters}
         facts |= {"ranks": args.ranks, "zipf": args.zipf, "input_len": args.input_len, "output_len": args.output_len}
         report = Report(facts, args.output)
         adapters = Adapters(Path(folder), config, args.ranks, args.adapters)

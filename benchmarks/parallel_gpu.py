@@ -30,9 +30,12 @@ from machine import describe, describe_gpu, seconds_since_exec
 
 HERE = Path(__file__).resolve().parent
 EIGHT, SEVENTY, MIXTURE = "llama-3.1-8b", "llama-3.1-70b", "qwen3-235b-a22b"
+LATENT = "deepseek-v2-lite"
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
 TINY |= {"num_key_value_heads": 8, "vocab_size": 4096, "head_dim": 16, "max_position_embeddings": 4096}
 TINY_EXPERTS = TINY | {"num_experts": 8, "moe_intermediate_size": 32}
+TINY_LATENT = TINY | {"n_routed_experts": 8, "moe_intermediate_size": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+TINY_LATENT |= {"qk_nope_head_dim": 16, "v_head_dim": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ def files_of(section: Section, args: argparse.Namespace) -> Any:
     folder = HERE / "models" / section.model
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if args.trial:
-        config |= TINY_EXPERTS if "num_experts" in config else TINY
+        config |= TINY_EXPERTS if "num_experts" in config else TINY_LATENT if "kv_lora_rank" in config else TINY
     return ModelFiles(name=folder.name, path=folder, format="safetensors", weights=(), config=config)
 
 
@@ -283,25 +286,35 @@ def run_sums(section: Section, args: argparse.Namespace) -> dict[str, Any]:
 
 TWO, FOUR, EIGHT_GPUS = ({"tensor_parallel_size": size} for size in (2, 4, 8))
 STAGES = {"pipeline_parallel_size": 2}
+PROMPTS_2, PROMPTS_4 = ({"prefill_context_parallel_size": size} for size in (2, 4))
 ALL = ("single", "decode", "prefill")
 WHOLE = {"enable_expert_parallel": True}
+REQUESTS_2, REQUESTS_8 = ({"data_parallel_size": size} | WHOLE for size in (2, 8))
+SENT = {"all2all_backend": "all_to_all"}
 SECTIONS = [
     Section("sums over 2 ranks", 2, run_sums, 60),
     Section("8B TP 2", 2, run_engine, 90, EIGHT, TWO, (*ALL, "chat", "decode:2")),
     Section("70B TP 2, cold", 2, run_engine, 150, SEVENTY, TWO, ALL, caches="70B"),
     Section("70B TP 2, warm", 2, run_engine, 60, SEVENTY, TWO, (), caches="70B"),
     Section("8B PP 2", 2, run_engine, 75, EIGHT, STAGES, ("decode:2", "prefill")),
+    Section("8B one GPU", 1, run_engine, 75, EIGHT, {}, ("prefill", "prefill:0.016", "single")),
+    Section("8B prompts over 2", 2, run_engine, 75, EIGHT, PROMPTS_2, ("prefill", "prefill:0.016", "single")),
     Section("8B one GPU, served", 1, run_served, 50, EIGHT, {}, ("chat",)),
     Section("8B DP 2, served", 2, run_served, 50, EIGHT, {"data_parallel_size": 2}, ("chat",)),
+    Section("V2-Lite EP 2", 2, run_engine, 75, LATENT, TWO | WHOLE, ALL),
+    Section("V2-Lite DP 2 with EP", 2, run_engine, 75, LATENT, REQUESTS_2, ALL),
+    Section("V2-Lite DP 2 with EP, rows", 2, run_engine, 75, LATENT, REQUESTS_2 | SENT, ALL),
     Section("bytes read by 2 ranks", 2, run_reading, 40, EIGHT, TWO),
     Section("sums over 4 ranks", 4, run_sums, 60),
     Section("70B TP 4", 4, run_engine, 120, SEVENTY, FOUR, ALL),
+    Section("8B prompts over 4", 4, run_engine, 75, EIGHT, PROMPTS_4, ("prefill", "prefill:0.016")),
     Section("sums over 8 ranks", 8, run_sums, 60),
     Section("70B TP 8", 8, run_engine, 120, SEVENTY, EIGHT_GPUS, ALL),
     Section("235B-A22B TP 4", 4, run_engine, 150, MIXTURE, FOUR, ALL),
     Section("235B-A22B EP 4", 4, run_engine, 150, MIXTURE, FOUR | WHOLE, ALL),
     Section("235B-A22B TP 8", 8, run_engine, 120, MIXTURE, EIGHT_GPUS, ALL),
     Section("235B-A22B EP 8", 8, run_engine, 120, MIXTURE, EIGHT_GPUS | WHOLE, ALL),
+    Section("235B-A22B DP 8 with EP", 8, run_engine, 120, MIXTURE, REQUESTS_8, ALL),
 ]
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@
 bfloat16. `gguf:NAME` is the file of that name in the folder; "bfloat16" is the model that the others were made from;
 `NAME+head` is a format with `--head-dtype int8`.
 
+On a machine that others use, `--processor` counts processor seconds in place of those of the clock, with `--threads 1`.
+
 `quality` compares each with the original (perplexity, divergence), and its greedy answers with those of the same
 matrices expanded to bfloat16. `speed` runs workloads of `cpu_workloads.py`; all engines take turns.
 """
@@ -19,6 +21,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +90,9 @@ def write(source: str, folder: Path, names: list[str]) -> None:
         print(name, "written", flush=True)
 
 
-def opened(folder: Path, name: str, source: str, **settings: Any) -> LLM:
+def opened(folder: Path, name: str, source: str, *, threads: int = 2, **settings: Any) -> LLM:
     path = folder / name.removeprefix("gguf:").removesuffix("+head")
-    own = {"kv_cache_memory_bytes": 1 << 30, "threads": 2, "tokenizer": str(resolve(source).path)}
+    own = {"kv_cache_memory_bytes": 1 << 30, "threads": threads, "tokenizer": str(resolve(source).path)}
     head = {"head_dtype": "int8"} if name.endswith("+head") else {}
     if name == "bfloat16":
         settings = {"dtype": "bfloat16", **settings}
@@ -122,14 +125,23 @@ def quality(folder: Path, names: list[str], source: str) -> dict[str, Any]:
     return found
 
 
+def rate(workload: str, llm: LLM, requests: Requests, *, processor: bool) -> float:
+    """Tokens per second of the clock, or of processor time."""
+    began, began_processor = time.perf_counter(), time.process_time()
+    found = WORKLOADS[workload](llm, requests)
+    if not processor:
+        return found
+    return found * (time.perf_counter() - began) / (time.process_time() - began_processor)
+
+
 def speed(folder: Path, names: list[str], source: str, args: argparse.Namespace) -> dict[str, Any]:
-    engines = {name: opened(folder, name, source) for name in names}
+    engines = {name: opened(folder, name, source, threads=args.threads) for name in names}
     requests = Requests(0, next(iter(engines.values())).info.vocab_size)
     runs: dict[str, dict[str, list[float]]] = {w: {name: [] for name in names} for w in args.workloads}
     for _ in range(args.rounds):
         for workload in args.workloads:
             for name, llm in engines.items():
-                runs[workload][name].append(round(WORKLOADS[workload](llm, requests), 1))
+                runs[workload][name].append(round(rate(workload, llm, requests, processor=args.processor), 1))
             print(workload, {name: values[-1] for name, values in runs[workload].items()}, flush=True)
     for llm in engines.values():
         llm.close()
@@ -146,6 +158,8 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["A", "B", "C", "D"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processor", action="store_true", help="tokens per second of processor time (speed)")
     parser.add_argument("--output", type=Path, help="default: a new part of benchmarks/results/quantized_formats.json")
     args = parser.parse_args()
     if args.task == "write":
@@ -155,7 +169,7 @@ def main() -> int:
     if args.task == "quality":
         result |= {"formats": quality(args.folder, args.formats, args.model)}
     else:
-        result |= {"limits": limits(2), **speed(args.folder, args.formats, args.model, args)}
+        result |= {"limits": limits(args.threads), **speed(args.folder, args.formats, args.model, args)}
     output = args.output or RESULTS / "quantized_formats.json"
     parts = json.loads(output.read_text()) if output.exists() else {}
     output.write_text(json.dumps({**parts, args.task: result}, indent=1) + "\n", encoding="utf-8")

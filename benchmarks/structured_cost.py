@@ -224,6 +224,7 @@ def main() -> int:
     result = describe()
     print(result)
     settings: dict[str, Any] = {"threads": args.threads, "device": args.device, "max_model_len": 1024}
+    settings["spec_method"] = "none"
     with tempfile.TemporaryDirectory() as scratch:
         model = "smollm2"
         if args.shape:

@@ -41,7 +41,7 @@ SCHEMA = {
     "maxItems": 6,
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "no drafts": {},
+    "no drafts": {"method": "none"},
     "ngram, 4 drafts": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False},
     "auto": {"method": "auto"},
 }

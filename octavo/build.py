@@ -57,7 +57,7 @@ def build_core(
         ConfigError: settings that can't work together or on this machine.
         ModelFileError: the model's files are damaged or contradict each other.
     """
-    if (replicas := config.parallel.data_parallel_size) > 1:
+    if (replicas := config.parallel.replicas) > 1:
         raise ConfigError(
             f"--data-parallel-size {replicas}: replicas are for octavo serve and AsyncLLM, which run engines in "
             "processes of their own. Leave it out."
@@ -107,6 +107,7 @@ def _with_worker(
     num_blocks, limits = (_encoder_sized if encodes else _sized)(config, files, worker.facts, loaded)
     sizes = _cache_sizes(num_blocks, limits, hooks)
     port = worker.allocate(sizes)
+    num_blocks *= config.parallel.cache_ranks
     scheduler = Scheduler(
         _cache(config, loaded, num_blocks, limits, keeps=not encodes),
         limits,
@@ -142,7 +143,7 @@ def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: L
     if not keeps:
         return KVCache(0, 1, groups=())
     in_flight = limits.max_ahead * limits.max_num_batched_tokens
-    return KVCache(num_blocks, loaded.block_size, loaded.groups, in_flight)
+    return KVCache(num_blocks, loaded.block_size, loaded.groups, in_flight, config.parallel.cache_ranks)
 
 
 def _page_shape(config: EngineConfig, loaded: LoadedFacts) -> PageShape:

@@ -17,6 +17,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
+from octavo.core.log import FORM
 from octavo.core.worker_info import CacheSizes, LoadedFacts, RankPlace, WorkerFacts
 from octavo.device.visible import environment_of
 from octavo.engine.executor import WorkerBuild
@@ -100,7 +101,9 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
         own.check_sendable(why if size == 1 else f"with {size} devices the model runs in separate processes")
     if size > 1:
         _check_divisible(config, files)
-    answering = next(rank for rank in range(size) if RankPlace(rank, size, stages=stages).answers)
+    contexts = config.parallel.prefill_context_parallel_size
+    places = (RankPlace(rank, size, stages=stages, contexts=contexts) for rank in range(size))
+    answering = next(place.rank for place in places if place.answers)
     with contextlib.ExitStack() as until_started:
         kept = until_started.enter_context(contextlib.ExitStack())
         start = until_started.enter_context(_rank_starter(config, files, kept))
@@ -137,7 +140,10 @@ def _rank_starter(config: EngineConfig, files: ModelFiles, kept: contextlib.Exit
     each = parallel.ranks_per_node
 
     def start(number: int, ring: RingHandles) -> AnyRank:
-        place = RankPlace(number, size, host, meeting.port, stages, each) if meeting else RankPlace()
+        place = RankPlace()
+        if meeting is not None:
+            contexts = parallel.prefill_context_parallel_size
+            place = RankPlace(number, size, host, meeting.port, stages, each, contexts=contexts)
         if listener is None or number < first:
             return rank_process(config, files, memory, place, ring)
         return listener.admit(number, place, number // each, ring)
@@ -169,7 +175,7 @@ def rank_process(
 
 def serve_node(config: EngineConfig, level: int) -> int:
     """`serve_ranks` of the model that the settings name, in a process without a log of its own."""
-    logging.basicConfig(level=level, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    logging.basicConfig(level=level, format=FORM)
     return serve_ranks(config, model_files(config.model, weights=config.needs_weights))
 
 
@@ -206,14 +212,20 @@ def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:
         raise ConfigError(
             f"{config.parallel.division}: {files.name} is an encoder, which runs on one device. Leave it out."
         )
+    stages, layers = config.parallel.pipeline_parallel_size, files.config.get("num_hidden_layers")
+    if isinstance(layers, int) and stages > layers:  # before a process for each stage is started
+        raise ConfigError(
+            f"--pipeline-parallel-size {stages}: the model has {layers} layers, and each stage needs one. Use at most "
+            f"{layers} stages."
+        )
 
 
 def _check_experts(config: EngineConfig, files: ModelFiles) -> None:
     """Raise ConfigError if there are no experts to divide, or no ranks to divide them over."""
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.tensor_parallel_size == 1 and not config.parallel.divides_requests:
         raise ConfigError(
             "--enable-expert-parallel divides experts over the ranks of --tensor-parallel-size, which is 1. Raise it, "
-            "or leave the flag out."
+            "or --data-parallel-size, or leave the flag out."
         )
     if not any(isinstance(one, ExpertsSpec) for one in getattr(OWN.spec_of(files.config), "mlps", ())):
         raise ConfigError(f"--enable-expert-parallel: {files.name} has no experts. Leave it out.")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from octavo.config import DeviceConfig, EngineConfig
 from octavo.core.info import ModelInfo
+from octavo.core.log import FORM
 from octavo.core.memory import check_address_space, memory_errors
 from octavo.engine.core_server import LOST, CoreServer
 from octavo.engine.loop import EngineLoop
@@ -22,7 +23,7 @@ from octavo.native.needs import needed_libraries
 
 def main() -> int:
     listener, (config, files, log) = receive_payload()
-    log.set_up("%(levelname)s %(asctime)s %(name)s: %(message)s")
+    log.set_up(FORM)
     code = CoreServer(listener).run(partial(_start, config, files))
     if code == LOST:
         _leave(code)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 
+from octavo.core.log import FORM
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank import RankServer
 from octavo.engine.rank_process import receive_rank
@@ -13,7 +14,7 @@ from octavo.engine.rank_process import receive_rank
 
 def main() -> int:
     peer, ring, (config, files, level, place) = receive_rank()
-    logging.basicConfig(level=level, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    logging.basicConfig(level=level, format=FORM)
     from octavo.build_worker import build_rank
     from octavo.features import payload_types
 

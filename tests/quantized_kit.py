@@ -124,6 +124,7 @@ def packed_integers(bits: int, group: int, *, symmetric: bool = True, act_order:
         return stored, value(integers, scales, zeros, order)
 
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    weights["actorder"] = "group" if act_order else None
     return Example(compressed("pack-quantized", weights), write)
 
 
@@ -140,7 +141,7 @@ def int8(asymmetric: bool = False) -> Example:
             stored["weight_zero_point"] = (zeros - 128).to(torch.int8)
         return stored, value(integers, scales, zeros)
 
-    form = {"num_bits": 8, "type": "int"}
+    form = {"num_bits": 8, "type": "int", "symmetric": not asymmetric}
     return Example(compressed("int-quantized", form, form), write)
 
 
@@ -170,7 +171,7 @@ def fp8(scales: str, dtype: torch.dtype = torch.float8_e4m3fn, method: str = "fp
         return {"weight": narrow, name: factors[0, 0] if scales == "tensor" else factors}, exact
 
     if method == "compressed-tensors":
-        form = {"num_bits": 8, "type": "float"}
+        form = {"num_bits": 8, "type": "float", "strategy": "block" if scales == "tiles" else scales}
         return Example(compressed("float-quantized", form, form), write, packs=False, codes=True)
     block = {"weight_block_size": [128, 128]} if scales == "tiles" else {}
     return Example({"quant_method": method, "activation_scheme": "dynamic", **block}, write, packs=False, codes=True)
@@ -278,7 +279,14 @@ def torchao(kind: str) -> Example:
         signed = {"_weight_qdata": pairs((integers - 8) & 15).view(torch.int8), "_weight_scale": scales.T.contiguous()}
         return {**signed, "_weight_zero_point": ((8 - zeros) * scales).T.contiguous()}, exact
 
-    return Example({"quant_method": "torchao"}, write, packs=kind != "float8", codes=kind == "float8")
+    kinds = {"intx": "IntxWeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}
+    default = {"_type": kinds[kind]} if kind in kinds else {}
+    return Example(
+        {"quant_method": "torchao", "quant_type": {"default": default}},
+        write,
+        packs=kind != "float8",
+        codes=kind == "float8",
+    )
 
 
 def hqq(bits: int, group: int, axis: int = 1) -> Example:

@@ -124,6 +124,14 @@ TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "device": "cpu", "cpu_bi
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "device": "cpu", "cpu_bind": "nobind"}
 """Settings of an engine of two stages, on any machine."""
 
+CONTEXTS: dict[str, Any] = {
+    "prefill_context_parallel_size": 2,
+    "prefill_context_parallel_threshold": 8,
+    "device": "cpu",
+    "cpu_bind": "nobind",
+}
+"""Settings of an engine whose two ranks divide the tokens of prompts, on any machine."""
+
 
 def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, *, native: bool = True) -> None:
     """Have engines of several ranks run them in threads. A single rank stays a process.
@@ -131,7 +139,7 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, *, native: bool = True) ->
     Args:
         native: the ranks share memory, so that models can run as native programs.
     """
-    meetings: dict[tuple[int, int], tuple[threading.Barrier, list[Tensor]]] = {}
+    meetings: dict[tuple[int, str, int], tuple[threading.Barrier, list[Tensor]]] = {}
     passed: dict[int, dict[int, SimpleQueue[Tensor]]] = {}
     meeting = threading.Lock()
 
@@ -140,14 +148,19 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, *, native: bool = True) ->
             return Mesh(), Stage()
         own = threading.Barrier(place.shards), [torch.empty(0)] * place.shards
         with meeting:
-            shared = meetings.setdefault((place.port, place.stage), own)
+            shared = meetings.setdefault((place.port, "group", place.group), own)
+            same = place.stage * place.shards + place.shard
+            alike = threading.Barrier(place.contexts), [torch.empty(0)] * place.contexts
+            context = meetings.setdefault((place.port, "context", same), alike)
             queues = passed.setdefault(place.port, {rank: SimpleQueue() for rank in range(place.size)})
-        link = ThreadLink(queues, place.rank, place.rank + place.shards)
+        each = place.shards * place.contexts
+        link = ThreadLink(queues, place.rank, place.rank + each)
         group: Collectives = ThreadCollectives(place.shard, *shared)
         if native and place.memory >= 0:
             group = SharedMemory(Exchange(place.memory, place.shard, place.shards, _PATIENCE_S, isa))
             os.close(place.memory)
-        mesh = Mesh(place.shard, place.shards, group)
+        dividing = Mesh(place.context, place.contexts, ThreadCollectives(place.context, *context))
+        mesh = Mesh(place.shard, place.shards, group, dividing if place.contexts > 1 else None)
         return mesh, Stage(place.stage, place.stages, link)
 
     def start(module: str, payload: Any, *args: Any, **kwargs: Any) -> RankProcess:

@@ -74,7 +74,8 @@ class World:
 
     `extra` are further features; their method `turn`, if they have one, is called between steps. One of them ends each
     request at the first token of `also_ends`. A client aborts a choice as soon as its output has one of the
-    sequences `stops`, which stand for stop strings, perhaps in the middle of a delta.
+    sequences `stops`, which stand for stop strings, perhaps in the middle of a delta. Each of `ranks` has `num_blocks`
+    blocks.
     """
 
     rng: random.Random
@@ -89,6 +90,7 @@ class World:
     faulty: bool = False
     right_drafts: float = 0.6
     groups: tuple[CacheGroup, ...] = FULL
+    ranks: int = 1
     extra: tuple[EngineHook, ...] = ()
     also_ends: frozenset[int] = frozenset()
     stops: tuple[tuple[int, ...], ...] = ()
@@ -99,8 +101,9 @@ class World:
     reasons: dict[tuple[str, int], TokenDelta] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.num_blocks *= len(self.groups)
-        self.cache = KVCache(self.num_blocks, BLOCK, self.groups, self.budget)
+        self.usable = self.num_blocks * len(self.groups)
+        self.num_blocks = self.usable * self.ranks
+        self.cache = KVCache(self.num_blocks, BLOCK, self.groups, self.budget, self.ranks)
         self.hook = Feedback(self.rng)
         self.hook.opt_in = self.rng.random() < 0.7
         limits = Limits(
@@ -138,7 +141,7 @@ class World:
             generated = 0 if request.prompt_only else request.params.max_tokens
             need = len(request.tokens) + generated
             held = sum(hook.held_blocks(request) for hook in self.extra if hook.name in request.options)
-            assert need > MAX_LEN or self.cache.blocks_for(need) + held > self.num_blocks, "refused although it fits"
+            assert need > MAX_LEN or self.cache.blocks_for(need) + held > self.usable, "refused although it fits"
             del self.asked[request.id]
 
     def take(self, deltas: list[TokenDelta]) -> None:
@@ -182,6 +185,9 @@ class World:
             self.cache.check()
             for request in self.scheduler._requests.running:
                 assert request.num_computed <= request.num_prompt + request.max_tokens, "drafts past the last token"
+                if self.ranks > 1:
+                    ranks = {block // self.usable for block in request.table.held}
+                    assert ranks <= {request.table.rank}, "a request's blocks are not on its rank"
 
     def check(self) -> None:
         assert self.cache.num_free == self.num_blocks, "leak"

@@ -23,6 +23,7 @@ from octavo.models.load.quantized.table import dequantizing, rounds_activations
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.gpu_packed_experts import ExpertMatrices
 from octavo.nn.quant.packed import packed
 from octavo.nn.quant.packed_gpu import PackedOnGpu
 from octavo.nn.weights import QuantizedBlocks
@@ -61,11 +62,8 @@ def _cells(name: str, cpu: QuantizedBlocks | None, *, rounds: bool) -> tuple[str
     on_gpu = None if cpu is None else _form_on_gpu(cpu, rounds=rounds)
     gpu = None if on_gpu is None else cpu
     kept = ["expanded" if blocks is None else "packed" for blocks in (cpu, gpu)]
-    takes = [
-        scheme(torch.float32, torch.device("cpu")).experts(FORM).takes_blocks
-        for scheme in (BlockQuantized, PackedOnGpu)
-    ]
-    experts = [form if taken else "expanded" for form, taken in zip(kept, takes, strict=True)]
+    takes = BlockQuantized(torch.float32, torch.device("cpu")).experts(FORM).takes_blocks
+    experts = [kept[0] if takes else "expanded", _of_experts_on_gpu(cpu, rounds=rounds)]
     beside = {"test_ranks_on_cpus": [_of_ranks(cpu), _of_ranks(gpu)], "test_experts": experts, "test_adapters": kept}
     cells = (" / ".join(forms) if name in tested(test) else "" for test, forms in beside.items())
     return _form(cpu), on_gpu or "expanded", *cells
@@ -75,6 +73,14 @@ def _form_on_gpu(blocks: QuantizedBlocks, *, rounds: bool) -> str | None:
     scheme = PackedOnGpu(torch.bfloat16, torch.device("cpu"), rounds=rounds)
     scheme.prepare([{"weight": blocks}])
     return scheme.packed_as
+
+
+def _of_experts_on_gpu(blocks: QuantizedBlocks | None, *, rounds: bool) -> str:
+    if blocks is None:
+        return "expanded"
+    product = ExpertMatrices(1, torch.bfloat16, torch.device("cpu"), None, rounds=rounds)
+    product.take(0, [{"weight": blocks}])
+    return "expanded" if product.packed_as is None else "packed"
 
 
 def _of_ranks(blocks: QuantizedBlocks | None) -> str:

@@ -49,3 +49,14 @@ def floor_seconds(lengths: Sequence[tuple[int, int]], info: ModelInfo, ceilings:
             read_of_rows = sum(min(length, window) for length in alive) if window else sum(alive)
             decoding += read_of_rows * size / ceilings.bytes_per_s
     return prompts + decoding
+
+
+def share_text(share: float) -> str:
+    """Return a sentence that compares a run with its floor.
+
+    Above 1 the ceilings were too low for this model: they are of products in its dtype, but quantized weights multiply
+    as integers, which is faster. Or other programs ran while the ceilings were measured.
+    """
+    if share <= 1:
+        return f"so {share:.0%} of what is possible"
+    return f"which this run beats ({share:.0%}): integer weights multiply faster than that, or the machine was not idle"

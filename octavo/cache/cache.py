@@ -5,54 +5,14 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.lease import Lease
 from octavo.cache.prefix_tree import Key, Node, PrefixTree
 from octavo.cache.prefixes import Extension, extension, longest, tail
+from octavo.cache.table import BlockTable, Growth
 from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind, blocks_held
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """One sequence's blocks, in order, for each group of layers. Only `KVCache` changes it.
-
-    Positions of a sequence, left to right:  [ registered | full or filling | unused ]
-    registered: full blocks that other requests can find; never written again.
-
-    A WINDOW group has NO_BLOCK in front, for positions that have left the window; a STATE group has one entry.
-    """
-
-    groups: list[list[int]] = field(default_factory=list)
-    num_registered: int = 0
-    """Number of leading blocks in the prefix tree, as these blocks or as blocks of equal content."""
-    node: Node | None = None
-    """The tree's node for the last registered block."""
-
-    @property
-    def blocks(self) -> list[int]:
-        """The blocks of the first group, which are all blocks if the model has one group."""
-        return self.groups[0] if self.groups else []
-
-    @property
-    def held(self) -> Iterator[int]:
-        """Every block that the table holds a reference to."""
-        return (block for group in self.groups for block in group if block != NO_BLOCK)
-
-
-@dataclass(slots=True)
-class Growth:
-    """Changes that a step makes to a table.
-
-    Attributes:
-        writes: (group, index, block) entries that the worker must change.
-        copies: (source, destination) blocks to copy first, in order.
-    """
-
-    writes: list[tuple[int, int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class KVCache:
@@ -71,14 +31,22 @@ class KVCache:
         groups: cache groups of the model's layers. A sequence has a block table for each; all take blocks from one
             pool. A model that keeps nothing between steps has no group, and any sequence fits.
         step_tokens: most tokens of one request in a step; bounds the blocks of a WINDOW group.
+        ranks: ranks that have an equal part of the blocks each. All blocks of a table are of one rank (`seat`), and
+            prefixes are found on the rank that computed them. With 1, blocks are not counted by rank.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: Sequence[CacheGroup] = FULL, step_tokens: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[CacheGroup] = FULL,
+        step_tokens: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.block_size = block_size
         self.groups = tuple(groups)
-        self.pool = BlockPool(num_blocks)
+        self.ranks = ranks
+        self.pool = BlockPool(num_blocks, ranks)
         self.tree = PrefixTree(block_size, groups)
         self.num_evicted = 0
         self.num_copied = 0
@@ -101,6 +69,38 @@ class KVCache:
     def num_free(self) -> int:
         return self.pool.num_free
 
+    @property
+    def num_usable(self) -> int:
+        """The most blocks that one table can have."""
+        return self.num_blocks // self.ranks
+
+    @property
+    def least_free(self) -> int:
+        """Free blocks of the rank that has the fewest."""
+        return min(map(self.pool.free_in, range(self.ranks)))
+
+    def free_for(self, table: BlockTable) -> int:
+        """Return the free blocks that a table could take."""
+        return self.pool.free_in(max(table.rank, 0))
+
+    def seat(self, table: BlockTable, namespace: str, keys: Sequence[Key], num_tokens: int) -> None:
+        """Choose the rank of an empty table: one with room, and of these the one with the fewest blocks in use, less
+        those of the longest prefix of `keys` that it has.
+
+        Args:
+            num_tokens: positions that the table will soon need.
+        """
+        if self.ranks == 1:
+            return
+        most, needed = max(0, len(keys) - 1) // self.block_size, self.blocks_for(num_tokens)
+
+        def load(rank: int) -> tuple[bool, int]:
+            known = len(self.groups) * len(self.tree.match(_within(rank, namespace), keys, most))
+            free = self.pool.free_in(rank)
+            return needed - known > free, self.num_usable - free - known
+
+        table.rank = min(range(self.ranks), key=load)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` can hold, over all groups."""
         if self._only_full:
@@ -110,8 +110,8 @@ class KVCache:
     def longest(self, most: int) -> int:
         """Return the tokens of the longest sequence that fits the empty cache; at most `most` if windows are kept."""
         if self._only_full:
-            return self.num_blocks // max(len(self.groups), 1) * self.block_size
-        return bisect.bisect_right(range(most + 1), self.num_blocks, key=self.blocks_for) - 1
+            return self.num_usable // max(len(self.groups), 1) * self.block_size
+        return bisect.bisect_right(range(most + 1), self.num_usable, key=self.blocks_for) - 1
 
     def missing(self, table: BlockTable, num_computed: int, num_tokens: int) -> int:
         """Return the blocks to add to a table for `num_tokens` positions, copies of shared blocks included.
@@ -151,7 +151,7 @@ class KVCache:
 
         At least one token is left to compute, since its logits are needed.
         """
-        path = self.tree.match(namespace, keys, max_blocks=(len(keys) - 1) // self.block_size)
+        path = self.tree.match(_within(table.rank, namespace), keys, max_blocks=(len(keys) - 1) // self.block_size)
         length = len(path) if self._only_full else self._usable(path)
         table.groups = [self._shared_row(group, path[:length], i) for i, group in enumerate(self.groups)]
         self._hold(table)
@@ -175,7 +175,7 @@ class KVCache:
             if not group.grows or NO_BLOCK in shared:
                 return False
             rows.append([NO_BLOCK] * first + shared)
-        table.groups = rows
+        table.groups, table.rank = rows, source.rank
         self._hold(table)
         table.num_registered, table.node = source.num_registered, source.node
         while table.node is not None and table.num_registered > num_tokens // self.block_size:
@@ -193,17 +193,19 @@ class KVCache:
             The changes; None, with nothing changed, if too few blocks are free.
         """
         table.groups = table.groups or [[] for _ in self.groups]
+        if self.ranks > 1 and table.rank < 0:
+            self.seat(table, "", (), end)
         rows = list(zip(self.groups, table.groups, strict=True))
         shared = [self._shared_indices(group, row, start, end) for group, row in rows]
         missing = [self._rows(group, end) - len(row) for group, row in rows]
-        if sum(map(len, shared)) + sum(count for count in missing if count > 0) > self.pool.num_free:
+        if sum(map(len, shared)) + sum(count for count in missing if count > 0) > self.free_for(table):
             return None
         growth = Growth()
         for i, row in enumerate(table.groups):
             for index in shared[i]:
                 self._copy(table, i, index, growth)
             for _ in range(missing[i]):
-                block = self._allocate()
+                block = self._allocate(table.rank)
                 growth.writes.append((i, len(row), block))
                 row.append(block)
         if not self._only_full:
@@ -234,7 +236,7 @@ class KVCache:
             return
         node = table.node
         if node is None or node.dead:
-            node, table.num_registered = self.tree.root(namespace), 0
+            node, table.num_registered = self.tree.root(_within(table.rank, namespace)), 0
         for index in range(table.num_registered, full):
             position = (index + 1) * size
             leaves_state = position == (end if num_computed is None else num_computed)
@@ -404,7 +406,7 @@ class KVCache:
     def _copy(self, table: BlockTable, group: int, index: int, growth: Growth) -> None:
         """Replace a shared block by a private copy."""
         row = table.groups[group]
-        old, new = row[index], self._allocate()
+        old, new = row[index], self._allocate(table.rank)
         growth.copies.append((old, new))
         growth.writes.append((group, index, new))
         row[index] = new
@@ -425,15 +427,16 @@ class KVCache:
     def _is_shared(self, block: int) -> bool:
         return self.pool.refs(block) > 1 or block in self.tree
 
-    def _allocate(self) -> int:
-        block = self.pool.take_blank()
+    def _allocate(self, rank: int = -1) -> int:
+        part = max(rank, 0)
+        block = self.pool.take_blank(part)
         if block is None:
-            for gone in self.tree.remove(self.pool.oldest_cached()):
+            for gone in self.tree.remove(self.pool.oldest_cached(part)):
                 self.pool.forget(gone)
             self.num_evicted += 1
-            block = self.pool.take_blank()
+            block = self.pool.take_blank(part)
         if block is None:
-            raise AssertionError("no block is free although `num_free` is above 0")
+            raise AssertionError("no block is free although `free_for` is above 0")
         return block
 
     def _drop(self, block: int) -> None:
@@ -458,6 +461,11 @@ class KVCache:
         left = self.pool.num_used - self.num_leased
         if num_requests or left:
             raise AssertionError(f"{left} blocks and {num_requests} requests are left although nothing runs")
+
+
+def _within(rank: int, namespace: str) -> str:
+    """Return the tree's namespace for the blocks of a rank."""
+    return namespace if rank < 0 else f"{rank}/{namespace}"
 
 
 def _registered(group: CacheGroup, row: Sequence[int], index: int, position: int, leaves_state: bool) -> int:

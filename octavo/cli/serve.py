@@ -12,6 +12,7 @@ from octavo.cli.flags.parser import OctavoParser, say
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.start import open_frontend
 from octavo.config import EngineConfig, ServerConfig
+from octavo.core.log import FORM
 from octavo.hub.catalogue import CATALOGUE
 
 
@@ -35,7 +36,7 @@ def run_ranks(engine: EngineConfig, server: ServerConfig) -> int:
     from octavo.server.process.log import log_settings
     from octavo.text.sources import model_files
 
-    log_settings(server).set_up("%(levelname)s %(asctime)s %(name)s: %(message)s")
+    log_settings(server).set_up(FORM)
     return serve_ranks(engine, model_files(engine.model, weights=engine.needs_weights))
 
 

@@ -49,7 +49,8 @@ def _switch(what: str) -> Missing:
 
 
 _CONTEXT = Missing(
-    "context parallelism is not supported by this version; --tensor-parallel-size divides attention by heads",
+    "context parallelism is for prompts (--prefill-context-parallel-size) and not supported for decoding by this "
+    "version; --tensor-parallel-size divides attention by heads",
     frozenset({"1"}),
 )
 _MEDIA = "images, audio and video are"
@@ -132,7 +133,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_ENGINE,
     **_SERVER,
     "decode-context-parallel-size": _CONTEXT,
-    "prefill-context-parallel-size": _CONTEXT,
     "kv-transfer-config": _value("transfer of KV cache between servers is"),
     "kv-events-config": _value("publishing of KV cache events is"),
     "kv-offloading-size": _value("offloading of the KV cache is", "0"),
@@ -159,7 +159,6 @@ ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SER
 """The flags that also apply without a server."""
 
 SHORT = {
-    "-pcp": "prefill-context-parallel-size",
     "-dcp": "decode-context-parallel-size",
     "-cc": "compilation-config",
     "-O": "optimization-level",

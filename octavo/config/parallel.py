@@ -32,6 +32,20 @@ class ParallelConfig:
         metavar="N",
         aliases=("-pp",),
     )
+    prefill_context_parallel_size: int = setting(
+        1,
+        "ranks, each with a whole copy of the weights, that divide the tokens of large steps with prompts "
+        "(docs/parallel.md)",
+        read=quantities.count,
+        metavar="N",
+        aliases=("-pcp",),
+    )
+    prefill_context_parallel_threshold: int = setting(
+        1024,
+        "tokens of a step from which on --prefill-context-parallel-size divides them",
+        read=quantities.count,
+        metavar="N",
+    )
     pipeline_layers: tuple[int, ...] = setting(
         (),
         "number of layers of each stage, such as 10,12",
@@ -43,7 +57,9 @@ class ParallelConfig:
     )
     enable_expert_parallel: bool = setting(
         False,
-        "give each rank of --tensor-parallel-size some of a layer's experts, instead of a part of each",
+        "give each rank of --tensor-parallel-size some of a layer's experts, instead of a part of each; with "
+        "--data-parallel-size, divide requests and experts over ranks that have whole attention layers "
+        "(docs/parallel.md)",
     )
     all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = setting(
         "allgather_reducescatter",
@@ -88,7 +104,7 @@ class ParallelConfig:
     data_parallel_size: int = setting(
         1,
         "replicas of the model, each an engine of its own with its own devices; a request goes to the one with the "
-        "least work, or that knows its prompt",
+        "least work, or that knows its prompt. With --enable-expert-parallel, ranks of one engine",
         read=quantities.count,
         metavar="N",
         aliases=("-dp",),
@@ -111,23 +127,69 @@ class ParallelConfig:
         if self.num_ranks % self.nnodes:
             raise ConfigError(
                 f"{nodes}: the number of ranks, {self.num_ranks}, must be a multiple of it. It is the product of "
-                "--tensor-parallel-size and --pipeline-parallel-size."
+                "--tensor-parallel-size, --pipeline-parallel-size and --prefill-context-parallel-size, or "
+                "--data-parallel-size with --enable-expert-parallel."
             )
+        if self.pipeline_layers and self.pipeline_parallel_size == 1:
+            listed = ",".join(map(str, self.pipeline_layers))
+            raise ConfigError(
+                f"--pipeline-layers {listed}: --pipeline-parallel-size 1 is one stage, which has all layers. Set it to "
+                f"{len(self.pipeline_layers)}, or leave out --pipeline-layers (and OCTAVO_PP_LAYER_PARTITION)."
+            )
+        self._check_requests()
         if self.enable_dbo and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "--enable-dbo computes while sums over ranks run, and with --tensor-parallel-size 1 there are none. "
                 "Raise that, or leave it out."
+            )
+        if self.enable_dbo and self.prefill_context_parallel_size > 1:
+            raise ConfigError(
+                f"--enable-dbo: with --prefill-context-parallel-size {self.prefill_context_parallel_size} ranks divide "
+                "large steps already. Leave one of them out."
             )
         if self.exchanges_rows and not self.enable_expert_parallel:
             raise ConfigError(
                 f"--all2all-backend {self.all2all_backend} is for --enable-expert-parallel: without it, each rank has "
                 "a part of every expert. Set that flag, or leave this one out."
             )
-        if self.nnodes > 1 and self.data_parallel_size > 1:
+        if self.nnodes > 1 and self.replicas > 1:
             raise ConfigError(
                 f"--data-parallel-size {self.data_parallel_size}: a model on several machines ({nodes}) has one "
                 "replica. Start a server for each, behind a load balancer."
             )
+
+    def _check_requests(self) -> None:
+        """Raise ConfigError for what data-parallel attention can't be combined with."""
+        if not self.divides_requests:
+            return
+        context = self.prefill_context_parallel_size
+        for given, flag in (
+            (self.tensor_parallel_size > 1, f"--tensor-parallel-size {self.tensor_parallel_size}"),
+            (self.pipeline_parallel_size > 1, f"--pipeline-parallel-size {self.pipeline_parallel_size}"),
+            (context > 1, f"--prefill-context-parallel-size {context}"),
+            (self.enable_dbo, "--enable-dbo"),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{flag}: with --data-parallel-size {self.data_parallel_size} and --enable-expert-parallel each "
+                    "rank has whole attention layers and some of the experts. Leave it out; or leave "
+                    "--enable-expert-parallel out for whole replicas."
+                )
+
+    @property
+    def divides_requests(self) -> bool:
+        """Whether ranks have whole attention layers and divide requests and experts (data-parallel attention)."""
+        return self.data_parallel_size > 1 and self.enable_expert_parallel
+
+    @property
+    def cache_ranks(self) -> int:
+        """The number of ranks that have KV blocks of their own; 1 if each has a share of every block."""
+        return self.data_parallel_size if self.divides_requests else 1
+
+    @property
+    def replicas(self) -> int:
+        """The number of engines."""
+        return 1 if self.divides_requests else self.data_parallel_size
 
     @property
     def sums(self) -> dict[str, bool]:
@@ -140,8 +202,14 @@ class ParallelConfig:
         return self.all2all_backend == "all_to_all"
 
     @property
+    def sends_rows(self) -> bool:
+        """Whether ranks send each other single rows, instead of sums of all."""
+        return self.exchanges_rows or self.divides_requests
+
+    @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        whole = self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
+        return whole * self.cache_ranks
 
     @property
     def ranks_per_node(self) -> int:
@@ -151,5 +219,6 @@ class ParallelConfig:
     @property
     def division(self) -> str:
         """The settings that divide the model, for errors."""
-        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size, "data": self.cache_ranks}
+        sizes["prefill-context"] = self.prefill_context_parallel_size
         return " ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)

@@ -10,6 +10,9 @@ from typing import Any
 
 from octavo.core.errors import ConfigError
 
+FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""Format of the lines of processes without a server."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:

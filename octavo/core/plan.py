@@ -25,6 +25,8 @@ class NewRow(msgspec.Struct, frozen=True):
             no block.
         options: the features' own options, as in `GenerateRequest`.
         raw_logprobs: report log-probabilities of the raw logits, regardless of the engine's `logprobs_mode`.
+        rank: the rank that has the blocks and computes the request's rows of the layers; -1 if every rank has a share
+            of each block.
     """
 
     slot: int
@@ -37,6 +39,7 @@ class NewRow(msgspec.Struct, frozen=True):
     blocks: list[list[int]]
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     raw_logprobs: bool = False
+    rank: int = -1
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):

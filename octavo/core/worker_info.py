@@ -15,9 +15,11 @@ class RankPlace(msgspec.Struct, frozen=True):
     Attributes:
         rank, size: its number, and the number of ranks.
         host, port: where the ranks find each other.
-        stages: of the pipeline; each has consecutive ranks, which divide its layers.
+        stages: of the pipeline; each has consecutive ranks.
+        contexts: groups of consecutive ranks of a stage that have the same layers. The ranks of a group divide the
+            layers, and the groups the tokens of large steps.
         per_node: ranks of one machine, which are consecutive; 0 if all are on one.
-        memory: descriptor of the file in memory that the ranks of the stage share; -1 if they share none.
+        memory: descriptor of the file in memory that the ranks of the group share; -1 if they share none.
     """
 
     rank: int = 0
@@ -27,6 +29,7 @@ class RankPlace(msgspec.Struct, frozen=True):
     stages: int = 1
     per_node: int = 0
     memory: int = -1
+    contexts: int = 1
 
     @property
     def local(self) -> tuple[int, int]:
@@ -37,27 +40,37 @@ class RankPlace(msgspec.Struct, frozen=True):
     @property
     def shards(self) -> int:
         """The number of ranks that divide each layer."""
-        return self.size // self.stages
+        return self.size // (self.stages * self.contexts)
 
     @property
     def shard(self) -> int:
-        """The rank's number among those of its stage."""
+        """The rank's number among those of its group."""
         return self.rank % self.shards
 
     @property
-    def stage(self) -> int:
+    def group(self) -> int:
+        """The number of the rank's group among all, stage by stage."""
         return self.rank // self.shards
 
     @property
-    def stage_is_local(self) -> bool:
-        """Whether one machine has all ranks of the stage."""
-        each, first = self.per_node or self.size, self.stage * self.shards
+    def context(self) -> int:
+        """The number of the rank's group among those of its stage."""
+        return self.group % self.contexts
+
+    @property
+    def stage(self) -> int:
+        return self.group // self.contexts
+
+    @property
+    def group_is_local(self) -> bool:
+        """Whether one machine has all ranks of the group."""
+        each, first = self.per_node or self.size, self.group * self.shards
         return first // each == (first + self.shards - 1) // each
 
     @property
     def answers(self) -> bool:
         """Whether the engine reads the steps' outputs of this rank: the first of the last stage, which samples."""
-        return self.rank == self.size - self.shards
+        return self.rank == self.size - self.shards * self.contexts
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +137,16 @@ class LoadedFacts(msgspec.Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """Memory of a block, that of features included."""
         return self.block_size * self.kv_bytes_per_token + self.block_bytes_besides
+
+
+MOST_DRAFTED = 64
+"""Requests that may have all their drafts in one step; if there are more, each has fewer. It bounds a step's logits."""
+
+
+def most_results(num_seqs: int, max_step_tokens: int, max_drafts: int) -> int:
+    """Return the most tokens of a step that get logits: one of each request, and the drafts."""
+    drafts = min(num_seqs, MOST_DRAFTED) * max_drafts
+    return min(num_seqs + drafts, max(num_seqs, max_step_tokens))
 
 
 class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):

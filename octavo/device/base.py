@@ -15,9 +15,9 @@ _GIB = 1 << 30
 def too_large(size: int, free: int, workspace: int, where: str) -> str:
     """Return the error text for a KV cache that does not fit; `size` is the useful part of the requested bytes."""
     return (
-        f"A KV cache of {size / _GIB:.2f} GiB was asked for, but {free / _GIB:.2f} GiB of {where} are free, and the "
-        f"largest step needs {workspace / _GIB:.2f} GiB of them. Lower --kv-cache-memory-bytes or leave it out. A "
-        "cache is never larger than --max-num-seqs requests of --max-model-len can use, so lowering these will do, too."
+        f"The KV cache would take {size / _GIB:.2f} GiB (--kv-cache-memory-bytes, or what --max-num-seqs requests of "
+        f"--max-model-len can use, if that is less), but {free / _GIB:.2f} GiB of {where} are free, and the largest "
+        f"step needs {workspace / _GIB:.2f} GiB of them. Lower one of these, or leave --kv-cache-memory-bytes out."
     )
 
 

@@ -35,6 +35,14 @@ def bind(binding: str, nodes: Path = NODES, rank: int = 0, size: int = 1) -> Non
         chosen = _stated(_own_list(binding, rank, size), allowed)
     else:
         chosen = _largest_node(allowed, nodes) if size == 1 else divided(allowed, nodes, rank, size)
+        if rank == 0 and size > len(allowed):
+            log.warning(
+                "%d ranks share %d cores, so that some wait for others in every layer: with at most %d ranks, answers "
+                "come sooner",
+                size,
+                len(allowed),
+                len(allowed),
+            )
     if chosen != allowed:
         os.sched_setaffinity(0, chosen)
         log.info("compute threads are bound to the cores %s", format_cores(chosen))

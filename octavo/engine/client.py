@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from octavo.core.errors import EngineDeadError, InvalidRequestError, SlowReaderError
@@ -28,6 +29,8 @@ _LOOK_S = 0.2
 _LATE_S = 1.0
 _ENDING_S = 1.0
 """Seconds to wait for a process to end after its socket has failed."""
+_DRAIN_S = 1.0
+"""Seconds to read what a process sent before it ended."""
 _SILENCE_S = 10.0
 
 
@@ -72,6 +75,7 @@ class CoreClient:
         self._dead: str | None = None
         self._heard_at = self._looked_at = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
+        self._disconnected = asyncio.Event()
 
     @classmethod
     async def start(
@@ -249,7 +253,8 @@ class CoreClient:
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            self._transport, _ = await loop.create_unix_connection(lambda: _Receiver(self._take), self._process.address)
+            receiver = partial(_Receiver, self._take, self._disconnected)
+            self._transport, _ = await loop.create_unix_connection(receiver, self._process.address)
         except OSError as exc:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ENDING_S):
@@ -337,6 +342,9 @@ class CoreClient:
                 was_well = self._report(was_well)
         finally:
             exited.cancel()
+        with contextlib.suppress(TimeoutError):  # its last message may not be read yet
+            async with asyncio.timeout(_DRAIN_S):
+                await self._disconnected.wait()
         if self._dead is None:
             reason = self._process.obituary()
             log.error("%s", reason)
@@ -354,9 +362,12 @@ class CoreClient:
         return late if self._watching is not None and late > _LATE_S else 0.0
 
     def _report(self, was_well: bool) -> bool:
-        """Log when the core stops making progress, with its threads' stacks, and when it resumes; return its health."""
+        """Log when the core stops making progress, with its threads' stacks, and when it resumes; return its health.
+
+        The end of a core has a line of its own.
+        """
         health = self.health()
-        if was_well and not health.ok:
+        if was_well and not health.ok and not health.final:
             log.error("The engine core makes no progress: %s The stacks of its threads follow.", health.reason)
             self._process.show_stacks()
         elif health.ok and not was_well:
@@ -378,15 +389,18 @@ class CoreClient:
 
 
 class _Receiver(asyncio.Protocol):
-    """Splits the bytes from the core into messages."""
+    """Splits the bytes from the core into messages, and sets an event when no more can come."""
 
-    def __init__(self, take: Callable[[wire.ToClient], None]) -> None:
-        self._take = take
+    def __init__(self, take: Callable[[wire.ToClient], None], ended: asyncio.Event) -> None:
+        self._take, self._ended = take, ended
         self._frames = Frames()
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.take(data):
             self._take(wire.decode_to_client(message))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended.set()
 
 
 def _unheard(phase: str, seconds: float | None) -> None:

@@ -22,6 +22,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _GRACE_S = 5.0
 _STACKS = signal.SIGUSR1
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop a whole process group."""
 _POLL_S = 0.1
 _ENVIRONMENT = {
     # Compute threads must not spin while they wait, which takes CPU time from other threads. Read when torch loads.
@@ -136,16 +138,16 @@ class CoreElsewhere:
 def receive_payload() -> tuple[socket.socket, Any]:
     """Call in the child: return the listening socket and the payload of `CoreProcess`.
 
-    Also makes the child ignore SIGINT and SIGTERM, and end with its parent.
+    Also makes the child ignore `GROUP_SIGNALS`, and end with its parent.
     """
     listener, payload = receive_start()
     return socket.socket(fileno=listener), payload
 
 
 def receive_start() -> Any:
-    """Call in a child: return what its parent pickled to standard input. Ignore SIGINT and SIGTERM, and end with the
+    """Call in a child: return what its parent pickled to standard input. Ignore `GROUP_SIGNALS`, and end with the
     parent."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # service managers signal all processes; the parent decides
+    for number in GROUP_SIGNALS:  # service managers and terminals signal all processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(_STACKS)
     die_with_parent()

@@ -168,7 +168,7 @@ class RankProcess:
 def receive_rank() -> tuple[socket.socket, RingReader, Any]:
     """Call in the child: return the socket to the engine, the ring of its messages and the payload of `RankProcess`.
 
-    Also makes the child ignore SIGINT and SIGTERM, and end with its parent.
+    Also makes the child ignore `GROUP_SIGNALS`, and end with its parent.
     """
     descriptor, ring, payload = receive_start()
     return socket.socket(fileno=descriptor), RingReader(ring), payload

@@ -44,12 +44,13 @@ def latent_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> LatentSpec
 
 
 def widest_attention(spec: DecoderSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
-    """Return the parameters of a layer with a window, if any has one: those that ask most of a backend."""
+    """Return the parameters of a layer with a window, if any has one: those that ask most of a backend. A
+    model without attention has parameters all the same, which need not be divisible by the ranks."""
     latent = (i for i in range(spec.num_layers) if isinstance(spec.mixer_of(i), LatentSelfAttention))
     if (first := next(latent, None)) is not None:
         return latent_spec(spec, first, mesh)
     windows = (layer for layer in spec.attention_layers if spec.windows[layer] is not None)
-    return attention_spec(spec, next(windows, 0), mesh)
+    return attention_spec(spec, next(windows, 0), mesh if spec.attention_layers else ALONE)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -152,7 +152,7 @@ class CausalLM(nn.Module):
         )
         self.ropes = nn.ModuleList(b.rope(rope) for rope in dict.fromkeys(spec.ropes or (spec.rope,)))
         self.layers = nn.ModuleList(
-            DecoderLayer(model.at("layers", i), spec, i, self.rope_of(i)) for i in range(spec.num_layers)
+            DecoderLayer(model.for_layers().at("layers", i), spec, i, self.rope_of(i)) for i in range(spec.num_layers)
         )
         self.norm = make_norm(model, "norm", spec.hidden_size, spec.norm)
         shard = NONE if spec.vocab_size % b.mesh.size else COL

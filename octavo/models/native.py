@@ -36,7 +36,7 @@ def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, exchanges_rows: boo
 
     Args:
         mesh: the ranks that divide its layers.
-        exchanges_rows: experts' outputs are summed by an all-to-all of rows.
+        exchanges_rows: ranks send each other single rows.
     """
     parts = dict.fromkeys((*spec.mlps, *(spec.mixer_of(layer) for layer in range(spec.num_layers))))
     reasons = [part.lacking for part in parts if part is not None]
@@ -44,6 +44,8 @@ def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, exchanges_rows: boo
     lacking = next((reason for reason in reasons if reason is not None), None)
     if lacking is not None:
         return f"the kernels lack {lacking}"
+    if mesh.context is not None:
+        return "ranks divide the tokens of its prompts"
     if spec.hidden_size % PANEL:
         return f"hidden_size must be a multiple of {PANEL}, not {spec.hidden_size}"
     return None if mesh.size == 1 else _reason_against_ranks(spec, mesh, exchanges_rows=exchanges_rows)
@@ -53,7 +55,7 @@ def _reason_against_ranks(spec: DecoderSpec, mesh: Mesh, *, exchanges_rows: bool
     if not mesh.shares_memory:
         return "it is divided over ranks that share no memory, or several machines"
     if exchanges_rows:
-        return "its ranks exchange rows (--all2all-backend all_to_all)"
+        return "its ranks exchange rows (--all2all-backend all_to_all, or data-parallel attention)"
     if spec.head_norms is not None and spec.head_norms.over == "all":
         return "ranks divide what it normalizes together"
     return None

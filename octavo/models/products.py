@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.feed_forwards.experts import Experts
 from octavo.models.model import LayeredModel, Model
+from octavo.models.spec import DecoderSpec
 from octavo.nn.linear import Linear, Projection
-from octavo.nn.ops import products
+from octavo.nn.ops import few_rows, gating, products, triton_activation
 from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.quant.packed_gpu import PackedOnGpu
 
@@ -39,11 +41,70 @@ def _is_packed(model: Model) -> bool:
     return any(isinstance(layer, Projection) and getattr(layer.scheme, "is_packed", False) for layer in layers)
 
 
+class _Form(NamedTuple):
+    """A product of few rows, as it is launched.
+
+    Attributes:
+        gates: the outputs are a SiLU gate and its operand.
+        last: the outputs belong to the residual stream, else the inputs are normalized.
+        added: the launch of one row adds them to the stream; that of more rows only if `last`.
+        wide: the outputs are float32.
+    """
+
+    outputs: int
+    inputs: int
+    gates: bool
+    last: bool
+    added: bool
+    wide: bool
+    biased: bool
+
+
+def launch_plain(model: LayeredModel) -> None:
+    """Launch the kernels that multiply few rows with the model's plain matrices, and those of gates, with tensors that
+    have no values: for compiling them ahead."""
+    if not isinstance(model, CausalLM):
+        return
+    last, added, wide = _outputs(model), _added(model), _wide(model)
+    layers = (one for one in model.modules() if isinstance(one, Projection) and isinstance(one.scheme, OnGpu))
+    forms = (
+        _Form(*_shape(one, model.spec), _gates(one), one in last, one in added, one in wide, one.has_bias)
+        for one in layers
+    )
+    for form in dict.fromkeys(forms):
+        _launch(form, model)
+
+
+def _launch(form: _Form, model: CausalLM) -> None:
+    dtype, residual, norm = model.embedding.dtype, model.residual_dtype, model.spec.norm
+
+    def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device=model.device)
+
+    weight = empty(form.outputs, form.inputs)
+    bias = empty(form.outputs) if form.biased else None
+    if form.added:
+        few_rows.fused_product(empty(1, form.inputs), weight, add_to=empty(1, form.outputs, kind=residual), bias=bias)
+    elif not form.last and norm.kind == "rms":
+        inner = form.inputs != model.spec.hidden_size  # then it is not the stream that is normalized
+        x = empty(1, form.inputs, kind=dtype if inner else residual)
+        scale = empty(form.inputs, kind=torch.float32 if norm.offset and not inner else dtype)
+        gated, wide = form.gates and not form.biased, torch.float32 if form.wide else None
+        few_rows.fused_product(x, weight, norm=(scale, norm.eps), gated=gated, bias=bias, dtype=wide)
+    if form.gates:
+        triton_activation.silu_mul(empty(2, form.outputs))
+    if dtype.itemsize == 2 and not form.biased:
+        if not form.wide and few_rows.pays(2, form.outputs):
+            added = empty(2, form.outputs) if form.last and form.added and residual == dtype else None
+            few_rows.few_product(empty(2, form.inputs), weight, added)
+        if form.gates and gating.serves(gating.TYPICAL, weight):
+            gating.gated_product(empty(gating.TYPICAL, form.inputs), weight)
+
+
 def launch_packed(model: LayeredModel) -> None:
     """Launch the kernels of layers whose weights will be quantized when they are loaded, with matrices of zeros: for
     compiling them ahead."""
-    last = {layer for block in model.modules() if isinstance(block, DecoderLayer) for layer in block.outputs}
-    shapes = set()
+    last, shapes = _outputs(model), set()
     for layer in model.modules():
         if isinstance(layer, Linear) and isinstance(layer.scheme, PackedOnGpu):
             shape = (sum(layer.sizes), layer.parts[0].in_features, layer.gates, layer in last, layer.has_bias)
@@ -57,11 +118,9 @@ def _groups(model: Model) -> list[products.Like]:
     if not isinstance(model, CausalLM) or products.products() is None:
         return []
     groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-    blocks = [block for block in model.layers if isinstance(block, DecoderLayer)]
-    last = {layer for block in blocks for layer in block.outputs}
+    last, wide = _outputs(model), _wide(model)
     added: set[torch.Size] = set()
     gated: set[torch.Size] = set()
-    wide = {getattr(model, "head", None), *(one.router for one in model.modules() if isinstance(one, Experts))}
     for module in model.modules():
         if isinstance(module, Projection) and isinstance(module.scheme, OnGpu):
             weight = module.scheme.multiplied
@@ -76,6 +135,35 @@ def _groups(model: Model) -> list[products.Like]:
                 continue
             if module in last and module.leaves(model.residual_dtype):
                 added.add(weight.shape)
-            if module.gates and module.activation == "silu":
+            if _gates(module):
                 gated.add(weight.shape)
     return [products.Like(like, dtype, shape in added, shape in gated) for (shape, dtype), like in groups.items()]
+
+
+def _outputs(model: LayeredModel) -> set[Any]:
+    """Return the operations whose outputs belong to the residual stream."""
+    return {out for block in model.modules() if isinstance(block, DecoderLayer) for out in block.outputs}
+
+
+def _added(model: LayeredModel) -> set[Any]:
+    """Return the operations that can add to the stream themselves; shared experts only for one token."""
+    blocks = [block for block in model.modules() if isinstance(block, DecoderLayer) and block.multiplier == 1.0]
+    parts = [part for block in blocks for part in ((block.mixer, block.mixed_norm), (block.mlp, block.mlp_norm))]
+    shared = {part.shared.out for part, _ in parts if isinstance(part, Experts) and part.shared is not None}
+    return shared | {part.out for part, norm in parts if part is not None and norm is None}
+
+
+def _wide(model: LayeredModel) -> set[Any]:
+    """Return the layers with float32 outputs."""
+    return {getattr(model, "head", None), *(one.router for one in model.modules() if isinstance(one, Experts))}
+
+
+def _gates(layer: Projection) -> bool:
+    return layer.gates and layer.activation == "silu"
+
+
+def _shape(layer: Projection, spec: DecoderSpec) -> tuple[int, int]:
+    """Return a layer's outputs and inputs."""
+    if isinstance(layer, Linear):
+        return sum(layer.sizes), layer.parts[0].in_features
+    return spec.vocab_size, spec.hidden_size

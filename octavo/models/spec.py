@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.models.feed_forwards.spec import FeedForwardSpec
-from octavo.models.mixers.spec import ATTENTION, MixerSpec, SelfAttention
+from octavo.models.mixers.spec import ATTENTION, LatentSelfAttention, MixerSpec, SelfAttention
 from octavo.nn.rope_spec import RopeSpec
 
 
@@ -218,8 +218,13 @@ class DecoderSpec:
 
     @property
     def attention_layers(self) -> list[int]:
-        """The layers with attention."""
+        """The layers with attention over keys and values."""
         return [i for i in range(self.num_layers) if isinstance(self.mixer_of(i), SelfAttention)]
+
+    @property
+    def attends(self) -> bool:
+        """Whether some layers have attention, or latent attention."""
+        return any(isinstance(self.mixer_of(i), SelfAttention | LatentSelfAttention) for i in range(self.num_layers))
 
     def rope_of(self, layer: int) -> RopeSpec:
         """Return a layer's rotary embedding."""
@@ -240,7 +245,7 @@ class DecoderSpec:
         """
         if max_length is None:
             return self
-        if not self.attention_layers:
+        if not self.attends:
             return replace(self, rope=replace(self.rope, max_position=max_length))
         limited = self._with_limit(max_length, windows=self.windows)
         return replace(limited, rope=limited.rope.within(max_length))

@@ -22,7 +22,8 @@ from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.quant.base import Part, Schemes
 from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
-from octavo.nn.shard import COL, Heads, Shard, cut
+from octavo.nn.row_exchange import RowExchange
+from octavo.nn.shard import AnyShard, Heads, share
 from octavo.nn.weights import Keep, fused
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -43,6 +44,8 @@ class Build:
         mesh: the ranks that compute the model together.
         whole_experts: each rank has some of a layer's experts, instead of a part of each.
         exchanges_rows: see `ExpertLayer`.
+        exchange: of ranks that have the tokens of different requests in all layers; None if they have the same tokens,
+            and divide each layer.
     """
 
     dtype: torch.dtype
@@ -54,6 +57,12 @@ class Build:
     mesh: Mesh = ALONE
     whole_experts: bool = False
     exchanges_rows: bool = False
+    exchange: RowExchange | None = None
+
+    def for_layers(self) -> Build:
+        """Return the settings of the layers between embedding and head: whole ones, but for experts, if ranks have
+        different tokens there."""
+        return self if self.exchange is None else self.undivided()
 
     def residual_dtype(self, hidden_size: int) -> torch.dtype:
         """Return the dtype of the residual stream. Most of a bfloat16 model's rounding error arises in its sums, and
@@ -66,12 +75,16 @@ class Build:
         """Return the same settings for a place further down: `b.at("layers", 3)` is at `path.layers.3`."""
         return replace(self, path=".".join(str(name) for name in (self.path, *names) if name != ""))
 
+    def undivided(self) -> Build:
+        """Return the same settings for layers that every rank computes whole."""
+        return replace(self, mesh=ALONE)
+
     def linear(
         self,
         *names: str,
         inputs: int,
         outputs: int | Sequence[int],
-        shard: Shard | Heads,
+        shard: AnyShard,
         bias: bool = False,
         gates: bool = False,
         activation: str = "silu",
@@ -101,14 +114,15 @@ class Build:
             ConfigError: the experts can't be divided over the ranks.
         """
         part = Part(UP, form.hidden_size, form.size, form.bias)
-        if self.whole_experts and self.mesh.size > 1:
-            mine = replace(form, own=_own_experts(form.num_experts, self.mesh))
+        mesh = self.mesh if self.exchange is None else self.exchange.mesh
+        if self.whole_experts and mesh.size > 1:
+            mine = replace(form, own=_own_experts(form.num_experts, mesh))
         else:
-            own = cut(COL, 0, form.size, form.hidden_size, self.mesh).outputs
-            mine = form if own is None else replace(form, size=len(own))
+            mine = replace(form, size=len(share(form.size, mesh)))
         scheme = self.schemes.at(self.path, [part]).experts(mine)
-        exchanges = self.exchanges_rows
-        return ExpertLayer(self.path, self.device, mine, form.size, scheme, self.mesh, exchanges_rows=exchanges)
+        place, exchange = (self.path, self.device), self.exchange
+        sums_rows = self.exchanges_rows and exchange is None
+        return ExpertLayer(*place, mine, form.size, scheme, mesh, exchanges_rows=sums_rows, exchange=exchange)
 
     def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0, scaled: bool = True) -> RMSNorm:
         return RMSNorm(self.at(name).path, self.device, self.dtype, size, eps, offset=offset, scaled=scaled)
@@ -133,8 +147,8 @@ class Build:
     def head_norm(self, name: str, heads: Heads, part: int, eps: float, *, bias: bool, offset: float) -> LayerNorm:
         """Make a norm with weights of its own for each head of queries (part 0) or keys (part 1)."""
         count, size = (heads.heads, heads.kv_heads)[part], heads.head_dim
-        mine = cut(heads, part, count * size, 0, self.mesh).outputs
-        own = None if mine is None else slice(mine.start // size, mine.stop // size)
+        mine = heads.own(part, self.mesh)
+        own = None if self.mesh.size == 1 else slice(mine.start // size, mine.stop // size)
         place = (self.at(name).path, self.device, self.dtype, size, eps)
         return LayerNorm(*place, bias=bias, offset=offset, heads=count, own=own)
 

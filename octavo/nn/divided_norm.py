@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.norm import RMSNorm
-from octavo.nn.shard import Heads, cut
+from octavo.nn.shard import Heads
 from octavo.nn.weights import TensorSpec, Wanted
 from octavo.parallel.mesh import Mesh
 
@@ -27,8 +27,7 @@ class DividedRMSNorm(RMSNorm):
             part: 0 for queries, 1 for keys.
         """
         every = heads.outputs[part]
-        mine = cut(heads, part, every, 0, mesh).outputs
-        assert mine is not None, "a model on one device has an RMSNorm"
+        mine = heads.own(part, mesh)
         super().__init__(path, device, dtype, len(mine), eps)
         self._mesh = mesh
         spec = TensorSpec((every,), dtype)

@@ -17,7 +17,7 @@ from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed import Matrix, emit_lookup, table_of
 from octavo.nn.quant.panels import FOUR
-from octavo.nn.shard import COL, Cut, cut
+from octavo.nn.shard import Cut, share
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, TensorSpec, Wanted, WeightLayer, fused, plain, tensor_bytes
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -54,7 +54,7 @@ class Embedding(WeightLayer):
         super().__init__(path, device)
         self.dtype, self.rows, self.size = dtype, rows, size
         self.mesh = mesh
-        self.own = None if rows % mesh.size else cut(COL, 0, rows, size, mesh).outputs
+        self.own = None if mesh.size == 1 or rows % mesh.size else share(rows, mesh)
         self.weight = torch.empty(0)
         self.blocks: QuantizedBlocks | None = None
         self.takes_blocks, self.takes_codes = takes_blocks, takes_codes
@@ -73,7 +73,7 @@ class Embedding(WeightLayer):
     def wanted(self) -> list[Wanted]:
         narrow = self.takes_blocks and self.size % FOUR == 0
         spec = TensorSpec((self.rows, self.size), self.dtype, out_dim=0, may_be_narrow=narrow)
-        index = Cut(outputs=self.own).index(spec, self.rows, self.size)
+        index = Cut(outputs=None if self.own is None else (self.own,)).index(spec, self.rows, self.size)
         return [Wanted(f"{self.path}.weight", spec, blocks=self.takes_blocks, codes=self.takes_codes, index=index)]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:

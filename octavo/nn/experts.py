@@ -13,9 +13,17 @@ from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops.experts import mix
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.base import Part
-from octavo.nn.quant.experts import ExpertsScheme, FusingExperts, SeparateExperts, SingleExperts
+from octavo.nn.quant.experts import (
+    ExpertsProduct,
+    ExpertsScheme,
+    FusingExperts,
+    PackingExperts,
+    SeparateExperts,
+    SingleExperts,
+)
 from octavo.nn.quant.packed import Matrix
 from octavo.nn.quant.packed_experts import PackedExperts
+from octavo.nn.row_exchange import RowExchange
 from octavo.nn.shard import COL, ROW, Cut, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
@@ -63,16 +71,20 @@ class ExpertLayer(WeightLayer):
         mesh: Mesh = ALONE,
         *,
         exchanges_rows: bool = False,
+        exchange: RowExchange | None = None,
     ) -> None:
         """
         Args:
             form: the products of this rank.
             size: outputs of `gate` and `up` over all ranks.
             exchanges_rows: with whole experts, ranks send only the rows of tokens that chose theirs.
+            exchange: brings the tokens of all ranks to their experts, if each rank has tokens of its own; None if all
+                ranks have the same tokens.
         """
         super().__init__(path, device)
         self.form, self.scheme, self.mesh = form, scheme, mesh
         self.delta: ExpertsDelta | None = None
+        self.exchange = exchange
         self.exchanges_rows = exchanges_rows and mesh.size > 1 and form.own is not None
         hidden = form.hidden_size
         self._cuts = ALONE if form.own else mesh
@@ -93,8 +105,11 @@ class ExpertLayer(WeightLayer):
         as a new tensor.
 
         Args:
-            added: the same on all ranks.
+            added: the same on all ranks that have the same tokens.
         """
+        if self.exchange is not None:
+            y = self.exchange.mix(x, routing, self.scheme.mix, self._holders)
+            return y if added is None else y.add_(added)
         if self.delta is not None:
             scheme = self.scheme
             assert isinstance(scheme, SingleExperts), "deltas need the products of single experts"
@@ -109,7 +124,17 @@ class ExpertLayer(WeightLayer):
         """Return the sum over ranks of y [T, hidden_size], which may be overwritten."""
         if not self.exchanges_rows:
             return self.mesh.all_reduce(y)
-        return sum_rows(y, rows_of_ranks(routing.experts, self.form.num_experts, self.mesh.size), self.mesh)
+        return sum_rows(y, self._holders(routing.experts), self.mesh)
+
+    def _holders(self, experts: Tensor) -> Tensor:
+        return rows_of_ranks(experts, self.form.num_experts, self.mesh.size)
+
+    def join(self, top_k: int, dtype: torch.dtype) -> None:
+        """Take part in the exchange of a step in which this rank has no tokens."""
+        if self.exchange is not None:
+            x = torch.empty(0, self.form.hidden_size, dtype=dtype, device=self.device)
+            experts = torch.empty(0, top_k, dtype=torch.int32, device=self.device)
+            self(x, Routing(experts.float(), experts))
 
     @property
     def fusing(self) -> FusingExperts | None:
@@ -204,9 +229,18 @@ class ExpertLayer(WeightLayer):
                 yield matrix, product is first and self.form.gated, self._wanted_by(expert, product)
 
     @property
+    def packed_on_gpu(self) -> Iterator[tuple[ExpertsProduct, list[Wanted]]]:
+        """The matrices of both products that are packed on a GPU, and the tensors of this rank's first expert."""
+        if isinstance(self.scheme, PackingExperts):
+            for product, matrices in zip(self.products, self.scheme.both, strict=True):
+                if matrices.packed_as is not None:
+                    yield matrices, self._wanted_by(self.form.owned.start, product)
+
+    @property
     def recordable(self) -> bool:
         """Whether steps can be recorded in graphs, since no data passes between host and device."""
-        return self.scheme.recordable and not self.exchanges_rows
+        exchange = self.exchange
+        return self.scheme.recordable and not self.exchanges_rows and (exchange is None or exchange.recordable)
 
     @property
     def holders(self) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from octavo.nn.quant.base import Fusing, Packing, Part, Rounding, Scheme
 from octavo.nn.quant.packed import Matrix, emit_rounded, packed
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.rounded import Activations, Rounded
-from octavo.nn.shard import COL, ROW, Heads, Shard, cut
+from octavo.nn.shard import COL, ROW, AnyShard, Cut, cut
 from octavo.nn.stream import Begun, Stream
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
@@ -285,7 +285,7 @@ class Linear(Projection):
         path: str,
         device: torch.device,
         parts: Sequence[Part],
-        shard: Shard | Heads,
+        shard: AnyShard,
         scheme: Scheme,
         mesh: Mesh = ALONE,
         *,
@@ -306,8 +306,7 @@ class Linear(Projection):
         self.cuts = [cut(shard, i, part.out_features, part.in_features, mesh) for i, part in enumerate(parts)]
         stored = zip(self.parts, self._stored_parts, strict=True)
         self.superseded = tuple(self._name(part, "bias") for part, own in stored if part.bias and not own.bias)
-        kept = [one.outputs for one in self.cuts]
-        self.sizes = [part.out_features if own is None else len(own) for part, own in zip(parts, kept, strict=True)]
+        self.sizes = [own.num_outputs(part.out_features) for part, own in zip(parts, self.cuts, strict=True)]
 
     def into(self, stream: Stream, x: Activations) -> None:
         if self.mesh.size == 1 or self.shard is not ROW:
@@ -346,7 +345,7 @@ class Linear(Projection):
                 codes=self.scheme.takes_codes,
                 index=own.index(spec, part.out_features, part.in_features),
             )
-            for part, own in zip(self._stored_parts, self.cuts, strict=True)
+            for part, own in self._pieces
             for suffix, spec in self.scheme.stored(part).items()
         ]
 
@@ -354,8 +353,8 @@ class Linear(Projection):
         given = [tensor for tensor in tensors if tensor is not None]
         assert len(given) == len(tensors), "a linear layer's tensors are not optional"
         source = iter(given)
-        parts = self._stored_parts
-        self.scheme.prepare([{suffix: next(source) for suffix in self.scheme.stored(part)} for part in parts])
+        pieces = self._pieces
+        self.scheme.prepare([{suffix: next(source) for suffix in self.scheme.stored(part)} for part, _ in pieces])
 
     @property
     def _stored_parts(self) -> tuple[Part, ...]:
@@ -363,6 +362,13 @@ class Linear(Projection):
         if self.shard is ROW and self.mesh.rank:
             return tuple(replace(part, bias=False) for part in self.parts)
         return self.parts
+
+    @property
+    def _pieces(self) -> list[tuple[Part, Cut]]:
+        """Return the consecutive features of each part that this rank stores, which are read and fused one by one."""
+        return [
+            (part, piece) for part, own in zip(self._stored_parts, self.cuts, strict=True) for piece in own.pieces()
+        ]
 
     @property
     def _sums(self) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from octavo.nn.token_exchange import TokenExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class StepInput:
         past_lens: each row's tokens before this step, on the host.
         shared: common prefixes of rows with one token each; None if there are none worth sharing. Backends may ignore
             it.
+        exchange: with the ranks that have the other tokens of the step; None if this one has all.
         others: the step for the layers of each cache group except the first; empty if all share one block table.
     """
 
@@ -74,6 +78,7 @@ class StepInput:
     token_types: Tensor | None = None
     hidden_rows: Tensor | None = None
     shared: SharedContexts | None = None
+    exchange: TokenExchange | None = None
     others: Sequence[StepInput] = ()
 
     def of(self, group: int) -> StepInput:
@@ -90,6 +95,43 @@ class StepInput:
         self.block_tables, self.slot_mapping = block_tables[0], slot_mapping[0]
         rest = zip(block_tables[1:], slot_mapping[1:], strict=True)
         self.others = [replace(self, block_tables=tables, slot_mapping=cells) for tables, cells in rest]
+
+    def part(
+        self,
+        tokens: Tensor | slice,
+        rows: Tensor | slice,
+        *,
+        query_start: Tensor,
+        query_lens: Sequence[int],
+        seq_lens: Tensor,
+        past_lens: Sequence[int] | None,
+    ) -> StepInput:
+        """Return a step with some of the tokens: that of one cache group, without `attn`, `hidden_rows` and `shared`.
+
+        Args:
+            tokens: [T'] int32, their indices, row by row; or a range, which takes views of the tensors.
+            rows: [R'] int32, the row that each row of the part is of, which may have several pieces; or a range.
+            query_start, query_lens, seq_lens, past_lens: of the part, each row ending with its last token.
+        """
+        own_tables = self.table_rows is None
+        return replace(
+            self,
+            input_ids=_at(self.input_ids, tokens),
+            positions=_at(self.positions, tokens),
+            slot_mapping=_at(self.slot_mapping, tokens),
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=_at(self.block_tables, rows).contiguous() if own_tables else self.block_tables,
+            table_rows=None if self.table_rows is None else _at(self.table_rows, rows),
+            query_lens=query_lens,
+            past_lens=past_lens,
+            max_query_len=max(query_lens),
+            token_types=None if self.token_types is None else _at(self.token_types, tokens),
+            hidden_rows=None,
+            shared=None,
+            attn=None,
+            others=(),
+        )
 
     @property
     def group_strides(self) -> tuple[int, int]:
@@ -112,3 +154,8 @@ class StepInput:
     @property
     def device(self) -> torch.device:
         return self.input_ids.device
+
+
+def _at(x: Tensor, index: Tensor | slice) -> Tensor:
+    """Return entries of the first dimension; a view for a range."""
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)

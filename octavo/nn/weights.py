@@ -66,6 +66,11 @@ class Codebook:
         return self.kind == other.kind and torch.equal(self.numbers.nan_to_num(), other.numbers.nan_to_num())
 
 
+_POSITIVE_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = Codebook("table", torch.tensor([*_POSITIVE_E2M1, *(-number for number in _POSITIVE_E2M1)]))
+"""Floats of 4 bits: OCP Microscaling Formats, version 1.0, 5.3.3."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedBlocks:
     """A matrix [N, K] of unsigned integers in blocks of 32 along K: value = scale * (integer - zero point) + minimum.
@@ -114,6 +119,13 @@ class QuantizedBlocks:
         return replace(self, values=self.values[outputs, begin:end], scales=self.scales[outputs, groups], minima=minima)
 
 
+def part_of(blocks: QuantizedBlocks | None, index: Index | None) -> QuantizedBlocks | None:
+    """Return the part of a matrix; None if there is none, or it can't be divided there."""
+    if blocks is None or index is None:
+        return blocks
+    return blocks.part(index) if blocks.divides(index) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """One tensor that a layer needs from a checkpoint, by its full name.
@@ -139,7 +151,7 @@ Stored = Tensor | QuantizedBlocks
 
 def plain(stored: Stored | None) -> Tensor:
     """Return a tensor that was not wanted as `QuantizedBlocks` and is not optional."""
-    assert isinstance(stored, Tensor), "the layer wants a plain tensor"
+    assert isinstance(stored, Tensor), "the layer needs a plain tensor"
     return stored
 
 

@@ -74,6 +74,15 @@ class ExchangingRows(Collectives, Protocol):
         ...
 
 
+@runtime_checkable
+class ScatteringSums(Collectives, Protocol):
+    """`Collectives` that can give each rank its part of a sum."""
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum x [ranks, T, ...] over ranks, and return this rank's part [T, ...]; x may be overwritten."""
+        ...
+
+
 class TorchCollectives:
     """A process group of torch: gloo between CPUs, NCCL between GPUs, where graphs may record the operations.
 
@@ -109,6 +118,11 @@ class TorchCollectives:
         rows = x.new_empty(sum(received), *x.shape[1:])
         torch.distributed.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=self._group)
         return list(rows.split(list(received)))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        own = x.new_empty(x.shape[1:])
+        torch.distributed.reduce_scatter_tensor(own, x.contiguous().flatten(0, 1), group=self._group)
+        return own
 
 
 class _TorchSum:

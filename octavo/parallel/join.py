@@ -19,7 +19,7 @@ from octavo.native.exchange import Exchange
 from octavo.parallel.collectives import Collectives, TorchCollectives
 from octavo.parallel.mesh import ALONE, Mesh
 from octavo.parallel.peer_memory import Share
-from octavo.parallel.peers import with_peers
+from octavo.parallel.peers import alike, with_peers
 from octavo.parallel.shared import SharedMemory
 from octavo.parallel.stage import WHOLE, Stage
 
@@ -81,7 +81,7 @@ def join(
     isa: str = "auto",
     limit_s: float | None = None,
 ) -> tuple[Mesh, Stage]:
-    """Meet the other ranks; return the mesh of this rank's stage, and the stage. Call once in each rank's process.
+    """Meet the other ranks; return this rank's mesh and its stage. Call once in each rank's process.
 
     Args:
         accelerator: "cpu" communicates in the memory that the ranks share, or else by gloo; "cuda" by NCCL and by the
@@ -114,18 +114,44 @@ def join(
         collectives = _through_peers(place, store, None if shared else collectives)
     if accelerator == "cpu" and place.memory >= 0:
         collectives = _in_shared_memory(place, store, isa, limit_s) or collectives
-    mesh = Mesh(place.shard, place.shards, collectives)
-    return mesh, Stage(place.stage, place.stages, TorchLink(place.rank - place.shards, place.rank + place.shards))
+    each = place.shards * place.contexts
+    stage = Stage(place.stage, place.stages, TorchLink(place.rank - each, place.rank + each))
+    return Mesh(place.shard, place.shards, collectives, _context(place, store, shared=shared)), stage
 
 
 def _own_group(place: RankPlace) -> torch.distributed.ProcessGroup | None:
-    """Return the process group of the rank's stage; None for that of all ranks. Every rank makes all groups."""
-    if place.stages == 1:
+    """Return the process group of the ranks that divide the same layers; None for that of all ranks. Every rank makes
+    all groups."""
+    if place.shards == place.size:
         return None
     firsts = range(0, place.size, place.shards)
     groups = [torch.distributed.new_group(list(range(first, first + place.shards))) for first in firsts]
-    own: torch.distributed.ProcessGroup = groups[place.stage]
+    own: torch.distributed.ProcessGroup = groups[place.group]
     return own
+
+
+def _context(place: RankPlace, store: TCPStore, *, shared: bool) -> Mesh | None:
+    """Return the ranks that have the same part of the same layers as this one; None if there are no others. Every rank
+    makes all groups.
+
+    Args:
+        shared: ranks have the same GPU, where only the memory of peers serves.
+    """
+    if place.contexts == 1:
+        return None
+    each, groups = place.shards * place.contexts, []
+    for stage in range(place.stages):
+        for shard in range(place.shards):
+            first = stage * each + shard
+            ranks = list(range(first, first + each, place.shards))
+            groups.append(None if place.contexts == place.size else torch.distributed.new_group(ranks))
+    group: Collectives | None = TorchCollectives(groups[place.stage * place.shards + place.shard])
+    if shared:
+        name = f"context {place.stage} {place.shard}"
+        group = with_peers(place.context, _sharing(store, name, place.context, place.contexts), None)
+    if group is None:
+        raise ConfigError("These ranks can't share a GPU: CUDA_VISIBLE_DEVICES must name one for each rank.")
+    return Mesh(place.context, place.contexts, group)
 
 
 def _share_a_gpu(place: RankPlace, store: TCPStore) -> bool:
@@ -135,19 +161,26 @@ def _share_a_gpu(place: RankPlace, store: TCPStore) -> bool:
 
 
 def _on_one_machine(place: RankPlace) -> bool:
-    """Return whether all ranks of this rank's stage are on one machine, and there are several."""
-    return place.shards > 1 and place.stage_is_local
+    """Return whether all ranks of this rank's group are on one machine, and there are several. With several
+    groups of the same layers, which must sum in the same way, return whether each group is on one machine."""
+    if place.contexts > 1 and place.local[1] % place.shards:
+        return False
+    return place.shards > 1 and place.group_is_local
 
 
 def _through_peers(place: RankPlace, store: TCPStore, others: Collectives | None) -> Collectives:
     """Return collectives through the memory of peers where they can, and `others` elsewhere; None if there are none."""
     if others is None and place.stages > 1:
         raise ConfigError("Stages of a pipeline can't share a GPU: CUDA_VISIBLE_DEVICES must name one for each rank.")
-    share = _sharing(store, f"stage {place.stage}", place.shard, place.shards)
+    if place.shards == 1:
+        return TorchCollectives()  # never used: a rank alone sums nothing
+    share = _sharing(store, f"group {place.group}", place.shard, place.shards)
     made = with_peers(place.shard, share, others)
     if made is None:
         raise ConfigError("These ranks can't share a GPU: CUDA_VISIBLE_DEVICES must name one for each rank.")
-    return made
+    if place.contexts == 1 or others is None:
+        return made
+    return alike(made, others, _sharing(store, f"shard {place.stage} {place.shard}", place.context, place.contexts))
 
 
 def _sharing(store: TCPStore, group: str, rank: int, size: int) -> Share:
@@ -161,11 +194,11 @@ def _sharing(store: TCPStore, group: str, rank: int, size: int) -> Share:
 
 
 def _in_shared_memory(place: RankPlace, store: TCPStore, isa: str, limit_s: float | None) -> SharedMemory | None:
-    """Return the collectives in the stage's memory; None if some rank of the stage can't use it."""
+    """Return the collectives in the group's memory; None if some rank of the group can't use it."""
     own = None
     try:
         own = SharedMemory(Exchange(place.memory, place.shard, place.shards, limit_s, isa))
     except (NativeBuildError, MemoryError) as error:
         log.warning("sums over ranks take gloo, since the ranks can't add up in shared memory: %s", error)
-    share = _sharing(store, f"stage {place.stage}", place.shard, place.shards)
+    share = _sharing(store, f"group {place.group}", place.shard, place.shards)
     return own if all(share("shared memory", b"" if own is None else b"yes")) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,14 @@ class Mesh:
     Attributes:
         rank, size: this rank's number, and the number of ranks.
         group: None if only shapes are needed.
+        context: the ranks with the same part of each layer, which divide the tokens of large steps; None if there is
+            one.
     """
 
     rank: int = 0
     size: int = 1
     group: Collectives | None = None
+    context: Mesh | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over all ranks and return it; `x` may be overwritten."""
@@ -40,6 +44,32 @@ class Mesh:
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""
         return x if self.size == 1 else torch.cat(self._joined.all_gather(x), dim=-1)
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Concatenate all ranks' rows, in rank order: [counts[rank], ...] to [sum of counts, ...]. If no rank has any,
+        nothing is exchanged."""
+        most = max(counts)
+        if not most:
+            return x
+        if len(x) < most:
+            own = x
+            x = own.new_empty(most, *own.shape[1:])
+            x[: len(own)] = own
+        parts = self._joined.all_gather(x)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def of_first(self, data: bytes, device: torch.device) -> bytes:
+        """Return the data of the first rank, on each. The other ranks' may be anything.
+
+        Args:
+            device: on which the ranks exchange tensors.
+        """
+        size = torch.full((16,), len(data), dtype=torch.int32, device=device)
+        sizes = [int(one[0]) for one in self._joined.all_gather(size)]
+        room = torch.zeros(-(-max(sizes) // 4096) + 1, 1024, dtype=torch.int32)
+        room.view(torch.uint8).flatten()[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = self._joined.all_gather(room.to(device))[0]
+        return found.cpu().view(torch.uint8).flatten()[: sizes[0]].numpy().tobytes()
 
     @property
     def shares_memory(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.device.transfer import link_of
-from octavo.parallel.collectives import BeginningSums, Collectives, ExchangingRows, PendingSum
+from octavo.parallel.collectives import BeginningSums, Collectives, ExchangingRows, PendingSum, ScatteringSums
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, map_inboxes, raise_first
 
 if TYPE_CHECKING:
@@ -84,6 +84,14 @@ class PeerCollectives:
         rest = self._rest
         assert isinstance(rest, ExchangingRows), "torch's process groups exchange rows"
         return rest.all_to_all(x, sent, received)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """See `ScatteringSums`. A small sum goes to all ranks: the others' parts cost less than a second kind of
+        launch."""
+        rest = self._others
+        if isinstance(rest, ScatteringSums) and x.nbytes > self.limits.two_shots:
+            return rest.reduce_scatter(x)
+        return self.all_reduce(x)[self._inboxes.rank]
 
     def summands(self, x: Tensor) -> PeerSum | None:
         """Return the sum of x [T, H] over ranks, not computed yet, so that a norm's launch can compute it; None if
@@ -215,6 +223,21 @@ def with_peers(rank: int, share: Share, others: Collectives | None) -> Collectiv
         made.limits = limits_of([json.loads(one) for one in share("times", json.dumps(made.times()).encode())])
         if rank == 0:
             log.info("sums over ranks: one shot to %d KiB, two shots to %d KiB, then NCCL", *in_kib(made.limits))
+    return made
+
+
+def alike(made: Collectives, others: Collectives, share: Share) -> Collectives:
+    """Return collectives that sum in the same way in several groups of ranks, whose results must have the same bits.
+
+    Args:
+        made: the result of `with_peers` in this group.
+        share: exchanges data with the ranks of the same number in other groups.
+    """
+    own = [made.limits.one_shot, made.limits.two_shots] if isinstance(made, PeerCollectives) else None
+    found = [json.loads(one) for one in share("limits", json.dumps(own).encode())]
+    if not isinstance(made, PeerCollectives) or None in found:
+        return others
+    made.limits = Limits(*map(min, zip(*found, strict=True)))
     return made
 
 

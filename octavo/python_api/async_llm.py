@@ -125,8 +125,9 @@ class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
             tool_parser_plugin,
             reasoning_config,
         )
-        count = config.parallel.data_parallel_size
-        single = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
+        count, single = config.parallel.replicas, config
+        if count > 1:
+            single = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
         processes = [replica_process(number, count, single, files, log or LogSettings()) for number in range(count)]
 
         async def start(number: int) -> CoreClient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.cache.cache import KVCache
+from octavo.core.worker_info import MOST_DRAFTED
 from octavo.schedule.hooks import EngineHook, hooks_of, most_drafts
 from octavo.schedule.limits import Limits
 from octavo.schedule.request import Request
@@ -37,10 +38,10 @@ class DraftBounds:
         """Return the number of drafts for a request whose row has just been planned.
 
         If all of them are accepted, the output is at most `max_tokens` long, so no position beyond the request's last
-        is written. If all running requests have as many, their rows fit into one step.
+        is written. If all running requests have as many, their rows fit into one step, and so do their logits.
         """
         left = request.max_tokens - request.num_output - request.pending - 1
-        share = self._step_tokens // num_running - 1
+        share = min(self._step_tokens // num_running - 1, MOST_DRAFTED * self.most // num_running)
         most = min(self.most, left, share)
         return min(most, self.wanted(request)) if most > 0 else 0
 

@@ -33,7 +33,7 @@ class KvPlanner:
         self._tiers = tiers
         self._lenders = [hook for hook in hooks if type(hook).reclaim is not EngineHook.reclaim]
         self._share_prefixes = share_prefixes
-        self._reserve = int(watermark * cache.num_blocks)
+        self._reserve = int(watermark * cache.num_usable)
 
     def share(self, request: Request, prompts: Collection[Request]) -> bool:
         """Give a waiting request the KV that is already computed.
@@ -54,8 +54,10 @@ class KvPlanner:
             if self._cache.fork(leader.table, request.table, request.num_prompt):
                 request.num_computed = request.num_prompt - 1
                 return True
+        keys, namespace = request.keys if request.reads_cache else (), self._namespace(request)
+        self._cache.seat(request.table, namespace, keys, len(request.tokens) + 1)
         if request.reads_cache:
-            request.num_computed = self._cache.match(request.table, self._namespace(request), request.keys)
+            request.num_computed = self._cache.match(request.table, namespace, keys)
         return True
 
     def unshare(self, request: Request) -> None:
@@ -105,10 +107,10 @@ class KvPlanner:
         cache = self._cache
         known = len(request.tokens) + min(request.max_tokens, 1)
         missing = cache.missing(request.table, request.num_computed, known)
-        growth = min(num_running * len(cache.groups), cache.num_blocks // 50)
+        growth = min(-(-num_running // cache.ranks) * len(cache.groups), cache.num_usable // 50)
         # Sequences in lockstep wait for each other; with a reserve, one would wait forever for the others to end.
         reserve = self._reserve if num_running and request.siblings.lockstep is None else 0
-        return missing + max(growth, reserve) - cache.num_free
+        return missing + max(growth, reserve) - cache.free_for(request.table)
 
     def register(self, request: Request) -> None:
         """Register the computed blocks of its known tokens, so that other requests find them."""

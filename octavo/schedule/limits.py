@@ -59,11 +59,11 @@ def checked_max_tokens(
     need = cache.blocks_for(len(spec.tokens) + max_tokens)
     if lockstep is not None:
         need += _checked_width(lockstep, limits) * (cache.blocks_for(max_tokens) + 1)
-    if need + held > cache.num_blocks:
+    if need + held > cache.num_usable:
         raise InvalidRequestError(
-            f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {_blocks(need, held)}, but the whole "
-            f"cache has {cache.num_blocks} ({cache.longest(limits.max_model_len)} tokens). "
-            "Lower max_tokens, shorten the prompt, or start the server with a larger --kv-cache-memory-bytes.",
+            f"{len(spec.tokens)} prompt tokens and max_tokens={max_tokens} need {_blocks(need, held)}, but "
+            f"{_room(cache, limits)}. Lower max_tokens, shorten the prompt, or start the server with a larger "
+            "--kv-cache-memory-bytes.",
             param="max_tokens",
             value=max_tokens,
         )
@@ -87,17 +87,21 @@ def _blocks(need: int, held: int) -> str:
     return f"{need} KV blocks" + (f" and {held} for what its features load" if held else "")
 
 
+def _room(cache: KVCache, limits: Limits) -> str:
+    whole = "the whole cache" if cache.ranks == 1 else "the cache of a rank"
+    return f"{whole} has {cache.num_usable} ({cache.longest(limits.max_model_len)} tokens)"
+
+
 def _checked_prompt(spec: GenerateRequest, room: int, cache: KVCache, limits: Limits, held: int) -> int:
     """Check that the prompt fits; return 0, the tokens to sample."""
     if room < 0:
         sentence = context_error(limits.max_model_len, len(spec.tokens), field="input")
         raise InvalidRequestError(sentence, param="input")
     need = cache.blocks_for(len(spec.tokens))
-    if need + held > cache.num_blocks:
+    if need + held > cache.num_usable:
         raise InvalidRequestError(
-            f"{len(spec.tokens)} tokens need {_blocks(need, held)}, but the whole cache has {cache.num_blocks} "
-            f"({cache.longest(limits.max_model_len)} tokens). Shorten the input, or start the server with a larger "
-            "--kv-cache-memory-bytes.",
+            f"{len(spec.tokens)} tokens need {_blocks(need, held)}, but {_room(cache, limits)}. Shorten the input, or "
+            "start the server with a larger --kv-cache-memory-bytes.",
             param="input",
             value=len(spec.tokens),
         )

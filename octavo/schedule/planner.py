@@ -142,7 +142,7 @@ class Planner:
                 num_tokens = certain
                 continue
             lacking = self._cache.missing(request.table, request.num_computed, request.num_computed + num_tokens)
-            if self._kv.let_go() or self._kv.reclaim(max(1, lacking - self._cache.num_free), request):
+            if self._kv.let_go() or self._kv.reclaim(max(1, lacking - self._cache.free_for(request.table)), request):
                 continue
             victim = victim_of(request, self._requests.running, set(step.rows), self._policy)
             if victim is None:

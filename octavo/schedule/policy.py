@@ -145,10 +145,11 @@ def _steps_of(request: Request) -> int:
 def victim_of(
     needy: Request, running: Sequence[Request], planned: Collection[Request], policy: Policy
 ) -> Request | None:
-    """Return an idle request that ranks after `needy`, or None. So the first in line always progresses."""
-    rank = policy.rank(needy)
+    """Return an idle request that ranks after `needy` and has blocks where that needs them, or None. So the first in
+    line always progresses."""
+    rank, place = policy.rank(needy), needy.table.rank
     idle = [r for r in running if not r.inflight and r.finish is None and r not in planned and policy.rank(r) > rank]
-    return max(idle, key=policy.victim_rank, default=None)
+    return max((r for r in idle if r.table.rank == place), key=policy.victim_rank, default=None)
 
 
 def displaced_by(
@@ -156,6 +157,8 @@ def displaced_by(
 ) -> list[Request]:
     """Return the requests to preempt so that `first` gets a slot and `shortage` blocks; [] if all are not enough."""
     possible = [r for r in running if r.finish is None and policy.displaces(first, r)]
+    if shortage > 0:
+        possible = [r for r in possible if r.table.rank == first.table.rank]
     if sum(sum(1 for _ in r.table.held) for r in possible) < shortage:
         return []
     victims: list[Request] = []

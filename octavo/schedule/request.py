@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from octavo.cache.cache import BlockTable
+from octavo.cache.table import BlockTable
 from octavo.core.output import FinishReason
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest

@@ -6,7 +6,8 @@ import bisect
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from octavo.cache.cache import BlockTable, KVCache
+from octavo.cache.cache import KVCache
+from octavo.cache.table import BlockTable
 from octavo.core.output import FinishReason
 from octavo.schedule.hooks import EngineHook, finished, finishing, released
 from octavo.schedule.kv_planner import KvPlanner

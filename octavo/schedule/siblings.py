@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from octavo.cache.cache import BlockTable, KVCache
+from octavo.cache.cache import KVCache
+from octavo.cache.table import BlockTable
 from octavo.core.output import TokenLogprobs
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest

@@ -93,7 +93,7 @@ class Steady:
         """Return the next step and count it as launched; None if the scheduler must plan from scratch."""
         borders = self._borders.get((self._count + 1) % self._cache.block_size, ())
         grown = sum(begins for _, begins in borders)
-        if self._left <= 0 or grown * len(self._cache.groups) > self._cache.num_free or not self._admitted():
+        if self._left <= 0 or grown * len(self._cache.groups) > self._cache.least_free or not self._admitted():
             return None
         if self._drafts is not None and self._begins_to_draft(self._drafts):
             return None
@@ -125,7 +125,7 @@ class Steady:
             return False
 
     def _begins_to_draft(self, drafts: DraftBounds) -> bool:
-        """Return whether a feature wants drafts now. True also if it fails; planning from scratch reports that."""
+        """Return whether a feature asks for drafts now. True also if it fails; planning from scratch reports that."""
         try:
             return any(drafts.wanted(request) for request in self.rows)
         except Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from octavo.cache.cache import Growth
+from octavo.cache.table import Growth
 from octavo.core.plan import NewRow, PlanDraft
 from octavo.schedule.policy import Pace, Rank
 from octavo.schedule.request import Request
@@ -69,5 +69,6 @@ class StepBuilder:
             blocks=[list(blocks) for blocks in request.table.groups],
             options=request.spec.options,
             raw_logprobs=request.siblings.lockstep is not None,
+            rank=request.table.rank,
         )
         self.draft.new.append(row)

@@ -57,7 +57,7 @@ class Companion(Worker):
         )
         cache = CacheConfig(block_size=beside.block_size, kv_cache_dtype=beside.kv_cache_dtype)
         super().__init__(config, beside.settings, files, cache, implementation, parallel=beside.parallel)
-        self.mesh = beside.mesh
+        self.mesh = dataclasses.replace(beside.mesh, context=None)  # small, so every rank computes all of its tokens
 
     def _prepared_device(self, settings: DeviceConfig) -> Device:
         return self._beside.device
@@ -103,7 +103,7 @@ class Companion(Worker):
         """Return a plan without rows, with the changes of block tables and the copies of a plan of the worker's model.
 
         Args:
-            new: the plan's new rows, as this model shall have them, with the block tables of all groups.
+            new: the plan's new rows in this model's form, with the block tables of all groups.
         """
         own = self.followed
         return StepPlan(

@@ -299,6 +299,11 @@ class Hooks:
         for name, buffer in self._inputs.items():
             setattr(step, name, buffer[: step.num_tokens])
 
+    @property
+    def varies(self) -> bool:
+        """Whether a hook has variants of the model, such as with and without adapters."""
+        return bool(self._varying)
+
     def variants(self) -> list[Variant]:
         """Return all variants to record, the ordinary one first."""
         each = [(None, *hook.variants()) for hook in self._varying]

@@ -9,9 +9,6 @@ the norm that reads it (`Mesh.begin_sum`), half a layer of the other part later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -89,36 +86,30 @@ def divided(step: StepInput, cut: int) -> tuple[StepInput, StepInput]:
     seq_lens = step.seq_lens[:end].clone()
     if kept:
         seq_lens[-1] -= lens[row] - kept
-    first = _part(step, slice(0, end), slice(0, cut), firsts, 0)
-    first.query_start, first.seq_lens = start[: end + 1].clamp(max=cut), seq_lens
-    second = _part(step, slice(row, len(lens)), slice(cut, None), seconds, cut)
-    second.query_start, second.seq_lens = (start[row:] - cut).clamp_(min=0), step.seq_lens[row:].clone()
-    if pasts is not None:
-        first.past_lens = pasts[:end]
-        second.past_lens = [pasts[row] + kept, *pasts[row + 1 :]]
+    first = step.part(
+        slice(0, cut),
+        slice(0, end),
+        query_start=start[: end + 1].clamp(max=cut),
+        query_lens=firsts,
+        seq_lens=seq_lens,
+        past_lens=None if pasts is None else pasts[:end],
+    )
+    second = step.part(
+        slice(cut, None),
+        slice(row, None),
+        query_start=(start[row:] - cut).clamp_(min=0),
+        query_lens=seconds,
+        seq_lens=step.seq_lens[row:].clone(),
+        past_lens=None if pasts is None else [pasts[row] + kept, *pasts[row + 1 :]],
+    )
+    for part, begin in ((first, 0), (second, cut)):
+        if part.table_rows is not None:
+            part.table_rows = part.table_rows.clone()  # else it may not be aligned
+        if step.hidden_rows is not None:
+            part.hidden_rows = (step.hidden_rows - begin).clamp_(0, part.num_tokens - 1)
     others = [divided(one, cut) for one in step.others]
     first.others, second.others = [one for one, _ in others], [other for _, other in others]
     return first, second
-
-
-def _part(step: StepInput, rows: slice, tokens: slice, lens: Sequence[int], start: int) -> StepInput:
-    """Return a step of some rows and tokens, which begin at `start`; its caller sets what depends on lengths."""
-    whole = step.table_rows is not None
-    hidden = step.hidden_rows
-    return replace(
-        step,
-        input_ids=step.input_ids[tokens],
-        positions=step.positions[tokens],
-        slot_mapping=step.slot_mapping[tokens],
-        block_tables=step.block_tables if whole else step.block_tables[rows].contiguous(),
-        table_rows=None if step.table_rows is None else step.table_rows[rows].clone(),
-        query_lens=lens,
-        max_query_len=max(lens),
-        token_types=None if step.token_types is None else step.token_types[tokens],
-        hidden_rows=None if hidden is None else (hidden - start).clamp_(0, sum(lens) - 1),
-        shared=None,
-        attn=None,
-    )
 
 
 def micro_batches_of(model: Model, attention: Prepares, block_size: int, parallel: ParallelConfig) -> Forward | None:

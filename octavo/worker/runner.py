@@ -22,6 +22,7 @@ from octavo.worker.blocks import Blocks
 from octavo.worker.compute import compute
 from octavo.worker.hooks import ORDINARY, Hooks
 from octavo.worker.mover import Mover
+from octavo.worker.own_rows import OwnRows
 from octavo.worker.parts import Forward, NoReplay, Prepares, Replay, Sampler, Slots
 from octavo.worker.relay import NO_RELAY, Relay
 from octavo.worker.step import Step
@@ -48,12 +49,14 @@ class Runner:
         hooks: Hooks,
         relay: Relay = NO_RELAY,
         forward: Forward | None = None,
+        own_rows: OwnRows | None = None,
     ) -> None:
         """
         Args:
             hooks: already attached to the model.
             relay: to and from other stages of a pipeline.
             forward: in place of the model's, in steps that are not recorded and of the ordinary variant.
+            own_rows: runs the layers on this rank's requests only; None if every rank computes all requests.
         """
         self._model = model
         self._attention = attention
@@ -63,13 +66,15 @@ class Runner:
         self._sampler = sampler
         self.hooks = hooks
         self._relay = relay
-        self._forward = forward
+        self._forward, self._own_rows = forward if own_rows is None else own_rows.forward, own_rows
         self._mover = Mover(blocks, link, hooks.tiers) if hooks.tiers else None
         self._last: Step | None = None
         self.replay = replay
 
     def forward(self, plan: StepPlan) -> Step:
         hooks = self.hooks
+        if self._own_rows is not None:
+            plan = self._own_rows.admit(plan)
         if not plan.slots:
             self._move(plan)
             return Step(plan, hooks, mover=self._mover)

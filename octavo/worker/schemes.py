@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from gguf import GGMLQuantizationType
 
 from octavo.config import ModelConfig
 from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_file import read_gguf
+from octavo.models.load.gguf_blocks import CODES, INTEGERS
 from octavo.models.load.quantized.table import METHODS, rounds_activations
-from octavo.native.needs import has_experts
 from octavo.nn.quant.base import Apart, Schemes, everywhere
 from octavo.nn.quant.blocks import BlockQuantized, RoundedBlocks
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.weights import Keep, fused
 
+AT_LOAD = ("fp8", "w8a8", "w8a16", "w4a16")
+"""Methods of `ONLINE` (nn/quant/online.py), which can be imported only with Triton."""
 _PACKED = ("auto-round", "awq", "gptq")
 """Methods whose matrices are all integers."""
 
@@ -26,6 +33,11 @@ if TYPE_CHECKING:
     from octavo.nn.quant.online import Online
 
 _HEAD = "lm_head"
+_TABLE, _HEAD_TENSOR = "token_embd.weight", "output.weight"
+_FOURS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K)
+"""Types whose numbers keep 4 bits; those of others get 8."""
+_FOUR_BITS, _EIGHT_BITS = 6, 10
+"""Bits of a number with its share of scale, minimum and padding, at most: both in float16 for 32, or 16 numbers."""
 
 
 def schemes_of(
@@ -75,6 +87,11 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
     wanted, stored = config.quantization, method_name(files)
     if wanted is None or wanted == stored:
         return None
+    if wanted not in AT_LOAD and wanted not in METHODS:
+        raise ConfigError(
+            f"--quantization {wanted}: there is no such method. On a GPU, weights can be quantized by "
+            f"{', '.join(AT_LOAD)}. Use one of these, or leave the flag out: a quantized checkpoint needs none."
+        )
     if wanted in METHODS and (stored is not None or wanted != "fp8"):
         raise ConfigError(
             f"--quantization {wanted}: the checkpoint's quantization is {stored or 'none'}. Leave the flag out, or "
@@ -85,16 +102,12 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
             f"--quantization {wanted} quantizes weights on an NVIDIA GPU (--device cuda). On a CPU serve a quantized "
             "checkpoint; `octavo quantize` makes one."
         )
-    from octavo.nn.quant.online import ONLINE
-
-    if wanted not in ONLINE:
-        raise ConfigError(
-            f"--quantization {wanted}: weights can be quantized by {', '.join(ONLINE)}. Use one of these."
-        )
     if stored is not None:
         raise ConfigError(
             f"--quantization {wanted}: the weights are quantized already, by {stored}. Leave the flag out."
         )
+    from octavo.nn.quant.online import ONLINE
+
     return ONLINE[wanted]
 
 
@@ -102,14 +115,42 @@ def needed_bytes(wanted: int, config: ModelConfig, files: ModelFiles, device: De
     """Return at most how many bytes the weights will take, of `wanted` bytes without quantization.
 
     Packed integers take no more than twice their bytes on disk: those of 2 and 3 bits get 4. Weights of 8 bits keep
-    their bytes, and a sixteenth more for scales; those of experts are expanded.
+    their bytes, and a sixteenth more for scales, also those of experts. GGUF's types are counted one by one.
     """
     if not device.resident or config.dtype != "auto" or not files.weight_bytes:
         return wanted
     if method_name(files) in _PACKED:
         return min(wanted, 2 * files.weight_bytes)
-    keeps = rounds_activations(files.config) and _has_8_bits(files) and not has_experts(files)
+    if files.format == "gguf":
+        return min(wanted, _gguf_bytes(files))
+    keeps = rounds_activations(files.config) and _has_8_bits(files)
     return min(wanted, files.weight_bytes * 17 // 16) if keeps else wanted
+
+
+def _gguf_bytes(files: ModelFiles) -> int:
+    """Return at most how many bytes a GGUF's tensors take on a GPU.
+
+    Projections that are fused take 8 bits each if their types differ.
+    """
+    tensors = [tensor for path in files.weights for tensor in read_gguf(path).tensors.values()]
+    fused: dict[str, set[int]] = defaultdict(set)
+    for tensor in tensors:
+        fused[_fused(tensor.name)].add(tensor.kind)
+    total = 0
+    for tensor in tensors:
+        kind = GGMLQuantizationType(tensor.kind)
+        bits = 32 if kind == GGMLQuantizationType.F32 else 16
+        if "embd" not in tensor.name and (kind in INTEGERS or kind in CODES):
+            bits = _FOUR_BITS if kind in _FOURS and len(fused[_fused(tensor.name)]) == 1 else _EIGHT_BITS
+        total += prod(tensor.shape) * bits // 8
+        if tensor.name == _TABLE and _HEAD_TENSOR not in fused:
+            total += prod(tensor.shape) * 2  # the head may have a copy
+    return total
+
+
+def _fused(name: str) -> str:
+    """Return the common name of the projections that one layer may fuse."""
+    return re.sub(r"(attn)_[qkv]\b|(ffn)_(?:gate|up)(?=\b|_)", r"\1\2", name)
 
 
 def _has_8_bits(files: ModelFiles) -> bool:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 
 import torch
@@ -18,6 +19,7 @@ from octavo.models.native import NativeDecoder
 from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.nn.quant.base import Packing
+from octavo.nn.quant.experts import ExpertsProduct
 from octavo.nn.quant.packed import Matrix
 from octavo.nn.shard import local_shape
 from octavo.nn.weights import Index, Wanted
@@ -97,6 +99,10 @@ def _products(model: Model) -> Iterator[_Product]:
             for matrix, paired, wanted in layer.packed_products:
                 if of_each_form.pop((matrix.form, paired), None) is not None:
                     yield _Product(f"{matrix.form} of experts", wanted, _by_program(model, matrix, paired=paired))
+        elif isinstance(layer, ExpertLayer):
+            for matrices, wanted in layer.packed_on_gpu:
+                multiply = partial(_by_kernel, matrices)
+                yield _Product(f"{matrices.packed_as} of experts", wanted, multiply, matrices.is_rounded)
 
 
 def _product_of(model: Model, layer: Projection, form: str) -> _Product:
@@ -108,6 +114,10 @@ def _product_of(model: Model, layer: Projection, form: str) -> _Product:
     return _Product(
         form, wanted, lambda x: scheme.wide(x.to(layer.device, scheme.dtype)).float().cpu(), scheme.is_rounded
     )
+
+
+def _by_kernel(matrices: ExpertsProduct, x: Tensor) -> Tensor:
+    return matrices.multiply(0, x).float().cpu()
 
 
 def _by_program(model: NativeDecoder, matrix: Matrix, *, paired: bool) -> Callable[[Tensor], Tensor]:

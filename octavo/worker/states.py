@@ -18,15 +18,19 @@ _BLOCK = 16
 """Tokens of a KV block by default."""
 
 
-def fitting_block_size(spec: ModelSpec, layer: AttentionSpec | LatentSpec, kv_dtype: torch.dtype) -> int:
+def fitting_block_size(
+    spec: ModelSpec, layer: AttentionSpec | LatentSpec, kv_dtype: torch.dtype, ranks: int = 1
+) -> int:
     """Return the smallest multiple of the default block size that gives each layer room for a state.
 
     Args:
-        layer: attention, whose keys and values have the same share of a block as a state.
+        layer: attention of one rank, whose keys and values have the same share of a block as a state.
+        ranks: those that divide each layer.
     """
     if not isinstance(spec, DecoderSpec) or not isinstance(layer, AttentionSpec) or not spec.attention_layers:
         return _BLOCK
-    largest_state = max((mixer.state_bytes for mixer in spec.mixers if mixer is not None), default=0)
+    mixers = [mixer.of_rank(ranks) or mixer for mixer in spec.mixers if mixer is not None]
+    largest_state = max((mixer.state_bytes for mixer in mixers), default=0)
     token = 2 * layer.num_kv_heads * layer.head_dim * kv_dtype.itemsize
     return max(1, -(-largest_state // (_BLOCK * token))) * _BLOCK
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from octavo.core.cache_groups import CacheGroup, groups_of
 from octavo.core.errors import ConfigError, UnsupportedError
-from octavo.core.worker_info import RankPlace
+from octavo.core.worker_info import RankPlace, most_results
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
@@ -40,25 +41,25 @@ from octavo.nn.cached import CachedLayer
 from octavo.nn.linear import Linear
 from octavo.nn.pages import LargePages
 from octavo.nn.quant.base import Schemes
+from octavo.nn.row_exchange import RowExchange
 from octavo.nn.state import StateCache
 from octavo.nn.weights import Keep, fused
 from octavo.parallel.join import join
-from octavo.parallel.mesh import Mesh
+from octavo.parallel.mesh import ALONE, Mesh
 from octavo.parallel.stage import Stage
 from octavo.worker import states
 from octavo.worker.attention import choose_attention
 from octavo.worker.blocks import Blocks
-from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, Variant, WorkerHook
+from octavo.worker.context_parallel import chosen_alike, forward_of
+from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, WorkerHook
+from octavo.worker.host_parts import host_parts
 from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
 from octavo.worker.loaded import LoadedModel
-from octavo.worker.micro_batches import micro_batches_of
-from octavo.worker.native_replay import NativeReplay
-from octavo.worker.parts import NoReplay, Replay, Sampler
-from octavo.worker.relay import NO_RELAY, Relay, relay_of
+from octavo.worker.own_rows import OwnRows, own_rows_of
+from octavo.worker.parts import NoReplay
+from octavo.worker.relay import NO_RELAY, relay_of
 from octavo.worker.runner import Runner
-from octavo.worker.samplers import NativeSampler, TorchSampler
 from octavo.worker.schemes import needed_bytes, online_of, schemes_of
-from octavo.worker.slots import HostSlots
 
 if TYPE_CHECKING:
     from octavo.device.ahead import Ahead
@@ -114,9 +115,13 @@ class Worker:
             )
         self.kv_form = name_of(self.kv_dtype)
         self._stored_scales: dict[str, Tensor] = {}
-        self._layer = implementation.attention(self.spec, self.mesh)
+        self._exchange: RowExchange | None = None
+        layers = ALONE if parallel.divides_requests else self.mesh
+        self._layer = implementation.attention(self.spec, layers)
         self.settings = device
-        self.block_size = cache.block_size or states.fitting_block_size(self.spec, self._layer, self.kv_dtype)
+        self.block_size = cache.block_size or states.fitting_block_size(
+            self.spec, self._layer, self.kv_dtype, layers.size
+        )
         self.kv_cache_dtype = cache.kv_cache_dtype
         self._state_bytes = 0
         self.cache_groups: tuple[CacheGroup, ...] = ()
@@ -143,6 +148,8 @@ class Worker:
     def _join(self) -> None:
         accelerator, isa, limit_s = self.device.torch_device.type, self.settings.cpu_isa, self.parallel.rank_timeout_s
         self.mesh, self.stage = join(self._place, accelerator, isa=isa, limit_s=limit_s, **self.parallel.sums)
+        if self.parallel.divides_requests:
+            self._exchange = RowExchange(self.mesh, only_chosen=self.parallel.exchanges_rows)
 
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
@@ -213,14 +220,14 @@ class Worker:
         named = self._implementation.named(checkpoint, self.spec)
         report = load_weights(model, named, unneeded=elsewhere)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
-        exchanges = self.parallel.exchanges_rows
-        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh, exchanges_rows=exchanges)
+        sends = self.parallel.sends_rows
+        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh, exchanges_rows=sends)
         return LoadedModel(form, model, report, scales)
 
     def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
         build = Build(self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh)
         whole, exchanges = self.parallel.enable_expert_parallel, self.parallel.exchanges_rows
-        return replace(build, whole_experts=whole, exchanges_rows=exchanges)
+        return replace(build, whole_experts=whole, exchanges_rows=exchanges, exchange=self._exchange)
 
     def _before_weights(self, model: LayeredModel, layers: Sequence[CachedLayer]) -> None:
         groups = self._groups_of(layers)
@@ -280,7 +287,7 @@ class Worker:
             isinstance(self.attention, NativeBackend)
             and self.stage.count == 1
             and isinstance(self.spec, DecoderSpec)
-            and reason_against(self.spec, self.mesh, exchanges_rows=self.parallel.exchanges_rows) is None
+            and reason_against(self.spec, self.mesh, exchanges_rows=self.parallel.sends_rows) is None
         )
 
     def _schemes(self, keep: Keep = fused) -> Schemes:
@@ -366,27 +373,17 @@ class Worker:
             self._set_scales(model)
         room = Capacity(num_slots, max_model_len, max_step_tokens, max_drafts)
         together = Hooks(hooks)
+        own = own_rows_of(model, self.attention, self.block_size, self._exchange, num_blocks, num_slots, together)
         if not device.resident:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
-            host = self._host_parts(model, room, together.variants())
-            forward = micro_batches_of(model, self.attention, self.block_size, self.parallel)
-            return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward)
+            mode, sizes = self.config.logprobs_mode, (self.block_size, self.spec.vocab_size, len(groups))
+            host = host_parts(model, self.attention, room, *sizes, mode, together.variants())
+            forward = forward_of(model, self.attention, self.block_size, self.parallel, self.mesh)
+            return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
         together.attach(model, self._site(blocks, room), most_rows(num_slots, max_step_tokens), max_step_tokens)
-        return self._make_resident(model, blocks, room, together)
-
-    def _host_parts(
-        self, model: Model, room: Capacity, variants: Sequence[Variant]
-    ) -> tuple[HostSlots, Sampler, Replay]:
-        """Return the parts of a runner in host memory: native ones if there are kernels, else torch."""
-        mode = self.config.logprobs_mode
-        size, vocab_size, groups = self.block_size, self.spec.vocab_size, len(self.cache_groups)
-        slots = HostSlots(room.num_slots, room.max_model_len, size, vocab_size, mode, groups)
-        attention = self.attention
-        sampler = NativeSampler(slots, attention.pool) if isinstance(attention, NativeBackend) else TorchSampler(slots)
-        replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
-        return slots, sampler, replay
+        return self._make_resident(model, blocks, room, together, own)
 
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
@@ -408,37 +405,37 @@ class Worker:
 
     def _compile_ahead(self, model: LayeredModel) -> None:
         """Start to compile the kernels of steps while the weights are loaded."""
-        device = self.device.torch_device
         alone = self._place.size == 1  # a rank's layers have other shapes than the spec says, or are fewer
-        attends = isinstance(self.spec, DecoderSpec) and bool(self.spec.attention_layers)
-        if self.device.resident and device.type == "cuda" and alone and attends:
-            assert isinstance(self.spec, DecoderSpec)
-            from octavo.worker.resident.ahead import compile_ahead
+        if self.device.torch_device.type == "cuda" and alone and isinstance(self.spec, DecoderSpec):
+            self._begin_compiling(model, self.spec)
 
-            self._ahead = compile_ahead(
-                self.spec,
-                self.dtype,
-                self.kv_dtype,
-                model.residual_dtype,
-                self.attention,
-                device,
-                block_size=self.block_size,
-                max_model_len=self.config.max_model_len or self.spec.max_position,
-                groups=self.cache_groups,
-            )
+    def _begin_compiling(self, model: LayeredModel, spec: DecoderSpec) -> None:
+        from octavo.models.products import launch_packed, launch_plain
+        from octavo.worker.resident.ahead import compile_ahead
+
+        self._ahead = compile_ahead(
+            spec,
+            self.dtype,
+            self.kv_dtype,
+            model.residual_dtype,
+            self.attention,
+            self.device.torch_device,
+            block_size=self.block_size,
+            max_model_len=self.config.max_model_len or spec.max_position,
+            groups=self.cache_groups,
+        )
+        with self._ahead.collecting():
+            launch_plain(model)
             if self.config.quantization is not None:
-                from octavo.models.products import launch_packed
+                launch_packed(model)
 
-                with self._ahead.collecting():
-                    launch_packed(model)
-
-    def _make_resident(self, model: Model, blocks: Blocks, room: Capacity, hooks: Hooks) -> Runner:
+    def _make_resident(self, model: Model, blocks: Blocks, room: Capacity, hooks: Hooks, own: OwnRows | None) -> Runner:
         """Build a runner with slots on the device. `hooks` are attached."""
         from octavo.models.products import choose_products
         from octavo.sampling.resident import ResidentSampler
         from octavo.sampling.resident_drafts import DraftSampler
         from octavo.worker.resident.batches import sizes, token_counts
-        from octavo.worker.resident.replay import GraphReplay
+        from octavo.worker.resident.replay import GraphReplay, recordable
         from octavo.worker.resident.sampler import DeviceSampler
         from octavo.worker.resident.slots import DeviceSlots
         from octavo.worker.resident.warm_up import warm_up
@@ -457,15 +454,16 @@ class Worker:
             drafts=room.max_drafts > 0,
         )
         sampler = ResidentSampler(slots.table, self.spec.vocab_size)
-        most_rows = (1 + room.max_drafts) * room.num_slots
+        most_rows = most_results(room.num_slots, room.max_step_tokens, room.max_drafts)
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)
-        forward = micro_batches_of(model, attention, self.block_size, self.parallel)
-        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay, forward)
+        forward = forward_of(model, attention, self.block_size, self.parallel, self.mesh)
+        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay, forward, own)
         records = isinstance(attention, Recordable) and not self.settings.enforce_eager
-        recorder = device.recorder() if records and _recordable(model, self._relay) else None
+        recorder = device.recorder() if records and recordable(model, self._relay, own) else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
-        chosen = choose_products(model, recorded, self._await_kernels)
+        choose = partial(choose_products, model, recorded, self._await_kernels)
+        chosen = chosen_alike(choose, self.mesh.context, device.torch_device)
         if recorder is not None and isinstance(attention, Recordable):
             replay = GraphReplay(model, attention, slots, sampler, device, hooks)
             shares, drafts = not self.settings.disable_cascade_attn, room.max_drafts
@@ -486,15 +484,6 @@ class Worker:
         spec = self.spec
         widest = max(self._layer.token_elements, 3 * spec.intermediate_size // self.mesh.size)
         token = (6 * spec.hidden_size + widest) * self.dtype.itemsize
-        logits = min(num_seqs * (1 + max_drafts), max(num_seqs, step_tokens)) * spec.vocab_size * 16
+        logits = most_results(num_seqs, step_tokens, max_drafts) * spec.vocab_size * 16
         slots = num_seqs * spec.max_position * (19 + len(self.cache_groups)) // 4
         return step_tokens * token + logits + slots
-
-
-def _recordable(model: Model, relay: Relay) -> bool:
-    """Return whether steps of the model can be recorded in graphs; log it if not."""
-    if getattr(model, "recordable", True) and relay.last:
-        return True
-    why = "the model copies data from the host" if relay.last else "this stage of the pipeline does not sample"
-    log.warning("steps are not recorded in graphs, which makes decoding slower: %s", why)
-    return False

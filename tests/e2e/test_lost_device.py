@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,10 @@ pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
 REQUESTS = 32
 DIVIDED = ("--tensor-parallel-size", "2")
+REQUESTS_DIVIDED = ("--data-parallel-size", "2", "--enable-expert-parallel")
+EXPERTS = toy_models.LLAMA | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "vocab_size": 400}
+EXPERTS |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_position_embeddings": 8192}
+EXPERTS |= {"shared_expert_intermediate_size": 48}
 KILLED, STOPPED = "its process was killed by SIGKILL", "its process was stopped by a signal (SIGSTOP)"
 SAID = "The device was lost: toy device: it was told to break."
 WILD = """
@@ -85,7 +89,15 @@ def no_blow() -> None:
     """The device is lost by itself."""
 
 
-def check_end(server: Server, said: str, folder: Path, max_tokens: int, *, blow: Callable[[], None] = no_blow) -> None:
+def check_end(
+    server: Server,
+    said: str,
+    folder: Path,
+    max_tokens: int,
+    *,
+    blow: Callable[[], None] = no_blow,
+    requests: Iterable[int] = range(REQUESTS),
+) -> None:
     """Put the server under a load under which its device is lost, and check what becomes of requests and processes.
 
     Args:
@@ -93,12 +105,13 @@ def check_end(server: Server, said: str, folder: Path, max_tokens: int, *, blow:
         folder: where the server's sockets are.
         max_tokens: more than it has time for.
         blow: brings the device's end about; called while requests run.
+        requests: numbers of the requests; the even ones are streams.
     """
     family = descendants(server.process.pid)
     with ThreadPoolExecutor(2) as pool:
         health = pool.submit(last_health, server)
         struck = pool.submit(blow)
-        asked = together(lambda number: errors_of(server, number, max_tokens), range(REQUESTS))
+        asked = together(lambda number: errors_of(server, number, max_tokens), requests)
         struck.result()
         assert said in health.result()
     assert all(len(errors) == 1 for errors in asked), asked
@@ -129,6 +142,7 @@ def test_everybody_is_told_and_the_server_ends(
     ("flags", "number", "blow", "how"),
     [
         (DIVIDED, 1, signal.SIGKILL, KILLED),
+        pytest.param(REQUESTS_DIVIDED, 1, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
         pytest.param(DIVIDED, 0, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
         pytest.param(("--pipeline-parallel-size", "2"), 0, signal.SIGKILL, KILLED, marks=pytest.mark.slow),
         pytest.param(("--pipeline-parallel-size", "2"), 1, signal.SIGSTOP, STOPPED, marks=pytest.mark.slow),
@@ -145,21 +159,61 @@ def test_a_lost_rank_is_a_lost_device(
     short_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No process, socket or shared memory is left."""
+    lose_rank(flags, number, blow, how, tmp_path, short_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("time", range(20))
+@pytest.mark.parametrize(("blow", "how"), [(signal.SIGKILL, KILLED), (signal.SIGSTOP, STOPPED)], ids=["kill", "stop"])
+def test_nothing_is_left_of_64_streams(
+    blow: signal.Signals, how: str, time: int, tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank is lost at another moment each time: after more tokens, or while many streams have none."""
+    streams = range(0, 2 * 64, 2)
+    place = (tmp_path, short_path, monkeypatch)
+    lose_rank(DIVIDED, time % 2, blow, how, *place, requests=streams, seats=(8, 64)[time % 3 > 0], tokens=60 * time)
+
+
+def lose_rank(
+    flags: tuple[str, ...],
+    number: int,
+    blow: signal.Signals,
+    how: str,
+    tmp_path: Path,
+    short_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    requests: Sequence[int] = range(REQUESTS),
+    seats: int = 8,
+    tokens: int = 0,
+) -> None:
+    """Lose a rank of a server under load. No process, socket or shared memory is left.
+
+    Args:
+        number: of the rank.
+        seats: requests that run at once.
+        tokens: generated before the blow.
+    """
     model = toy_models.save_decoder(tmp_path / "model", seed=1, max_position_embeddings=8192)
+    if flags == REQUESTS_DIVIDED:
+        (model / "config.json").write_text(json.dumps(EXPERTS))
+        flags = (*flags, "--load-format", "dummy")
     monkeypatch.setenv("TMPDIR", str(short_path))
-    limits = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "64M", "--threads", "1", "--device", "cpu")
+    limits = ("--max-num-seqs", str(seats), "--kv-cache-memory-bytes", "512M", "--threads", "1", "--device", "cpu")
     shared = set(Path("/dev/shm").iterdir())
     server = Server(str(model), tmp_path / "log", *flags, *limits)
 
     def strike() -> None:
-        wait_until(lambda: server.metric("octavo:num_requests_waiting") == REQUESTS - 8, "a crowd")
+        crowd = len(requests) - seats
+        wait_until(lambda: server.metric("octavo:num_requests_waiting") == crowd, "a crowd")
+        wait_until(lambda: server.metric("octavo:num_requests_running") == seats, "a crowd")
+        wait_until(lambda: server.metric("octavo:generation_tokens_total") >= tokens, "tokens")
         ranks = [pid for pid in descendants(server.process.pid) if "octavo.rank_main" in command_of(pid)]
         os.kill(sorted(ranks)[number], blow)
 
     try:
         server.wait_ready()
-        check_end(server, f"The device was lost: rank {number} (", short_path, 8000, blow=strike)
+        check_end(server, f"The device was lost: rank {number} (", short_path, 8000, blow=strike, requests=requests)
         assert f": {how}" in server.output()
         assert set(Path("/dev/shm").iterdir()) <= shared
     finally:

@@ -109,6 +109,7 @@ def test_the_other_node_ends_with_the_engine(model: str) -> None:
     [
         (("--nnodes", "2"), "--nnodes 2: the number of ranks, 1, must be a multiple of it"),
         (("--node-rank", "1"), "--node-rank 1: nodes have numbers from 0 to 0"),
+        (("--pipeline-layers", "1,2"), "--pipeline-layers 1,2: .*-size 1 is one stage.* Set it to 2, or leave out"),
         (("-tp", "2", "--nnodes", "2", "-dp", "2"), "a model on several machines .--nnodes 2. has one replica"),
     ],
 )

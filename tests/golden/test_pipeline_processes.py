@@ -1,4 +1,4 @@
-"""Two stages in processes of their own, over gloo: the tokens of one process, and one error if a stage is lost."""
+"""Ranks in processes of their own, over gloo: the tokens of one process, and one error if a rank is lost."""
 
 from __future__ import annotations
 
@@ -41,5 +41,21 @@ def test_tokens_and_the_loss_of_a_stage() -> None:
         loop.step()
     os.kill(ranks.processes[0].pid, signal.SIGKILL)
     with pytest.raises(DeviceLostError, match=r"The device was lost: rank 0 \(.*\): its process was killed by SIGKILL"):
+        tokens_of(drive(loop, []))
+    assert all(process.code is not None for process in ranks.processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_ranks_that_divide_prompts(each: dict[str, Any]) -> None:
+    alone = engine()
+    expected = tokens_of(drive(alone, requests(9)))
+    loop = engine(prefill_context_parallel_size=2, prefill_context_parallel_threshold=8, **each)
+    ranks = loop.worker.ranks  # type: ignore[attr-defined]
+    assert tokens_of(drive(loop, requests(9))) == expected
+    for request in requests(200):
+        loop.add(request)
+    os.kill(ranks.processes[-1].pid, signal.SIGKILL)
+    with pytest.raises(DeviceLostError, match=r"The device was lost: rank . \(.*\): its process was killed by SIGKILL"):
         tokens_of(drive(loop, []))
     assert all(process.code is not None for process in ranks.processes)

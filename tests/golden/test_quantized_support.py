@@ -29,6 +29,7 @@ from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.gguf_blocks import CODES, INTEGERS
+from octavo.models.load.quantized.table import rounds_activations
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import spec_of
 from octavo.native.bindings import Dtype
@@ -36,12 +37,18 @@ from octavo.native.program import Pool
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.experts import ExpertLayer
+from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.blocks import BlockQuantized
+from octavo.nn.quant.experts import ExpertsScheme
+from octavo.nn.quant.gpu_packed_experts import PackedStack
+from octavo.nn.quant.none import Unquantized
+from octavo.nn.quant.packed_gpu import PackedOnGpu
 from octavo.nn.weights import TensorSpec
 
 ALWAYS = ("awq-gemm", "fp8-tiles", "nvfp4", "Q6_K")
 KINDS = {kind.name: kind for kind in sorted(CODES.keys() | INTEGERS.keys())}
 NAMES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in (*EXAMPLES, *KINDS)]
+EXPANDED = ("w4a16-act-order", "gptq-4-act-order", "gptq-3-act-order", "bnb-nf4", "bnb-fp4-nested")
 SETTINGS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22, "threads": 1, "skip_tokenizer_init": True}
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": False}
 EXPERTS = {**SIZES, "num_local_experts": 3}
@@ -150,6 +157,33 @@ def test_experts(name: str, tmp_path: Path) -> None:
     (experts,) = [layer.packed for layer in model.source.modules() if isinstance(layer, ExpertLayer)]
     assert (Dtype.FLOAT not in experts.dtypes) == packs(name)
     assert (logits_of(model) - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "awq-gemm" else pytest.param(name, marks=pytest.mark.slow) for name in (*EXAMPLES, *KINDS)]
+)
+def test_experts_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """By the kernels of a GPU, which read what is packed."""
+    written = make(name, tmp_path, experts=True)
+    expected = logits_of(load_model(written.files, ReferenceAttention()))
+    rounds = rounds_activations(written.config)
+
+    class PackedExpertsOnly(Unquantized):
+        def experts(self, form: ExpertsForm) -> ExpertsScheme:
+            return PackedOnGpu(self.dtype, self.device, rounds=rounds).experts(form)
+
+    model = load_model(written.files, ReferenceAttention(), scheme=PackedExpertsOnly)
+    (layer,) = [layer for layer in model.modules() if isinstance(layer, ExpertLayer)]
+    assert isinstance(layer.scheme, PackedStack)
+    kept = {product.packed_as is not None for product in (layer.scheme.gate_up, layer.scheme.down)}
+    assert kept == {packed_on_gpu(name)}
+    assert (logits_of(model) - expected).norm() < 1e-2 * expected.norm()
+
+
+def packed_on_gpu(name: str) -> bool:
+    """Whether experts of a format stay packed on a GPU: not in the order of activations, nor in tables of 4 bits other
+    than E2M1."""
+    return packs(name) and name not in EXPANDED
 
 
 @pytest.mark.features("lora")

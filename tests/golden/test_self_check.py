@@ -20,6 +20,7 @@ from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.weights import wanted_bytes, weight_layers
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import spec_of
 from octavo.native.builder import ProgramBuilder
@@ -31,6 +32,7 @@ from octavo.nn.linear import Projection
 from octavo.nn.quant import blocks
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.online import ONLINE
+from octavo.nn.rope import Rope
 from octavo.nn.weights import QuantizedBlocks
 from octavo.parallel.mesh import Mesh
 from octavo.worker import self_check
@@ -188,9 +190,30 @@ def test_weights_that_are_rounded_at_load_may_deviate_by_the_rounding(method: st
 
     make_checkpoint("quantized", tmp_path)
     model = load_model(model_files(tmp_path), ReferenceAttention(), scheme=partial(PackedOnGpu, online=ONLINE[method]))
+    kept = sum(layer.nbytes for layer in weight_layers(model) if not isinstance(layer, Rope))
+    assert kept <= wanted_bytes(model) < 1.05 * kept
     check_products(model, named(model_files(tmp_path)), everything=False)
     for layer in model.modules():
         if isinstance(layer, Projection) and layer.packed_as:
             layer.scheme.matrix.scales.mul_(2)
     with pytest.raises(SelfCheckError):
         check_products(model, named(model_files(tmp_path)), everything=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is loaded into host memory")
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(1, 2)], ids=["one", "the second of two"])
+def test_packed_experts_of_a_gpu_are_checked(mesh: Mesh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the kernels of few and of several tokens, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    caplog.set_level(logging.INFO)
+    make_checkpoint("gpt-oss", tmp_path, {"intermediate_size": 128, "num_hidden_layers": 1})
+    store_experts_in_mxfp4(tmp_path)
+    files = model_files(tmp_path)
+    model = packed_on_gpu(files, mesh)
+    check_products(model, named(files), everything=False)
+    assert "4-bit floats of experts" in caplog.text
+    (layer,) = [one for one in model.modules() if isinstance(one, ExpertLayer)]
+    for product in layer.scheme.both:
+        product.scales.mul_(1.2)
+    with pytest.raises(SelfCheckError, match=r"experts\.0\.\w+_proj\.weight.*, stored as 4-bit floats of experts"):
+        check_products(model, named(files), everything=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +17,17 @@ import torch.distributed
 import torch.multiprocessing
 from paged import PagedRunner
 from rank_kit import ThreadCollectives
+from safetensors import safe_open
+from test_quantized_golden import quantize
 from tiny import load_model, make_checkpoint, model_files, reference_of
 from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 
 from octavo.core.errors import ConfigError
+from octavo.models.load.safetensors import SafetensorsCheckpoint
 from octavo.models.registry import build_model, spec_of
 from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.quant.base import Part
-from octavo.nn.shard import COL, NONE, ROW, Cut, Heads, cut
+from octavo.nn.shard import COL, NONE, ROW, Cut, Heads, Run, Runs, cut
 from octavo.nn.weights import TensorSpec
 from octavo.parallel.collectives import TorchCollectives
 from octavo.parallel.mesh import Mesh
@@ -150,23 +154,23 @@ def test_a_rank_asks_for_its_part_only(family: str, tmp_path: Path) -> None:
 def test_heads_go_to_ranks_whole_and_few_kv_heads_to_several() -> None:
     heads = Heads(8, 2, 16)
     assert [cut(heads, 0, 128, 64, Mesh(rank, 4)).outputs for rank in range(4)] == [
-        range(32),
-        range(32, 64),
-        range(64, 96),
-        range(96, 128),
+        (range(32),),
+        (range(32, 64),),
+        (range(64, 96),),
+        (range(96, 128),),
     ]
     assert [cut(heads, 1, 32, 64, Mesh(rank, 4)).outputs for rank in range(4)] == [
-        range(16),
-        range(16),
-        range(16, 32),
-        range(16, 32),
+        (range(16),),
+        (range(16),),
+        (range(16, 32),),
+        (range(16, 32),),
     ]
 
 
 def test_packed_tensors_are_cut_where_elements_end() -> None:
     packed = TensorSpec((8, 96), torch.int32, out_dim=1, in_dim=0)  # 8 inputs in one element, as GPTQ stores them
     assert Cut(inputs=range(32, 64)).index(packed, 96, 64) == (slice(4, 8), slice(None))
-    assert Cut(outputs=range(48, 96)).index(packed, 96, 64) == (slice(None), slice(48, 96))
+    assert Cut(outputs=(range(48, 96),)).index(packed, 96, 64) == (slice(None), slice(48, 96))
     with pytest.raises(ConfigError, match="packed in 8 elements can't be cut at feature 36"):
         Cut(inputs=range(36, 64)).index(packed, 96, 64)
 
@@ -182,7 +186,7 @@ def test_features_that_do_not_divide_are_refused(shard: Any, size: int) -> None:
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     make_checkpoint("smollm", tmp_path)
     spec = spec_of(model_files(tmp_path).config)
-    with pytest.raises(ConfigError, match="9 attention heads on 3 kv heads can't be divided over 2 devices"):
+    with pytest.raises(ConfigError, match=r"over 2 devices. Set --tensor-parallel-size to one of 1, 3, 9\."):
         build_model(
             spec,
             dtype=torch.float32,
@@ -190,3 +194,44 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
             attention=ReferenceAttention(),
             mesh=Mesh(0, 2),
         )
+
+
+def test_each_kind_of_outputs_is_divided_by_its_own_units() -> None:
+    """Two heads of 8, one group of 4 numbers that all heads share, two rates."""
+    runs = Runs(((Run(2, 8), Run(1, 4), Run(2)),))
+    matrix = torch.arange(22)[:, None]
+    kept = [cut(runs, 0, 22, 64, Mesh(rank, 2)) for rank in range(2)]
+    assert kept[1].outputs == (range(8, 16), range(16, 20), range(21, 22))
+    assert [one.rows_of(matrix).flatten().tolist() for one in kept] == [
+        [*range(8), *range(16, 20), 20],
+        [*range(8, 16), *range(16, 20), 21],
+    ]
+    with pytest.raises(ConfigError, match="3 heads or groups can't be divided over 2 devices"):
+        cut(Runs(((Run(3, 8),),)), 0, 24, 64, Mesh(0, 2))
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", ""), ("qwen2-moe", ""), ("quantized", "gptq-4-asymmetric")])
+def test_ranks_together_read_each_divided_tensor_once(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are counted. What is small is read by both: norms, routers and, in GPTQ, numbers of groups."""
+    theirs = make_checkpoint(family, tmp_path)
+    if method:
+        quantize(tmp_path, theirs, method)
+    files = model_files(tmp_path)
+    count: Counter[str] = Counter()
+    read = SafetensorsCheckpoint.tensor
+
+    def counted(source: SafetensorsCheckpoint, name: str, spec: TensorSpec, index: Any = None) -> torch.Tensor:
+        found = read(source, name, spec, index)
+        count[name] += found.nbytes
+        return found
+
+    monkeypatch.setattr(SafetensorsCheckpoint, "tensor", counted)
+    for rank in range(2):
+        load_model(files, reference_of(files), mesh=Mesh(rank, 2))
+    with safe_open(files.weights[0], "pt") as file:
+        stored = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118 - not a mapping
+    divided = [name for name in stored if "_proj." in name and not name.endswith(("g_idx", "o_proj.bias"))]
+    assert len(divided) > 10
+    assert {name: count[name] for name in divided} == {name: stored[name] for name in divided}

@@ -49,15 +49,25 @@ LLAMAS: dict[str, Settings] = {
     | {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
 }
+DEEP: Settings = {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+DEEP |= {"moe_intermediate_size": 32, "n_group": 2, "topk_group": 1}
 MODELS = LLAMAS | {name: LLAMA | EVEN | kind | {"model_type": "any"} for name, kind in KINDS.items()}
+MODELS["latent experts"] = MODELS["latent"] | DEEP | {"architectures": ["DeepseekV3ForCausalLM"]}
 TP: Settings = {"tensor_parallel_size": 2}
 PP: Settings = {"pipeline_parallel_size": 2}
+DP: Settings = {"data_parallel_size": 2, "enable_expert_parallel": True}
+PROMPTS: Settings = {"prefill_context_parallel_size": 2, "prefill_context_parallel_threshold": 32}
+PROMPTS |= {"enforce_eager": True}  # steps as short as these are recorded otherwise, and then not divided
 DIVISIONS: dict[str, Settings] = {
     "TP 2": TP,
     "PP 2": PP,
     "EP 2": TP | {"enable_expert_parallel": True},
     "TP 2, steps in parts": TP | {"enable_dbo": True, "dbo_prefill_token_threshold": 32, "enforce_eager": True},
     "EP 2, rows": TP | {"enable_expert_parallel": True, "all2all_backend": "all_to_all"},
+    "DP 2 with EP": DP,
+    "DP 2 with EP, rows": DP | {"all2all_backend": "all_to_all"},
+    "prompts over 2": PROMPTS,
+    "prompts over 2 x TP 2": PROMPTS | TP,
     "TP 4": {"tensor_parallel_size": 4},
     "PP 3": {"pipeline_parallel_size": 3},
     "TP 2 x PP 2": TP | PP,
@@ -67,8 +77,12 @@ CASES = [
     *(("PP 2", name) for name in MODELS if name != "odd vocabulary"),
     *(("EP 2", name) for name in ("experts", "windows and sinks", "chunks")),
     ("EP 2, rows", "experts"),
+    *(("DP 2 with EP", name) for name in ("experts", "windows and sinks", "latent experts")),
+    ("DP 2 with EP, rows", "latent experts"),
     ("TP 2, steps in parts", "full"),
     ("TP 2, steps in parts", "latent"),
+    *(("prompts over 2", name) for name in ("full", "windows", "latent", "windows and sinks", "experts")),
+    ("prompts over 2 x TP 2", "full"),
     ("TP 4", "full"),
     ("TP 4", "windows"),
     ("PP 3", "three layers"),
@@ -129,14 +143,24 @@ def test_tokens_under_each_setting(division: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("division", "setting"), [("TP 2", ""), ("TP 2", "eager"), ("TP 2, steps in parts", "")], ids=str
+    ("division", "model", "setting"),
+    [
+        ("TP 2", "full", ""),
+        ("TP 2", "full", "eager"),
+        ("TP 2, steps in parts", "full", ""),
+        ("prompts over 2", "full", ""),
+        ("prompts over 2", "latent", "chunks and preemption"),
+        ("DP 2 with EP", "experts", ""),
+        ("DP 2 with EP", "latent experts", "chunks and preemption"),
+    ],
+    ids=str,
 )
-def test_two_ranks_on_one_gpu(division: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu(division: str, model: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that two GPUs do but NCCL: plans, shares, and sums in each other's memory, recorded and fused with norms."""
     needs(1)
-    expected = alone("full", setting)
+    expected = alone(model, setting)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
-    assert tokens(MODELS["full"], **DIVISIONS[division], **SETTINGS.get(setting, {})) == expected
+    assert tokens(MODELS[model], **DIVISIONS[division], **SETTINGS.get(setting, {})) == expected
 
 
 def scored(**settings: Any) -> dict[str, TokenDelta]:

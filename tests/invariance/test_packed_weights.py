@@ -16,6 +16,8 @@ from octavo.build import build_core
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
+from octavo.nn.quant.online import ONLINE
+from octavo.worker.schemes import AT_LOAD
 
 ASKED = [
     GenerateRequest(
@@ -60,6 +62,12 @@ def test_settings_that_do_not_fit(method: str, stored: str | None, says: str, mo
     config = {**QWEN3, "quantization_config": {"quant_method": stored, "bits": 4}} if stored else QWEN3
     with pytest.raises(ConfigError, match=says):
         run({**behind(monkeypatch), "quantization": method}, config)
+
+
+def test_unknown_methods_are_named_before_the_device() -> None:
+    assert tuple(ONLINE) == AT_LOAD
+    with pytest.raises(ConfigError, match=f"fp3: there is no such method.* by {', '.join(AT_LOAD)}"):
+        run({"device": "cpu", "quantization": "fp3"})
 
 
 def test_a_cpu_quantizes_nothing_at_load() -> None:

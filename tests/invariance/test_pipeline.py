@@ -142,6 +142,12 @@ def test_layers_are_divided_by_their_bytes() -> None:
         balanced([1, 1], 3)
 
 
+def test_more_stages_than_layers_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.build_worker.RankGroup", None)
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 40: the model has 3 layers"):
+        engine(LONGER, pipeline_parallel_size=40)
+
+
 @pytest.mark.parametrize("layers", [(3,), (2, 2), "1,1,1"])
 def test_layers_that_do_not_add_up_are_refused(layers: Any) -> None:
     with pytest.raises(ConfigError, match=r"--pipeline-layers .* does not divide 3 layers over 2 stages"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_invariance import Faulty, requests
 from toy_engine import drive, tiny_config, tokens_of
-from toy_models import LLAMA_KV_BYTES_PER_TOKEN, model_files
+from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, model_files
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError, DeviceLostError, EngineStateError, InvalidRequestError, UnsupportedError
@@ -27,8 +27,8 @@ CROWDED = {
 }
 
 
-def engine(**settings: Any) -> EngineLoop:
-    return build_core(tiny_config(**settings), model_files())[0]
+def engine(config: dict[str, Any] = LLAMA, **settings: Any) -> EngineLoop:
+    return build_core(tiny_config(**settings), model_files(config))[0]
 
 
 def process_of(loop: EngineLoop) -> Any:

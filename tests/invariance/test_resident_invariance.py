@@ -133,7 +133,7 @@ def test_products_in_halves_are_added_by_the_norm_that_follows(monkeypatch):
     assert {True, False} == set(came)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
 def test_fp8_keys_and_values(kind, monkeypatch):
     """The same tokens whatever the depth and the batch; that they are the right ones is for tests/oracle/ to say.
 

@@ -24,7 +24,6 @@ from octavo.nn.ops.norm import rms_norm
 from octavo.parallel.shared import SharedMemory
 
 EVEN = {"vocab_size": 132}
-QWEN3_NEXT = "Qwen3NextForCausalLM"
 MODELS: dict[str, dict[str, Any]] = {
     "an odd vocabulary": LLAMA,
     "a divided vocabulary": LLAMA | EVEN,
@@ -86,14 +85,43 @@ def test_tokens_under_each_setting(settings: str) -> None:
     assert run(tensor_parallel_size=2, **SETTINGS[settings]) == run(**SETTINGS[settings])
 
 
+QWEN3_NEXT = "Qwen3NextForCausalLM"
+RECURRENT = {name: config | {"architectures": [name], "model_type": "any"} for name, config in FAMILIES.items()}
+RECURRENT |= {
+    "one group": RECURRENT["BambaForCausalLM"] | {"mamba_n_groups": 1},
+    "one head of keys": RECURRENT[QWEN3_NEXT] | {"linear_num_key_heads": 1},
+    "not divisible": RECURRENT["BambaForCausalLM"] | {"mamba_n_heads": 9, "mamba_n_groups": 3, "mamba_expand": 2.25},
+}
+QUICK_RECURRENT = ("one group", QWEN3_NEXT)
+
+
 @pytest.mark.parametrize(
     "name",
-    ["BambaForCausalLM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Lfm2ForCausalLM", QWEN3_NEXT))],
+    [name if name in QUICK_RECURRENT else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT],
 )
-def test_recurrent_layers_are_whole_on_each_rank(name: str) -> None:
-    config = FAMILIES[name] | {"architectures": [name], "model_type": "any", "initializer_range": 0.3}
+def test_recurrent_layers(name: str) -> None:
+    config = RECURRENT[name] | {"initializer_range": 0.3}
     few = {"max_model_len": 128, "max_num_seqs": 4}
     assert run(config, tensor_parallel_size=2, **few) == run(config, **few)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_of_four_ranks_under_pressure(name: str) -> None:
+    config = RECURRENT[name] | {"initializer_range": 0.3}
+    tight = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "async_scheduling": True}
+    assert run(config, tensor_parallel_size=4, **tight) == run(config, **tight)
+
+
+def test_states_are_divided() -> None:
+    sizes = []
+    for ranks in (1, 2):
+        given = tiny_config(device="cpu", cpu_bind="nobind", max_model_len=128, tensor_parallel_size=ranks)
+        loop, info = build_core(given, model_files(RECURRENT["Mamba2ForCausalLM"]))
+        loop.close()
+        sizes.append(info.memory["kv_cache"] // info.num_blocks)
+    layers, inputs, numbers = 2, 160 * 3, 128 * 8  # float32
+    assert sizes == [layers * 4 * (inputs + numbers), layers * 2 * (inputs + numbers)]
 
 
 class LaterSum:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
+from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
 from shelf_kit import TOYS
 from test_cache_groups_invariance import MIXED, WINDOWED, replay_of
 from toy_engine import GPU, drive, tiny_config, tokens_of
@@ -223,6 +223,7 @@ def test_pages_that_are_gone_are_computed() -> None:
     [
         pytest.param(TWO_RANKS, id="tp", marks=pytest.mark.slow),
         pytest.param(PIPELINE, id="pp"),
+        pytest.param(CONTEXTS, id="pcp", marks=pytest.mark.slow),
         pytest.param({**PIPELINE, **TWO_RANKS}, id="tp x pp", marks=pytest.mark.slow),
     ],
 )

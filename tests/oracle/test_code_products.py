@@ -13,7 +13,7 @@ from test_native_ops import generator, reference, run
 from torch import Tensor
 
 from octavo.models.load.gguf_blocks import _NONLINEAR, _SIX_BITS, _THREE_BITS, _TWO_BITS
-from octavo.models.load.quantized.codes import E2M1, FLOATS
+from octavo.models.load.quantized.codes import FLOATS
 from octavo.native.bindings import Dtype, Epilogue
 from octavo.native.builder import ProgramBuilder, Results
 from octavo.native.program import Pool
@@ -21,7 +21,7 @@ from octavo.nn.quant.blocks import BlockQuantized, dequantized
 from octavo.nn.quant.codes import pack_codes, unified
 from octavo.nn.quant.packed import Matrix, emit_lookup, packed
 from octavo.nn.quant.panels import interleave, pack
-from octavo.nn.weights import NARROW, Codebook, QuantizedBlocks
+from octavo.nn.weights import E2M1, NARROW, Codebook, QuantizedBlocks
 
 __all__ = ["generator"]  # a fixture
 

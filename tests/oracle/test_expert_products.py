@@ -70,8 +70,20 @@ def test_no_logits_choose_an_expert_that_is_not_there() -> None:
     logits = torch.full((3, 6), float("nan"))
     logits[1], logits[2, :5] = float("-inf"), float("inf")
     for spec in (RoutingSpec(top_k=4), RoutingSpec(top_k=4, scores="sigmoid", groups=2, top_groups=2)):
-        experts = route_on_device(logits.to(DEVICE), spec).experts.cpu()
-        assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 6 for row in experts.tolist())
+        for rows in (logits, *logits.split(1)):
+            experts = route_on_device(rows.to(DEVICE), spec).experts.cpu()
+            assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 6 for row in experts.tolist())
+
+
+@pytest.mark.parametrize("spec", [ROUTINGS["softmax"], ROUTINGS["chosen"]], ids=["softmax", "chosen"])
+def test_a_token_alone_has_the_experts_that_it_has_among_others(spec: RoutingSpec) -> None:
+    """Of experts with equal logits, both forms of the choice take the first ones."""
+    logits = torch.randint(0, 4, (7, 20), generator=fresh_generator()).float().to(DEVICE)
+    together = route_on_device(logits, spec)
+    for i, row in enumerate(logits.split(1)):
+        alone = route_on_device(row, spec)
+        assert torch.equal(alone.experts[0], together.experts[i])
+        torch.testing.assert_close(alone.weights[0], together.weights[i])
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "count", "begin", "owned"), [(21, 3, 7, 0, 7), (3, 6, 12, 4, 5)])
@@ -209,7 +221,7 @@ def test_experts_without_tokens(tokens: int, spread: str) -> None:
     case.check(got, case.expected(routing))
 
 
-@pytest.mark.parametrize("tokens", [3, 24])
+@pytest.mark.parametrize("tokens", [1, 3, 24])
 def test_experts_of_others_add_nothing(tokens: int) -> None:
     """Nor are their results read: memory that nothing has written is NaN here."""
     case = Case(tokens, 10, 32, 16, torch.float32)

@@ -125,7 +125,7 @@ def run(case: Case, backend, rows: slice | None = None) -> Tensor:
     for step, seed in ((case.past, 1), (case.step, 2)):
         if not step.num_tokens:
             continue
-        step = _moved(step, device)
+        step = moved(step, device)
         q, latents = (x.to(device) for x in case.inputs(step.num_tokens, seed))
         step.attn = backend.prepare(step, case.block_size)
         norm = (case.norm[0].to(device), case.norm[1])
@@ -146,7 +146,7 @@ def _some(step: StepInput, rows: slice, q: Tensor, latents: Tensor) -> tuple[Ste
     return StepInput(**(fields | {"query_start": starts - starts[0]})), q[tokens], latents[tokens]
 
 
-def _moved(step: StepInput, device: torch.device) -> StepInput:
+def moved(step: StepInput, device: torch.device) -> StepInput:
     fields = {name: getattr(step, name) for name in StepInput.__slots__}
     return StepInput(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()})
 

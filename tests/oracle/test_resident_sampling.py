@@ -93,7 +93,11 @@ QUICK = [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.03}, {"top_k": 40, "top_p": 
 
 @pytest.mark.parametrize(
     ("few", "vocab", "filters", "temperatures"),
-    [(False, VOCAB, FILTERS, (0.3, 1.0)), (True, VOCAB, FILTERS, (1.0,)), (True, 40_000, QUICK, (0.3,))],
+    [
+        (False, VOCAB, FILTERS, (0.3, 1.0)),
+        pytest.param(True, VOCAB, FILTERS, (1.0,), marks=pytest.mark.slow),
+        (True, 40_000, QUICK, (0.3,)),
+    ],
 )
 def test_what_filters_keep(few, vocab, filters, temperatures):
     params = [SamplingParams(temperature=t, **f) for f in filters for t in temperatures]

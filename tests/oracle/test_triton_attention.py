@@ -61,7 +61,7 @@ def test_shapes(head_dim, heads, rows):
     "options",
     [
         {"window": 1},
-        {"window": 37},
+        pytest.param({"window": 37}, marks=pytest.mark.slow),
         pytest.param({"window": 130}, marks=pytest.mark.slow),
         pytest.param({"soft_cap": 5.0}, marks=pytest.mark.slow),
         {"window": 90, "soft_cap": 20.0},

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.cache.cache import BlockTable, KVCache
+from octavo.cache.cache import KVCache
+from octavo.cache.table import BlockTable
 from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 
 BLOCK = 4

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from octavo.cache.cache import BlockTable, KVCache
+from octavo.cache.cache import KVCache
 from octavo.cache.prefix_tree import PrefixTree
+from octavo.cache.table import BlockTable
 
 BLOCK = 4
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=24)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from steps_kit import BLOCK, Engine
 from world_kit import LAYOUTS, random_requests, worlds
 
-from octavo.cache.cache import BlockTable, KVCache
+from octavo.cache.cache import KVCache
+from octavo.cache.table import BlockTable
 from octavo.core.cache_groups import NO_BLOCK, GroupKind
 from octavo.core.errors import EngineStateError
 from octavo.core.output import FinishReason

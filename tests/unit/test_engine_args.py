@@ -37,10 +37,10 @@ def test_a_scripts_own_arguments_stay_its_own() -> None:
 
 def test_flags_of_other_engines_are_judged_when_an_engine_is_made() -> None:
     EngineArgs.from_cli_args(
-        parsed("--prefill-context-parallel-size", "1", "--swap-space", "4", "--enable-chunked-prefill")
+        parsed("--decode-context-parallel-size", "1", "--swap-space", "4", "--enable-chunked-prefill")
     )
-    with pytest.raises(ConfigError, match="context parallelism is not supported"):
-        EngineArgs.from_cli_args(parsed("-pcp", "2"))
+    with pytest.raises(ConfigError, match="context parallelism is for prompts"):
+        EngineArgs.from_cli_args(parsed("-dcp", "2"))
 
 
 def test_a_wrong_value_is_an_error_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_a_wrong_value_is_an_error_of_the_parser(capsys: pytest.CaptureFixture[s
         parsed("--help")
     shown = capsys.readouterr().out
     assert "--max-num-seqs" in shown
-    assert "--prefill-context-parallel-size" not in shown
+    assert "--decode-context-parallel-size" not in shown
 
 
 @pytest.mark.features("beams", "pooling")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.floor import floor_seconds
+from octavo.bench.floor import floor_seconds, share_text
 from octavo.bench.report import percentile, save
 from octavo.cli.bench.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.flags import units
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
         print(f"{percent}% percentile latency: {percentile(latencies, percent):.4f} seconds")
     share = least / statistics.median(latencies)
     print(f"This machine at best:  {ceilings.text()}")
-    print(f"Least time by that:  {least:.4f} seconds, so {share:.0%} of what is possible")
+    print(f"Least time by that:  {least:.4f} seconds, {share_text(share)}")
     if args.output_json:
         figures = {
             "ceilings": ceilings.figures(),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.floor import Ceilings, floor_seconds
+from octavo.bench.floor import Ceilings, floor_seconds, share_text
 from octavo.bench.report import save
 from octavo.cli.bench.data import add_data_flags, make_samples
 from octavo.cli.bench.offline import ceilings_of, fixed_length, open_llm
@@ -79,7 +79,7 @@ def _text(figures: Mapping[str, Any], ceilings: Ceilings) -> str:
         f"KV slots allocated but empty:  {figures['kv_waste']:.2%}\n"
         f"This machine at best:  {ceilings.text()}\n"
         f"Least time by that (s):  {figures['floor_seconds']:.2f}, "
-        f"so {figures['fraction_of_floor']:.0%} of what is possible"
+        f"{share_text(figures['fraction_of_floor'])}"
     )
 
 

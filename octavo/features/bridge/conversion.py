@@ -80,8 +80,12 @@ class ConvertedCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._source.shape(self._renamed[name]) if name in self._renamed else None
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
-        return self._source.blocks(self._renamed[name], entry, codes=codes) if name in self._renamed else None
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
+        if name not in self._renamed:
+            return None
+        return self._source.blocks(self._renamed[name], entry, codes=codes, index=index)
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         if name in self._renamed:

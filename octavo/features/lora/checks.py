@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.core.errors import ModelFileError
@@ -18,7 +18,7 @@ from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.gguf_names import hf_name
 from octavo.hub.json_file import read_json
-from octavo.hub.safetensors_files import read_header
+from octavo.hub.safetensors_files import StoredTensor, read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -54,6 +54,7 @@ class AdapterFile:
             and STACKED, see there.
         base: name of the base model that it was made for; "" if not stated.
         pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
+        header: where a safetensors file has each tensor.
     """
 
     weights: Path
@@ -61,6 +62,7 @@ class AdapterFile:
     tensors: tuple[Mapping[str, str], ...]
     base: str = ""
     pairs: bool = False
+    header: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
@@ -82,8 +84,8 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
     config = PeftConfig.of(read_json(path / CONFIG), path / CONFIG)
     if not (path / WEIGHTS).is_file():
         raise ModelFileError(_missing(path))
-    shapes = {}
-    for name, tensor in read_header(path / WEIGHTS).items():
+    shapes, header = {}, read_header(path / WEIGHTS)
+    for name, tensor in header.items():
         if tensor.dtype not in _DTYPES:
             raise ModelFileError(
                 f"{path / WEIGHTS}: tensor {name} is stored as {tensor.dtype}; adapters are read from "
@@ -93,7 +95,7 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
     matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base)
     found = matcher.find(shapes, config)
     manifest, tensors = matcher.checked(found, config, shapes)
-    return AdapterFile(path / WEIGHTS, manifest, tensors, config.base)
+    return AdapterFile(path / WEIGHTS, manifest, tensors, config.base, header=header)
 
 
 def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:

@@ -13,6 +13,7 @@ from octavo.features.lora.targets import Layer, Targets
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.nn.linear import Linear
 from octavo.nn.quant.none import Unquantized
+from octavo.nn.shard import Cut
 from octavo.nn.weights import TensorSpec
 
 _ROWS = 1024
@@ -45,15 +46,14 @@ class BaseNorms:
         Raises:
             UnsupportedError: the layer's weights were received as tensors and can't be read.
         """
-        outputs = self._targets.cuts[piece.target][piece.part].outputs
-        kept = slice(None) if outputs is None else slice(outputs.start, outputs.stop)
-        weight = self._weight(piece, kept)
-        a, b = a.to(weight.device, torch.float32), b[kept].to(weight.device, torch.float32) * piece.scale
+        own = self._targets.cuts[piece.target][piece.part]
+        weight = self._weight(piece, own)
+        a, b = a.to(weight.device, torch.float32), own.rows_of(b).to(weight.device, torch.float32) * piece.scale
         parts = zip(weight.split(_ROWS), b.split(_ROWS), strict=True)
         norms = [torch.linalg.vector_norm(torch.addmm(w.float(), part, a), dim=1) for w, part in parts]
-        return magnitudes[kept].float() / torch.cat(norms).cpu()
+        return own.rows_of(magnitudes).float() / torch.cat(norms).cpu()
 
-    def _weight(self, piece: Piece, kept: slice) -> Tensor:
+    def _weight(self, piece: Piece, cut: Cut) -> Tensor:
         """Return the base weights of a piece, this rank's outputs and all inputs."""
         layer = self._targets.layers[piece.target]
         assert layer is not None, "gains are of the rank's own layers"
@@ -72,7 +72,7 @@ class BaseNorms:
                     f"known: {error} Load the weights from files, or an adapter without use_dora."
                 ) from None
         spec = TensorSpec((part.outputs, part.inputs), torch.float32, out_dim=0, in_dim=1)
-        return self._checkpoint.tensor(f"{target.name(piece.part)}.weight", spec)[kept]
+        return cut.rows_of(self._checkpoint.tensor(f"{target.name(piece.part)}.weight", spec))
 
     def _in_layer(self, layer: Layer, part: int) -> Tensor | None:
         """Return a part's weights if the layer has them as a plain matrix with all inputs; else None."""

@@ -268,7 +268,7 @@ class LowRankDelta(Delta):
         return (min(each * multiprocessors(self._pool.device), tiles * pieces),)
 
     def shape(self, rows: int) -> Shape:
-        """Return the shape of launches for so many rows."""
+        """Return the shape of launches for a number of rows."""
         return shape_of(rows, self._inputs)
 
     def _addresses(self) -> tuple[Tensor, ...]:

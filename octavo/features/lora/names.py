@@ -194,7 +194,10 @@ class Names:
 
     def _read(self, path: Path) -> _Found:
         if not path.exists():
-            raise ModelNotFoundError(f"There is no adapter at {path} on the engine's machine.")
+            raise ModelNotFoundError(
+                f"There is no adapter at {path} on the engine's machine. Correct the path, that of --lora-modules "
+                "(NAME=PATH) or of the request."
+            )
         file = read_adapter(path, self._targets, self._settings.max_lora_rank)
         if not self._replaceable:
             self._require_additions(path, file.manifest)

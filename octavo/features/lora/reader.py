@@ -19,7 +19,6 @@ from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPar
 from octavo.features.lora.payload import Reading
 from octavo.features.lora.targets import Targets
 from octavo.hub.gguf_file import read_gguf
-from octavo.hub.safetensors_files import read_header
 from octavo.nn.linear import Linear
 from octavo.nn.pages import large
 from octavo.nn.shard import Heads
@@ -70,7 +69,7 @@ class Reader:
             file = read_adapter(Path(source.path), targets, _ANY_RANK)
             if file.manifest != source.manifest:
                 raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
-            tensors = _open(file.weights)
+            tensors = _gguf(file.weights) if file.weights.suffix == ".gguf" else _safetensors(file)
             for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
                 if piece.target not in own:
                     continue
@@ -97,7 +96,7 @@ class Reader:
         cut = self.targets.cuts[piece.target][piece.part]
         order = self.targets.orders[piece.target][piece.part]
         if piece.whole:
-            values = _cut(_in_order(tensors(roles[WHOLE]), order), cut.outputs, cut.inputs)
+            values = _columns(cut.rows_of(_in_order(tensors(roles[WHOLE]), order)), cut.inputs)
             _store(values, self._rows(room, span.whole, len(values), values.shape[1], self.dtype))
             return
         a, b = tensors(roles[A]), tensors(roles[B])
@@ -112,18 +111,22 @@ class Reader:
             made = self.gains(piece, a, b, _in_order(magnitudes, order))
             self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
         narrow = a.shape[1] < len(b)  # of the whole adapter, so that all ranks scale the same matrix
-        a, b = _cut(a, None, cut.inputs), _cut(b, cut.outputs, None)
+        a, b = _columns(a, cut.inputs), cut.rows_of(b)
         inputs, outputs = self.geometry.row_tiles(part.own_inputs), self.geometry.row_tiles(part.own_outputs)
         rows_a = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
         rows_b = self._rows(room, span.b + first * outputs, piece.rank, part.own_outputs, self.dtype)
-        _store(a, rows_a)
         scale = piece.scale * weight
-        if b.dtype != self.dtype:  # rounded once
-            _store((b.float() * scale).t(), rows_b)
-            return
-        _store(b.t(), rows_b)
         exact = abs(math.frexp(scale)[0]) == 0.5  # so either matrix can be scaled, and the smaller one takes less time
-        _scale(rows_a if exact and narrow else rows_b, scale)
+        if b.dtype != self.dtype:  # rounded once
+            _store(a, rows_a)
+            _store((b.float() * scale).t(), rows_b)
+        elif exact and narrow:
+            _store(a, rows_a, scale)
+            _store(b.t(), rows_b)
+        else:
+            _store(a, rows_a)
+            _store(b.t(), rows_b)
+            _scale(rows_b, scale)
 
     def _rows(self, room: Tensor, tile: int, count: int, elements: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a place as [count, elements]."""
@@ -141,12 +144,16 @@ class Reader:
         return a, b
 
 
-def _store(values: Tensor, into: Tensor) -> None:
-    """Write values [n, m], converted to the dtype of `into`, beside a model that computes.
+def _store(values: Tensor, into: Tensor, factor: float = 1.0) -> None:
+    """Write values [n, m] times a factor, converted to the dtype of `into`, beside a model that computes.
 
     Not in one operation of torch, which would divide it over threads that wait for each other. Numpy also transposes
     small numbers three times as fast.
     """
+    if factor != 1.0:
+        for part, given in zip(_small(into), _small(values), strict=True):
+            torch.mul(given, factor, out=part)
+        return
     if values.dtype != into.dtype:
         for part, given in zip(_small(into), _small(values), strict=True):
             part.copy_(given)
@@ -186,20 +193,14 @@ def _in_order(outputs: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return heads[:, list(order)].flatten(0, 1)
 
 
-def _cut(matrix: Tensor, outputs: range | None, inputs: range | None) -> Tensor:
-    """Return the part [outputs, inputs] of a matrix."""
-    rows = slice(None) if outputs is None else slice(outputs.start, outputs.stop)
-    columns = slice(None) if inputs is None else slice(inputs.start, inputs.stop)
-    return matrix[rows, columns]
+def _columns(matrix: Tensor, inputs: range | None) -> Tensor:
+    """Return a rank's inputs of a matrix [outputs, inputs]; None for all."""
+    return matrix if inputs is None else matrix[:, inputs.start : inputs.stop]
 
 
-def _open(path: Path) -> _Tensors:
-    return _gguf(path) if path.suffix == ".gguf" else _safetensors(path)
-
-
-def _safetensors(path: Path) -> _Tensors:
+def _safetensors(file: AdapterFile) -> _Tensors:
     """Return a reader of views into the mapped file, whose pages are read from the system's cache."""
-    header = read_header(path)
+    path, header = file.weights, file.header
     try:
         size = path.stat().st_size
         content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

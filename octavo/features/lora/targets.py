@@ -120,7 +120,7 @@ def _part(part: Part, cut: Cut) -> TargetPart:
         part.in_features,
         part.out_features,
         part.in_features if cut.inputs is None else len(cut.inputs),
-        part.out_features if cut.outputs is None else len(cut.outputs),
+        cut.num_outputs(part.out_features),
     )
 
 
@@ -141,7 +141,7 @@ def _stored(target: Target, spec: object) -> Target:
 
 def _cuts(layer: Linear | TiedHead | Embedding) -> tuple[Cut, ...]:
     if isinstance(layer, TiedHead):
-        return (Cut(outputs=layer.source.own),)
+        return (Cut(outputs=None if layer.source.own is None else (layer.source.own,)),)
     return tuple(layer.cuts) if isinstance(layer, Linear) else (Cut(),)
 
 

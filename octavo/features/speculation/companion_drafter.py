@@ -79,7 +79,7 @@ class CompanionDrafter(WorkerHook):
         return self._reach.plan(plan)
 
     def _own_row(self, row: NewRow) -> NewRow:
-        """Return a new row of the plan as the model's slots shall have it."""
+        """Return a new row of the plan in the form that the model's slots take."""
         raise NotImplementedError
 
     def _compute(self, slots: list[int], counts: list[int], *, samples: bool = False, repeats: bool = False) -> Step:

@@ -10,6 +10,11 @@ from octavo.core.errors import ConfigError
 
 Method = Literal["auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa"]
 METHODS: tuple[str, ...] = get_args(Method)
+OFF = "none"
+"""The method of an engine that drafts nothing."""
+MEASURED_MODELS = frozenset({"smollm2"})
+"""Models of the catalogue that a CPU decodes faster with `auto`, or as fast, on every workload of docs/speculative.md.
+There they draft unless the settings say otherwise."""
 HEAD_METHODS = ("eagle", "eagle3", "mtp")
 """Those in which a head drafts from the model's hidden states."""
 MODEL_METHODS = ("draft_model", *HEAD_METHODS, "medusa")
@@ -35,7 +40,7 @@ class DraftConfig:
         ConfigError: a value is of the wrong type or out of range.
     """
 
-    method: str = _option("auto", "who drafts: " + ", ".join(METHODS))
+    method: str = _option("auto", "who drafts: " + ", ".join((*METHODS, OFF)))
     num_speculative_tokens: int | None = _option(
         None,
         f"most drafts after one token, 1 to {MOST_DRAFTS}; by default {_CPU_DRAFTS} of prompt lookup on a CPU, "
@@ -53,14 +58,15 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(
-                f"speculative_config: method={self.method!r} is not supported; choose one of {', '.join(METHODS)}."
+                f"speculative_config: method={self.method!r} is not supported; choose one of "
+                f"{', '.join((*METHODS, OFF))}."
             )
         for name in ("adaptive",):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"speculative_config: {name}={getattr(self, name)!r} must be true or false.")
         if (self.method in MODEL_METHODS and self.method != "mtp") != (self.model is not None):
             needs = (
-                "set model to the folder or the name of what drafts"
+                "set model (--spec-model) to the folder or the name of what drafts"
                 if self.model is None
                 else f"leave out model={self.model!r}"
             )
@@ -105,7 +111,7 @@ KEYS = tuple(one.name for one in fields(DraftConfig))
 def draft_config(
     given: dict[str, Any], method: str | None, tokens: int | None, model: str | None = None
 ) -> DraftConfig | None:
-    """Return the configuration; None if nothing asks for drafts.
+    """Return the configuration; None if nothing asks for drafts, or the method is `none`.
 
     Args:
         given: `--speculative-config`.
@@ -126,7 +132,7 @@ def draft_config(
     odd = next((key for key in merged if key not in KEYS), None)
     if odd is not None:
         raise ConfigError(f"speculative_config: {odd!r} is not a known key; there are {', '.join(KEYS)}.")
-    return DraftConfig(**merged)
+    return None if merged.get("method") == OFF else DraftConfig(**merged)
 
 
 def _chain_length(tree: Any, count: Any) -> int:

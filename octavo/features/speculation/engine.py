@@ -18,8 +18,8 @@ from octavo.features.speculation.costs import StepCosts, size_class
 from octavo.features.speculation.counters import DraftCounters
 from octavo.features.speculation.draft_files import check_vocabulary, draft_files
 from octavo.features.speculation.pace import Measured, Pace, Planned
-from octavo.features.speculation.payload import NAME, DraftCounts, option_of
-from octavo.features.speculation.settings import SpeculationSettings
+from octavo.features.speculation.payload import NAME, DraftCounts, DraftInfo, option_of
+from octavo.features.speculation.settings import drafting
 from octavo.features.speculation.together import TRIAL, Together
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
@@ -29,7 +29,7 @@ _MARGIN = 1.05
 _HOPE = 1.25
 """Drafts pause only if they would not pay even with this many times as many accepted: the share is uncertain."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024
-"""Tokens that a request decodes without drafts before they are tried again; each failed trial doubles it."""
+"""Tokens of a request, or steps of a model that drafts, before drafts are tried again; each failed trial doubles it."""
 _TRIAL_ROWS = 2
 """Most rows of a request's trial, each with `TRIAL` drafts."""
 _PLAIN = 5
@@ -42,13 +42,25 @@ second number: a step that may be followed by drafts is planned anew, which take
 
 
 @dataclass(slots=True)
+class _Trials:
+    """When drafts that don't pay are tried again. Places are lengths of a request's output, or numbers of steps.
+
+    Attributes:
+        pause: from one trial to the next.
+        resume: place from which drafts are tried again; 0 while they pay.
+        tried: rows of the present trial.
+    """
+
+    pause: int = _FIRST_PAUSE
+    resume: int = 0
+    tried: int = 0
+
+
+@dataclass(slots=True)
 class _Drafted:
     """A request's drafts.
 
     Attributes:
-        pause: output tokens from one trial to the next while drafts don't pay.
-        resume: length of the output from which drafts are tried again; 0 while they pay.
-        tried: rows of the present trial.
         asked: the last step was to be followed by drafts.
         misses: how often in a row there were none.
         ask_from: number of the step from which drafts are wanted again.
@@ -56,11 +68,9 @@ class _Drafted:
 
     enabled: bool
     acceptance: Acceptance
+    trials: _Trials
     accepted: int = 0
     rejected: int = 0
-    pause: int = _FIRST_PAUSE
-    resume: int = 0
-    tried: int = 0
     asked: bool = False
     misses: int = 0
     ask_from: int = 0
@@ -75,8 +85,12 @@ class SpeculationEngine(EngineHook):
 
     def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
         self.max_drafts = config.most_drafts
+        facts = DraftInfo(config.method, config.most_drafts, config.adaptive)
+        self.info = msgspec.Raw(msgspec.msgpack.encode(facts))
         self.writes_ahead = config.method in MODEL_METHODS and config.method != "medusa"
         self._adaptive = config.adaptive
+        self._trials = _Trials() if config.method in MODEL_METHODS else None
+        """Those of all requests, in steps: a model or a head is as often right for one as for another."""
         self._clock = clock
         self._costs = StepCosts()
         self._drafted: dict[Request, _Drafted] = {}
@@ -177,18 +191,18 @@ class SpeculationEngine(EngineHook):
             return 0
         if not self._adaptive:
             return None
-        length = request.num_output + request.pending
-        if self._steps < one.ask_from or length < one.resume:
+        place, trials = self._place(request), one.trials
+        if self._steps < one.ask_from or place < trials.resume:
             return 0
         if one.asked and one.misses >= _PATIENCE:  # the search before has probably found nothing, too
             return 0
-        if one.resume:
+        if trials.resume:
             return TRIAL
         best = self._best(one.acceptance.share)
         if not best and self._best(_HOPE * one.acceptance.share):
             best = 1
         if not best:
-            one.resume = length + one.pause
+            trials.resume = place + trials.pause
         return best if most is None else min(best, most)
 
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -199,23 +213,29 @@ class SpeculationEngine(EngineHook):
         one = self._of(request)
         one.accepted += num_accepted
         one.rejected += num_drafts - num_accepted
-        if self._adaptive and one.resume and not one.tried:
+        if self._adaptive and one.trials.resume and not one.trials.tried:
             one.acceptance.fade()
         one.acceptance.add(num_drafts, num_accepted)
         if self._adaptive:
-            self._judge(one, request.num_output + request.pending)
+            self._judge(one.acceptance.share, one.trials, self._place(request))
 
-    def _judge(self, one: _Drafted, length: int) -> None:
-        """Begin or end a pause of a request whose drafts were verified at this length of its output."""
-        if self._best(_HOPE * one.acceptance.share):
-            one.tried = one.resume = 0
-            if self._best(one.acceptance.share):
-                one.pause = max(_FIRST_PAUSE, one.pause // 2)
+    def _place(self, request: Request) -> int:
+        """Return where the request's trials are counted from."""
+        return self._steps if self._trials is not None else request.num_output + request.pending
+
+    def _judge(self, share: float, trials: _Trials, place: int) -> None:
+        """Begin or end a pause after drafts of a request with this share of accepted ones were verified."""
+        if place < trials.resume:  # they were drafted before the pause
             return
-        one.tried += 1
-        if not one.resume or one.tried >= _TRIAL_ROWS:
-            one.tried, one.resume = 0, length + one.pause
-            one.pause = min(2 * one.pause, _LONGEST_PAUSE)
+        if self._best(_HOPE * share):
+            trials.tried = trials.resume = 0
+            if self._best(share):
+                trials.pause = max(_FIRST_PAUSE, trials.pause // 2)
+            return
+        trials.tried += 1
+        if not trials.resume or trials.tried >= _TRIAL_ROWS:
+            trials.tried, trials.resume = 0, place + trials.pause
+            trials.pause = min(2 * trials.pause, _LONGEST_PAUSE)
 
     def _best(self, share: float) -> int:
         """Return the number of drafts that saves the most time in a step like the last; 0 if none saves any.
@@ -259,7 +279,8 @@ class SpeculationEngine(EngineHook):
         one = self._drafted.get(request)
         if one is None:
             option = option_of(request.spec.options.get(NAME))
-            one = self._drafted[request] = _Drafted(option.enabled, Acceptance(self._overall))
+            trials = self._trials or _Trials()
+            one = self._drafted[request] = _Drafted(option.enabled, Acceptance(self._overall), trials)
         return one
 
     def result(self, request: Request) -> bytes | None:
@@ -281,8 +302,8 @@ def build_engine(context: FeatureContext) -> SpeculationEngine | None:
         ConfigError: the device lacks what the settings ask for, or the drafting model has other tokens.
         ModelNotFoundError, ModelFileError: there is no drafting model of this name.
     """
-    config = context.settings_of(SpeculationSettings).config()
-    if config is None or not context.generates:
+    config = drafting(context)
+    if config is None:
         return None
     if config.method == "suffix" and context.device != "cpu":
         raise ConfigError(
@@ -291,4 +312,4 @@ def build_engine(context: FeatureContext) -> SpeculationEngine | None:
         )
     if config.method == "draft_model":
         check_vocabulary(draft_files(config, context), context)
-    return SpeculationEngine(config.on(context.device))
+    return SpeculationEngine(config)

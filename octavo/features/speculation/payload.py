@@ -1,8 +1,10 @@
-"""What the halves of the feature share: its name and a request's option. There is no payload."""
+"""What the halves of the feature share: its name, a request's option, and the engine's facts. There is no payload."""
 
 from __future__ import annotations
 
 import msgspec
+
+from octavo.core.info import ModelInfo
 
 NAME = "speculation"
 
@@ -31,3 +33,18 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
     accepted: int
     rejected: int
+
+
+class DraftInfo(msgspec.Struct, frozen=True, array_like=True):
+    """The feature's entry in `ModelInfo.feature_info`: who drafts, at most how many after a token, and whether only
+    where they gain."""
+
+    method: str
+    most: int
+    adaptive: bool
+
+
+def info_of(info: ModelInfo) -> DraftInfo | None:
+    """Return the engine half's facts; None if nothing is drafted."""
+    found = info.feature_info.get(NAME)
+    return None if found is None else msgspec.msgpack.decode(found, type=DraftInfo)

@@ -1,4 +1,4 @@
-"""Settings of speculative decoding."""
+"""Settings of speculative decoding, and what follows from them for a model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from octavo.core import quantities
 from octavo.core.flag import setting
-from octavo.features import FeatureSettings
-from octavo.features.speculation.config import METHODS, DraftConfig, draft_config
+from octavo.features import FeatureContext, FeatureSettings
+from octavo.features.speculation.config import MEASURED_MODELS, METHODS, OFF, DraftConfig, draft_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSettings(FeatureSettings):
-    """Settings of speculative decoding. Without any of them nothing is drafted.
+    """Settings of speculative decoding. Without any of them, only some models draft on a CPU (`drafting`).
 
     Raises:
         ConfigError: an unknown key, or a value that it can't have.
@@ -26,7 +26,11 @@ class SpeculationSettings(FeatureSettings):
         aliases=("-sc",),
     )
     spec_method: str | None = setting(
-        None, "who drafts: the key method of --speculative-config", choices=METHODS, metavar="METHOD"
+        None,
+        "who drafts: the key method of --speculative-config",
+        shown="auto for smollm2 on a CPU, else none",
+        choices=(*METHODS, OFF),
+        metavar="METHOD",
     )
     spec_model: str | None = setting(None, "the drafting model: the key model of --speculative-config", metavar="MODEL")
     spec_tokens: int | None = setting(
@@ -40,8 +44,27 @@ class SpeculationSettings(FeatureSettings):
         self.config()
 
     def config(self) -> DraftConfig | None:
-        """Return who drafts and how much; None if nothing is drafted."""
+        """Return who drafts and how much; None if nothing asks for drafts."""
         return draft_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model)
+
+    @property
+    def given(self) -> bool:
+        """Whether any setting was given, `none` included."""
+        return bool(self.speculative_config) or any((self.spec_method, self.spec_tokens, self.spec_model))
+
+
+def drafting(context: FeatureContext) -> DraftConfig | None:
+    """Return who drafts for this engine's model, and how much; None if nothing is drafted.
+
+    Without settings, `auto` drafts on a CPU for the models that were measured to gain.
+    """
+    if not context.generates:
+        return None
+    settings = context.settings_of(SpeculationSettings)
+    config = settings.config()
+    if config is None and not settings.given and context.model_name in MEASURED_MODELS and context.device == "cpu":
+        config = DraftConfig()
+    return config.on(context.device) if config else None
 
 
 SETTINGS = SpeculationSettings

@@ -9,7 +9,7 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import CompletionOutput, VerifiedDrafts
 from octavo.core.params import SamplingParams
-from octavo.features.speculation.payload import NAME, DraftCounts, SpeculationOption
+from octavo.features.speculation.payload import NAME, DraftCounts, SpeculationOption, info_of
 from octavo.text.hooks import Idle, TextHook, encoded
 
 _WHY = "the server does not draft; start it with --spec-method auto"
@@ -20,6 +20,14 @@ class SpeculationText(TextHook):
 
     name = NAME
     body_fields = ("speculative", "prediction")
+
+    def start_rows(self) -> list[tuple[str, str]]:
+        info = info_of(self.context.info)
+        if info is None:
+            return []
+        where = " where that is faster" if info.adaptive else ""
+        drafting = f"{info.method}: up to {info.most} tokens are drafted{where}; answers stay the same"
+        return [("speculation", f"{drafting} (--spec-method none turns it off)")]
 
     def params_of(self, body: Any, *, max_bytes: int) -> dict[str, Any]:
         enabled, given = getattr(body, "speculative", None), getattr(body, "prediction", None)

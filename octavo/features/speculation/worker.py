@@ -17,7 +17,7 @@ from octavo.features.speculation.config import HEAD_METHODS, DraftConfig
 from octavo.features.speculation.history import History
 from octavo.features.speculation.lookup import NOTHING, Tokens
 from octavo.features.speculation.payload import NAME, SpeculationOption, option_of
-from octavo.features.speculation.settings import SpeculationSettings
+from octavo.features.speculation.settings import drafting
 from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.hooks import WorkerHook
 
@@ -152,8 +152,8 @@ def _before_separator(drafts: Tokens) -> Tokens:
 
 
 def build_worker(context: FeatureContext) -> WorkerHook | None:
-    config = context.settings_of(SpeculationSettings).config()
-    if config is None or not context.generates:
+    config = drafting(context)
+    if config is None:
         return None
     if config.method == "draft_model":
         from octavo.features.speculation.draft_model import ModelDrafter  # needs the worker, which imports this module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from octavo.native.builder import ProgramBuilder
@@ -28,6 +29,13 @@ class FeedForward(nn.Module, ABC):
     @abstractmethod
     def forward(self, stream: Stream, norm: Norm) -> Any:
         """Return the argument of `out` for norm(stream): a tensor [T, ...], or what else `out` takes."""
+
+    def join(self, dtype: torch.dtype) -> None:
+        """Take part in what other ranks compute with this one, in a step in which this rank has no rows.
+
+        Args:
+            dtype: of the layer's norm.
+        """
 
     def emit(self, b: ProgramBuilder, norm: Norm, after: Norm | None = None, scale: float = 1.0) -> None:
         """Add scale * after(out(forward(stream, norm))) to the stream, in a native program; without `after`,

@@ -75,6 +75,9 @@ class Experts(FeedForward):
         fusing = self.experts.fusing
         return (self.experts if fusing is None else fusing.summands)(x, routing, shared)
 
+    def join(self, dtype: torch.dtype) -> None:
+        self.experts.join(self.routing.top_k, dtype)
+
     def add(self, stream: Stream, one: OneToken) -> None:
         """Add a token's second products to the stream."""
         fusing = self.experts.fusing

@@ -16,7 +16,7 @@ from octavo.models.load.gguf_layout import gguf_names
 from octavo.models.load.renamed import with_root, with_text_half
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
-from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec, part_of
 
 ROOT = "model"
 """The prefix of the decoder's tensors, but for `_OUTSIDE`."""
@@ -110,16 +110,20 @@ class ArrangedCheckpoint:
         of_entry = stored if selection.entry is None else stored[1:]
         return self._of(name, torch.empty(of_entry, device="meta")).shape
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         selection = self._selections[name]
         assert entry is None, "the decoder's tensors are matrices"
         whole = selection.transposed and selection.entry is None
-        blocks = None if whole else self._source.blocks(selection.name, selection.entry, codes=codes)
+        own = None if selection.changes_rows else index
+        blocks = None if whole else self._source.blocks(selection.name, selection.entry, codes=codes, index=own)
         if blocks is None or not selection.changes_rows:
             return blocks
         rows = self._of(name, torch.arange(len(blocks.values)))
         minima = None if blocks.minima is None else blocks.minima[rows]
-        return replace(blocks, values=blocks.values[rows], scales=blocks.scales[rows], minima=minima)
+        ordered = replace(blocks, values=blocks.values[rows], scales=blocks.scales[rows], minima=minima)
+        return part_of(ordered, index)
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         selection = self._selections[name]

@@ -30,13 +30,17 @@ class Checkpoint(Protocol):
         """Return a stored tensor's shape, without reading it; None from a source that generates tensors."""
         ...
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         """Return a quantized matrix in its stored form, if `QuantizedBlocks` can represent the format; else None.
 
         Args:
             entry: of a tensor that holds several matrices in its first dimension: which one, as [outputs, inputs], also
                 if it is stored transposed.
             codes: codes of a `Codebook` are representable, too.
+            index: return only this part, [outputs, inputs]; None for all. What can't be divided there is not
+                representable.
         """
         ...
 

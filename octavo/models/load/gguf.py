@@ -14,7 +14,7 @@ from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
 from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks, dequantize
-from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec, part_of
 
 
 class GGUFCheckpoint:
@@ -54,15 +54,17 @@ class GGUFCheckpoint:
         values = dequantize(rows, GGMLQuantizationType(tensor.kind), spec.dtype).view(shape)
         return values[(slice(None), *index[1:])] if index else values
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         tensor = self._tensors[name]
         kind = GGMLQuantizationType(tensor.kind)
         if kind not in INTEGERS and not (codes and kind in CODES):
             return None
         if entry is None:
-            return as_blocks(self._rows(name), kind)
+            return part_of(as_blocks(self._rows(name), kind), index)
         stacked = self._rows(name, slice(entry, entry + 1))
-        return as_blocks(stacked.view(tensor.shape[1], -1), kind)
+        return part_of(as_blocks(stacked.view(tensor.shape[1], -1), kind), index)
 
     def _rows(self, name: str, wanted: slice = slice(None)) -> Tensor:
         """Return a tensor's bytes [rows, bytes], or those of some rows, in Hugging Face's order. Read rather than

@@ -42,8 +42,10 @@ class JoinedLatents:
         assert values is not None, "a file of tensors has shapes"
         return keys[0] * (keys[2] + values[1]), keys[1]
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
-        return None if name in self._halves else self._source.blocks(name, entry, codes=codes)
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
+        return None if name in self._halves else self._source.blocks(name, entry, codes=codes, index=index)
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         if name not in self._halves:

@@ -32,8 +32,10 @@ class RenamedCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._source.shape(self._stored[name])
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
-        return self._source.blocks(self._stored[name], entry, codes=codes)
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
+        return self._source.blocks(self._stored[name], entry, codes=codes, index=index)
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         return self._source.tensor(self._stored[name], spec, index)

@@ -57,7 +57,9 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._files[name][1].get_slice(name).get_shape())
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

@@ -26,7 +26,9 @@ class TensorCheckpoint:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._tensors[name].shape)
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         return None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.nn.quant.base import QuantizingAtLoad
 from octavo.nn.shard import local_shape
 from octavo.nn.weights import QuantizedBlocks, Wanted, WeightLayer
 
@@ -132,9 +133,16 @@ def _replace(mine: object, its: object, *, in_place: bool) -> None:
 
 
 def wanted_bytes(model: HasModules) -> int:
-    """Return the size in bytes of all tensors that the model needs, before any is loaded."""
-    wanted = (want for layer in weight_layers(model) for want in layer.wanted() if not want.optional)
-    return sum(math.prod(local_shape(want.spec.shape, want.index)) * want.spec.dtype.itemsize for want in wanted)
+    """Return the size in bytes of all tensors that the model needs, before any is loaded: of those that are quantized
+    when they are loaded, afterwards."""
+    layers = weight_layers(model)
+    return sum(_kept_bytes(layer, want) for layer in layers for want in layer.wanted() if not want.optional)
+
+
+def _kept_bytes(layer: WeightLayer, want: Wanted) -> int:
+    shape, scheme = local_shape(want.spec.shape, want.index), getattr(layer, "scheme", None)
+    kept = scheme.kept_bytes(shape) if isinstance(scheme, QuantizingAtLoad) else None
+    return math.prod(shape) * want.spec.dtype.itemsize if kept is None else kept
 
 
 def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | QuantizedBlocks | None:
@@ -148,9 +156,9 @@ def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | 
             f"Tensor {want.name} in {checkpoint.origin} has shape {list(shape)}, "
             f"but the model's config makes it {list(want.spec.shape)}."
         )
-    blocks = checkpoint.blocks(want.name, codes=want.codes) if want.blocks else None
-    if blocks is not None and (want.index is None or blocks.divides(want.index)):
-        return blocks if want.index is None else blocks.part(want.index)
+    blocks = checkpoint.blocks(want.name, codes=want.codes, index=want.index) if want.blocks else None
+    if blocks is not None:
+        return blocks
     tensor = checkpoint.tensor(want.name, want.spec, want.index)
     if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point:
         raise ModelFileError(

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from octavo.models.mixers.spec import MixerSpec
 from octavo.native.builder import ProgramBuilder
+from octavo.nn.build import Build
 from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
+
+Spec = TypeVar("Spec", bound=MixerSpec)
+
+
+def divided(b: Build, whole: Spec) -> tuple[Build, Spec]:
+    """Return the settings and parameters of this rank's share of a mixer; those of the whole, which every rank then
+    computes, if its heads or channels can't be divided."""
+    own = whole.of_rank(b.mesh.size)
+    return (b.undivided(), whole) if own is None else (b, own)
 
 
 class Mixer(nn.Module, ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.models.mixers.base import Mixer
+from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import GatedDeltaSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
@@ -14,7 +14,7 @@ from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.recurrent.delta_rule import Gates, gated_delta_rule
 from octavo.nn.recurrent.gated_norm import GatedNorm
 from octavo.nn.rope import Rope
-from octavo.nn.shard import NONE
+from octavo.nn.shard import ROW, Run, Runs
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
@@ -24,26 +24,29 @@ class GatedDelta(Mixer):
     """Projections to queries, keys, values, gates, rates and decays; a convolution; the delta rule per head; a gated
     norm of each head.
 
-    Every rank computes all heads.
+    Ranks divide the heads of values, each with its head of queries and keys.
     """
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
-        own = spec.mixer_of(layer)
-        assert isinstance(own, GatedDeltaSpec)
+        whole = spec.mixer_of(layer)
+        assert isinstance(whole, GatedDeltaSpec)
+        b, own = divided(b, whole)
         self.own = own
         keys, values = own.key_heads * own.key_dim, own.heads * own.head_dim
         self.sizes = [keys, keys, values]
         names = ("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj")
-        outputs = [*self.sizes, values, own.heads, own.heads]
-        self.in_proj = b.linear(*names, inputs=spec.hidden_size, outputs=outputs, shard=NONE)
-        self.conv = CausalConv(b.at("conv1d").path, b.device, sum(self.sizes), own.taps, bias=False)
-        self.decay = DecayRates(b.at("A_log").path, b.device, (own.heads,))
-        self.dt_bias = Coefficients(b.at("dt_bias").path, b.device, (own.heads,))
+        key_heads, heads, rates = Run(whole.key_heads, own.key_dim), Run(whole.heads, own.head_dim), Run(whole.heads)
+        kinds = (key_heads, key_heads, heads, heads, rates, rates)
+        outputs, shard = [kind.size for kind in kinds], Runs(tuple((kind,) for kind in kinds))
+        self.in_proj = b.linear(*names, inputs=spec.hidden_size, outputs=outputs, shard=shard)
+        self.conv = CausalConv(b.at("conv1d").path, b.device, kinds[:3], own.taps, bias=False, mesh=b.mesh)
+        self.decay = DecayRates(b.at("A_log").path, b.device, (whole.heads,), b.mesh)
+        self.dt_bias = Coefficients(b.at("dt_bias").path, b.device, (whole.heads,), b.mesh)
         self.norm = GatedNorm(
             b.at("norm").path, b.device, b.dtype, own.head_dim, spec.norm.eps, groups=own.heads, gate_first=False
         )
-        self.out = b.linear("out_proj", inputs=values, outputs=spec.hidden_size, shard=NONE)
+        self.out = b.linear("out_proj", inputs=heads.size, outputs=spec.hidden_size, shard=ROW)
         self.states = StateCache([self.conv.state_shape, (own.heads, own.key_dim, own.head_dim)], b.path)
 
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo.models.mixers.base import Mixer
+from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import MambaSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
@@ -16,7 +16,7 @@ from octavo.nn.recurrent.coefficients import Coefficients, DecayRates
 from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.recurrent.selective import selective_scan
 from octavo.nn.rope import Rope
-from octavo.nn.shard import NONE
+from octavo.nn.shard import COL, ROW, Run, Runs
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
@@ -26,26 +26,30 @@ class Mamba(Mixer):
     """A projection to inputs and gates; a convolution; a state space per channel, whose step sizes, inputs and outputs
     depend on the token; a gate.
 
-    Every rank computes all channels.
+    Ranks divide the channels.
     """
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
-        own = spec.mixer_of(layer)
-        assert isinstance(own, MambaSpec)
+        whole = spec.mixer_of(layer)
+        assert isinstance(whole, MambaSpec)
+        b, own = divided(b, whole)
         self.own = own
         self.sizes = [own.rank, own.state, own.state]
-        self.in_proj = b.linear("in_proj", inputs=spec.hidden_size, outputs=2 * own.inner, shard=NONE, bias=own.bias)
-        self.conv = CausalConv(b.at("conv1d").path, b.device, own.inner, own.taps, bias=own.conv_bias)
-        self.x_proj = b.linear("x_proj", inputs=own.inner, outputs=sum(self.sizes), shard=NONE)
-        self.dt_proj = b.linear("dt_proj", inputs=own.rank, outputs=own.inner, shard=NONE, bias=True)
-        self.decay = DecayRates(b.at("A_log").path, b.device, (own.inner, own.state))
-        self.skip = Coefficients(b.at("D").path, b.device, (own.inner,))
+        channels, size = Run(whole.inner), spec.hidden_size
+        both = Runs(((channels, channels),))
+        self.in_proj = b.linear("in_proj", inputs=size, outputs=2 * whole.inner, shard=both, bias=own.bias)
+        path = b.at("conv1d").path
+        self.conv = CausalConv(path, b.device, [channels], own.taps, bias=own.conv_bias, mesh=b.mesh)
+        self.x_proj = b.linear("x_proj", inputs=whole.inner, outputs=sum(self.sizes), shard=ROW)
+        self.dt_proj = b.linear("dt_proj", inputs=own.rank, outputs=whole.inner, shard=COL, bias=True)
+        self.decay = DecayRates(b.at("A_log").path, b.device, (whole.inner, own.state), b.mesh)
+        self.skip = Coefficients(b.at("D").path, b.device, (whole.inner,), b.mesh)
         names = ("dt_layernorm", "b_layernorm", "c_layernorm") if own.norm_eps is not None and own.norm_scaled else ()
         self.norms = nn.ModuleList(
             b.norm(name, size, own.norm_eps or 0.0) for name, size in zip(names, self.sizes, strict=False)
         )
-        self.out = b.linear("out_proj", inputs=own.inner, outputs=spec.hidden_size, shard=NONE, bias=own.bias)
+        self.out = b.linear("out_proj", inputs=whole.inner, outputs=size, shard=ROW, bias=own.bias)
         self.states = StateCache([self.conv.state_shape, (own.inner, own.state)], b.path)
 
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.models.mixers.base import Mixer
+from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import Mamba2Spec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm
 from octavo.nn.recurrent.coefficients import Coefficients, DecayRates
 from octavo.nn.recurrent.conv import CausalConv
-from octavo.nn.recurrent.gated_norm import GatedNorm
+from octavo.nn.recurrent.gated_norm import DividedGatedNorm, GatedNorm
 from octavo.nn.recurrent.ssd import Rates, ssd
 from octavo.nn.rope import Rope
-from octavo.nn.shard import NONE
+from octavo.nn.shard import ROW, Run, Runs
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
@@ -23,24 +23,28 @@ from octavo.nn.stream import Stream
 class Mamba2(Mixer):
     """A projection to gates, inputs and step sizes; a convolution; a state space per head; a gated norm.
 
-    Every rank computes all heads.
+    Ranks divide the heads; ranks with heads of one group have the same inputs to and outputs from their states.
     """
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
-        own = spec.mixer_of(layer)
-        assert isinstance(own, Mamba2Spec)
+        whole = spec.mixer_of(layer)
+        assert isinstance(whole, Mamba2Spec)
+        b, own = divided(b, whole)
         self.own = own
         self.sizes = [own.inner, own.convolved, own.heads]
-        self.in_proj = b.linear("in_proj", inputs=spec.hidden_size, outputs=sum(self.sizes), shard=NONE, bias=own.bias)
-        self.conv = CausalConv(b.at("conv1d").path, b.device, own.convolved, own.taps, bias=own.conv_bias)
-        self.decay = DecayRates(b.at("A_log").path, b.device, (own.heads,))
-        self.skip = Coefficients(b.at("D").path, b.device, (own.heads,))
-        self.dt_bias = Coefficients(b.at("dt_bias").path, b.device, (own.heads,))
-        self.norm = GatedNorm(
-            b.at("norm").path, b.device, b.dtype, own.inner, own.norm_eps, groups=own.groups, gate_first=True
-        )
-        self.out = b.linear("out_proj", inputs=own.inner, outputs=spec.hidden_size, shard=NONE, bias=own.bias)
+        heads, states = Run(whole.heads, whole.head_dim), Run(whole.groups, whole.state)
+        kinds = Runs(((heads, heads, states, states, Run(whole.heads)),))
+        size, outputs = spec.hidden_size, sum(run.size for run in kinds.parts[0])
+        self.in_proj = b.linear("in_proj", inputs=size, outputs=outputs, shard=kinds, bias=own.bias)
+        convolved = [heads, states, states]
+        path = b.at("conv1d").path
+        self.conv = CausalConv(path, b.device, convolved, own.taps, bias=own.conv_bias, mesh=b.mesh)
+        self.decay = DecayRates(b.at("A_log").path, b.device, (whole.heads,), b.mesh)
+        self.skip = Coefficients(b.at("D").path, b.device, (whole.heads,), b.mesh)
+        self.dt_bias = Coefficients(b.at("dt_bias").path, b.device, (whole.heads,), b.mesh)
+        self.norm = self._norm(b, whole)
+        self.out = b.linear("out_proj", inputs=whole.inner, outputs=size, shard=ROW, bias=own.bias)
         self.states = StateCache([self.conv.state_shape, (own.heads, own.head_dim, own.state)], b.path)
 
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
@@ -53,3 +57,11 @@ class Mamba2(Mixer):
         heads, groups = (own.heads, own.head_dim), (own.groups, own.state)
         y = ssd(x.unflatten(1, heads), raw, into.unflatten(1, groups), read.unflatten(1, groups), rates, states, step)
         return self.norm.gated(y.flatten(1), gate)
+
+    @staticmethod
+    def _norm(b: Build, whole: Mamba2Spec) -> GatedNorm:
+        """Make the norm of this rank's heads."""
+        place, groups = (b.at("norm").path, b.device, b.dtype, whole.inner, whole.norm_eps), whole.groups
+        if b.mesh.size == 1:
+            return GatedNorm(*place, groups=groups, gate_first=True)
+        return DividedGatedNorm(*place, groups=groups, gate_first=True, mesh=b.mesh)

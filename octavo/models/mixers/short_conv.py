@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.models.mixers.base import Mixer
+from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import ShortConvSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm
 from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.rope import Rope
-from octavo.nn.shard import NONE
+from octavo.nn.shard import ROW, Run, Runs
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
 
 
 class ShortConv(Mixer):
-    """c * conv(b * x), with b, c and x from one projection. Every rank computes all channels."""
+    """c * conv(b * x), with b, c and x from one projection. Ranks divide the channels."""
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
-        own, size = spec.mixer_of(layer), spec.hidden_size
-        assert isinstance(own, ShortConvSpec)
-        self.in_proj = b.linear("in_proj", inputs=size, outputs=3 * size, shard=NONE, bias=own.bias)
-        self.conv = CausalConv(b.at("conv").path, b.device, size, own.taps, bias=own.bias, activates=False)
-        self.out = b.linear("out_proj", inputs=size, outputs=size, shard=NONE, bias=own.bias)
+        whole, size = spec.mixer_of(layer), spec.hidden_size
+        assert isinstance(whole, ShortConvSpec)
+        b, own = divided(b, whole)
+        channels, form = Run(size), {"bias": own.bias, "activates": False}
+        self.in_proj = b.linear("in_proj", inputs=size, outputs=3 * size, shard=Runs(((channels,) * 3,)), bias=own.bias)
+        self.conv = CausalConv(b.at("conv").path, b.device, [channels], own.taps, **form, mesh=b.mesh)
+        self.out = b.linear("out_proj", inputs=size, outputs=size, shard=ROW, bias=own.bias)
         self.states = StateCache([self.conv.state_shape], b.path)
 
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:

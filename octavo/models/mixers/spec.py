@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class MixerSpec:
     def lacking(self) -> str | None:
         """What the CPU's native program lacks for this mixer; None if it has an `emit`."""
         return "recurrent layers"
+
+    def of_rank(self, ranks: int) -> Self | None:
+        """Return the parameters of a rank's share; None if the mixer can't be divided over them. Attention divides
+        by the heads that `DecoderSpec` has."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,11 @@ class Mamba2Spec(MixerSpec):
         """Channels of the convolution: the state space's, and the inputs to and outputs from states."""
         return self.inner + 2 * self.groups * self.state
 
+    def of_rank(self, ranks: int) -> Self | None:
+        if self.heads % ranks or (self.groups % ranks and ranks % self.groups):
+            return None
+        return replace(self, heads=self.heads // ranks, groups=max(1, self.groups // ranks))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(MixerSpec):
@@ -192,6 +203,9 @@ class MambaSpec(MixerSpec):
     def state_bytes(self) -> int:
         return 4 * self.inner * (self.taps - 1 + self.state)
 
+    def of_rank(self, ranks: int) -> Self | None:
+        return None if self.inner % ranks else replace(self, inner=self.inner // ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaSpec(MixerSpec):
@@ -226,6 +240,11 @@ class GatedDeltaSpec(MixerSpec):
     def state_bytes(self) -> int:
         return 4 * (self.convolved * (self.taps - 1) + self.heads * self.key_dim * self.head_dim)
 
+    def of_rank(self, ranks: int) -> Self | None:
+        if self.heads % ranks or (self.key_heads % ranks and ranks % self.key_heads):
+            return None
+        return replace(self, heads=self.heads // ranks, key_heads=max(1, self.key_heads // ranks))
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec(MixerSpec):
@@ -252,3 +271,6 @@ class ShortConvSpec(MixerSpec):
     @property
     def state_bytes(self) -> int:
         return 4 * self.channels * (self.taps - 1)
+
+    def of_rank(self, ranks: int) -> Self | None:
+        return None if self.channels % ranks else replace(self, channels=self.channels // ranks)

@@ -18,8 +18,9 @@ struct FloatReader : Reader<T, FloatReader<T>> {
     using Base = Reader<T, FloatReader<T>>;
     using Base::dim, Base::rows, Base::places, Base::soon, Base::scores, Base::part;
 
-    // Rows of a register tile over a pair of panels; fewer where compile time matters more than speed.
-    static constexpr int kMaxRows = sizeof(T) == 2 ? 2 * kWideRows : kWideRows;
+    // Rows of a register tile over a pair of panels; fewer where compile time matters more than speed. Of float32 there
+    // are three even with 16 registers, so that every word of keys or values that is loaded is used three times.
+    static constexpr int kMaxRows = sizeof(T) == 2 ? 2 * kWideRows : std::max(3, kWideRows);
     static constexpr int kMaxOddRows = 4;  // over the last panel of an odd number
 
     uint32_t* queries;  // [rows][dim] as words, interleaved tile by tile

@@ -4,9 +4,10 @@
 // A weight is value of code * scale + minimum. A panel is a sequence of records, one for each `scaled` inputs: the codes
 // of 16 columns, four inputs at a time, then the columns' scales and, if the format has them, minima, in float16.
 //
-//   kCode4: 16 numbers. 16 bytes for inputs 0 and 2, the first in the low halves, then 16 for inputs 1 and 3.
-//   kCode6: 64 integers from the first number on. The low four bits as kCode4, then 16 bytes with the high bits of inputs
-//           0, 2, 1 and 3, from the lowest on.
+//   kCode4: 16 numbers. 32 bytes, with inputs 0 and 1 in the low halves and inputs 2 and 3 in the high halves, both in the
+//           order of `place_of`.
+//   kCode6: 64 integers from the first number on. The low four bits as kCode4, then 16 bytes with the high bits of the
+//           first and the second two inputs at a place, and of those 16 places further, from the lowest on.
 //   kE4m3, kE5m2: floats of 8 bits (OCP 8-bit Floating Point Specification), 16 bytes for each input.
 //   kBf16: the upper halves of float32, of two inputs in a word, as kBfloat has them. kF16: float16, 32 bytes for each
 //          input. Both are one record without scales and minima, and without a book.
@@ -35,6 +36,10 @@ inline const float* numbers_of(const OctavoOp& op) {
 }
 
 constexpr int kFour = 4;  // inputs that are widened at a time
+
+// The place of the first (0) or second (1) input of two, column c, among 32 bytes of codes: bytes that are widened to words
+// twice within each half of a register yield eight columns of one input.
+constexpr int place_of(int i, int c) { return i * 8 + c / 8 * 4 + c % 4 + c / 4 % 2 * 16; }
 
 struct CodeRecord {
     int codes, size;  // bytes
@@ -72,16 +77,18 @@ public:
     explicit Widener(const float* numbers) : numbers_(numbers) {
 #if defined(__AVX2__)
         if constexpr (Dtype == kCode4) {
-            alignas(16) uint8_t low[16], high[16];
+            alignas(16) uint8_t bytes[kTables][16];
             for (int i = 0; i < 16; i++) {
-                const uint16_t half = (uint16_t)_cvtss_sh(numbers[i], 0);
-                low[i] = (uint8_t)half;
-                high[i] = (uint8_t)(half >> 8);
+#if defined(__AVX512F__)
+                const uint32_t bits = (uint32_t)_cvtss_sh(numbers[i], 0);
+#else
+                const uint32_t bits = load_as<uint32_t>(numbers + i) >> 8;  // the lowest byte of what float16 has is 0
+#endif
+                for (int t = 0; t < kTables; t++) bytes[t][i] = (uint8_t)(bits >> 8 * t);
             }
-            low_ = _mm256_broadcastsi128_si256(load_as<__m128i>(low));
-            high_ = _mm256_broadcastsi128_si256(load_as<__m128i>(high));
+            for (int t = 0; t < kTables; t++) tables_[t] = _mm256_broadcastsi128_si256(load_as<__m128i>(bytes[t]));
         }
-        if constexpr (Dtype == kCode6) offset_ = splat(1024.0f - numbers[0]);
+        if constexpr (Dtype == kCode6) offset_ = splat(8388608.0f - numbers[0]);
 #endif
     }
 
@@ -96,7 +103,6 @@ public:
             floats(from + 2 * kPanel, 2, put);
             return;
         }
-        // One half for inputs 0 and 2, another for 1 and 3.
         const __m256i pairs = load_as<__m256i>(from), nibble = _mm256_set1_epi8(15);
         const __m256i even = _mm256_and_si256(pairs, nibble), odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), nibble);
         if constexpr (Dtype == kCode4) {
@@ -139,25 +145,57 @@ private:
         widen_two(first, second, i, i + 1, put);
     }
 
-    // Inputs i and i + 1.
+    // Inputs i and i + 1: the bytes of their numbers, in float16 if one instruction widens a whole input, and otherwise in
+    // float32, since such conversions are slower than the additional shuffles.
     template <class Put>
     __attribute__((always_inline)) void look_up(__m256i codes, int i, const Put& put) const {
-        const __m256i low = _mm256_shuffle_epi8(low_, codes), high = _mm256_shuffle_epi8(high_, codes);
-        widen_two(_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high), i, i + 1, put);
+        __m256i bytes[kTables];
+        for (int t = 0; t < kTables; t++) bytes[t] = _mm256_shuffle_epi8(tables_[t], codes);
+#if defined(__AVX512F__)
+        constexpr int order = 0xd8;  // columns 0 to 3, 8 to 11, 4 to 7, 12 to 15 in ascending order
+        const __m256i first = _mm256_permute4x64_epi64(_mm256_unpacklo_epi8(bytes[0], bytes[1]), order);
+        const __m256i second = _mm256_permute4x64_epi64(_mm256_unpackhi_epi8(bytes[0], bytes[1]), order);
+        Vec of_first[VP] = {(Vec)_mm512_cvtph_ps(first)}, of_second[VP] = {(Vec)_mm512_cvtph_ps(second)};
+        put(i, of_first);
+        put(i + 1, of_second);
+#else
+        const __m256i zero = _mm256_setzero_si256();
+        words(_mm256_unpacklo_epi8(zero, bytes[0]), _mm256_unpacklo_epi8(bytes[1], bytes[2]), i, put);
+        words(_mm256_unpackhi_epi8(zero, bytes[0]), _mm256_unpackhi_epi8(bytes[1], bytes[2]), i + 1, put);
+#endif
     }
 
-    // Integers as the last bits of 1024 in float16, whose unit in the last place is 1.
+    // Integers as the last bits of 2 ** 23 in float32, whose unit in the last place is 1.
     template <class Put>
     __attribute__((always_inline)) void count(__m256i codes, int i, const Put& put) const {
-        const __m256i high = _mm256_set1_epi8(0x64);
-        widen_two(_mm256_unpacklo_epi8(codes, high), _mm256_unpackhi_epi8(codes, high), i, i + 1,
-                  [&](int n, Vec (&v)[VP]) __attribute__((always_inline)) {
-                      for (Vec& one : v) one -= offset_;
-                      put(n, v);
-                  });
+        const __m256i zero = _mm256_setzero_si256();
+        const __m256i exponent = _mm256_set1_epi16(0x4b00);
+        const auto less_offset = [&](int n, Vec (&v)[VP]) __attribute__((always_inline)) {
+            for (Vec& one : v) one -= offset_;
+            put(n, v);
+        };
+        words(_mm256_unpacklo_epi8(codes, zero), exponent, i, less_offset);
+        words(_mm256_unpackhi_epi8(codes, zero), exponent, i + 1, less_offset);
     }
 
-    __m256i low_, high_;  // bytes of the numbers of kCode4 in float16, twice
+    // An input, of the low and the high halves of its numbers' bits in the order of `place_of`.
+    template <class Put>
+    __attribute__((always_inline)) void words(__m256i low, __m256i high, int i, const Put& put) const {
+        const __m256i first = _mm256_unpacklo_epi16(low, high), second = _mm256_unpackhi_epi16(low, high);
+#if defined(__AVX512F__)
+        Vec both[VP] = {(Vec)_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1)};
+#else
+        Vec both[VP] = {(Vec)first, (Vec)second};
+#endif
+        put(i, both);
+    }
+
+#if defined(__AVX512F__)
+    static constexpr int kTables = 2;
+#else
+    static constexpr int kTables = 3;
+#endif
+    __m256i tables_[kTables];  // bytes of the numbers of kCode4, from the lowest on, twice
     Vec offset_;
 #else
     template <class Put>
@@ -180,8 +218,9 @@ public:
         if (Dtype == kBf16) return to_float(bf16{halves[(i / 2 * kPanel + c) * 2 + i % 2]});
         if (Dtype == kF16) return half_to_float(halves[i * kPanel + c]);
         if (code_bits(Dtype) == 8) return numbers_[bytes[i * kPanel + c]];
-        const int low = bytes[i % 2 * kPanel + c] >> (i / 2 * 4) & 15;
-        return numbers_[code_bits(Dtype) == 4 ? low : low | (bytes[2 * kPanel + c] >> (i % 2 * 4 + i / 2 * 2) & 3) << 4];
+        const int place = place_of(i % 2, c), low = bytes[place] >> (i / 2 * 4) & 15;
+        if (Dtype == kCode4) return numbers_[low];
+        return numbers_[low | (bytes[2 * kPanel + place % 16] >> (place / 16 * 4 + i / 2 * 2) & 3) << 4];
     }
 
 private:

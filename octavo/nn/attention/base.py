@@ -124,6 +124,22 @@ class FusedBackend(AttentionBackend, Recordable, Protocol):
         """
         ...
 
+    def rotate_and_store(
+        self,
+        kv: Tensor,
+        norms: Norms | None,
+        cos_sin: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+    ) -> None:
+        """Normalize and rotate keys, and store keys and values, as `rotate_and_attend` does.
+
+        Args:
+            kv: [T, 2 num_kv_heads, head_dim], contiguous.
+        """
+        ...
+
     def peaks(self, cache: Tensor) -> Tensor:
         """Return the largest magnitudes in a cache that is not in FP8: [2, num_kv_heads] float32, of keys and of
         values."""

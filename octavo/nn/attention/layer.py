@@ -49,8 +49,10 @@ class PagedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepInput) -> Tensor:
         """Attend with q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]; return q's shape."""
-        step = step.of(self.group)
-        self.backend.write(k, v, self.cache, step)
+        written = step = step.of(self.group)
+        if step.exchange is not None:
+            k, v, written = step.exchange.keys_and_values(k, v)
+        self.backend.write(k, v, self.cache, written)
         return self.backend.attend(q, self.cache, step, self.spec, self._sinks)
 
     def emit(
@@ -78,6 +80,9 @@ class PagedAttention(nn.Module):
         if not isinstance(self.backend, FusedBackend):
             raise AssertionError(f"{self.backend.name} does not rotate")
         step = step.of(self.group)
+        if step.exchange is not None:
+            kv, everyone = step.exchange.rows(qkv[:, self.spec.num_heads :])
+            self.backend.rotate_and_store(kv, norms, cos_sin, self.cache, self.scales, everyone)
         return self.backend.rotate_and_attend(
             qkv, norms, cos_sin, self.cache, self.scales, step, self.spec, self._sinks
         )

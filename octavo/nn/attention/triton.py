@@ -114,6 +114,18 @@ class TritonAttention:
         q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
         return attend_parts(q, fresh, cache, scales, step, spec, sinks)
 
+    def rotate_and_store(
+        self,
+        kv: Tensor,
+        norms: Norms | None,
+        cos_sin: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+    ) -> None:
+        """See `FusedBackend`."""
+        rotate_and_write(kv, norms, cos_sin, cache, scales, step, kept=False)
+
     def attend(
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
@@ -164,7 +176,8 @@ def rotate_and_write(
     step: StepInput,
     kept: bool,
 ) -> None:
-    """Do the first half of `rotate_and_attend`; with `kept`, also leave the rotated keys in `qkv`."""
+    """Do the first half of `rotate_and_attend`; with `kept`, also leave the rotated keys in `qkv`, which may be without
+    queries."""
     tokens, all_heads, dim = qkv.shape
     kv_heads = cache.shape[2]
     heads = all_heads - 2 * kv_heads

@@ -97,6 +97,9 @@ class PagedLatents(nn.Module):
         """
         step = step.of(self.group)
         self.backend.store(q, latents, norm, cos_sin, self.cache, step, self.spec)
+        if step.exchange is not None:
+            kept, written = step.exchange.rows(latents)
+            self.cache.flatten(0, 1).index_copy_(0, written.slot_mapping, kept.to(self.cache.dtype))
         return self.backend.attend(q, latents, expansion, self.cache, step, self.spec)
 
     def emit(

@@ -16,13 +16,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
-from octavo.nn.ops import expert_tiles
+from octavo.nn.ops import expert_tiles, packed_experts
 from octavo.nn.ops.expert_rows import mix_rows
-from octavo.nn.ops.expert_weights import StackedWeights, gate_arguments
+from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeights, gate_arguments
 from octavo.nn.ops.routing import Routing, route
 from octavo.nn.ops.triton_experts import grouped_kernel, sum_kernel, sum_norm_kernel
 from octavo.nn.ops.triton_overlap import overlap
-from octavo.nn.ops.triton_routing import count_kernel, route_kernel, sort_kernel
+from octavo.nn.ops.triton_routing import count_kernel, route_kernel, route_row_kernel, sort_kernel
 
 _FEW = 4
 """Most tokens that are multiplied one by one; of more, several choose the same experts."""
@@ -57,16 +57,36 @@ class Tiling(NamedTuple):
     stays: bool = False
 
 
+AnyTiling = Tiling | packed_experts.Tiling
+
 _STAYING = Tiling(expert_tiles.HEIGHT, 256, 64, 12, 4, side_by_side=2, stays=True)
 
 
 def route_on_device(logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
-    """See `route`; choices are counted, too, as `mix_stacked` needs it. logits [T, num_experts] contiguous."""
+    """See `route`; choices are counted, too, if `mix_stacked` needs it. logits [T, num_experts] contiguous."""
     if spec.scores == "mixer" or not logits.shape[0]:
         return route(logits, spec, correction)
     tokens, count = logits.shape
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=logits.device)
+    if tokens == 1 and spec.groups == 1:
+        route_row_kernel[(1,)](
+            logits,
+            logits if correction is None else correction,
+            weights,
+            experts,
+            float(spec.scaling),
+            float(spec.floor),
+            E=count,
+            COLUMNS=triton.next_power_of_2(count),
+            K=spec.top_k,
+            SCORES=spec.scores,
+            CORRECTED=correction is not None,
+            NORMALIZED=spec.normalized,
+            num_warps=8,
+            **overlap(logits.device),
+        )
+        return Routing(weights, experts)
     counts = _empty_counts(tokens, count, logits.device)
     rows = _chunk(tokens)
     route_kernel[(counts.shape[0],)](
@@ -132,7 +152,7 @@ def mix_tiles(
     routing: Routing,
     stacked: StackedWeights,
     form: ExpertsForm,
-    tilings: tuple[Tiling, Tiling],
+    tilings: tuple[AnyTiling, AnyTiling],
     added: Tensor | None = None,
 ) -> ExpertRows:
     """Return what `mix_stacked` sums, from choices sorted by expert.
@@ -148,6 +168,23 @@ def mix_tiles(
     multiply(x, stacked, form, routing, order, tiles, inner, tilings[0], first=True)
     multiply(inner, stacked, form, routing, order, tiles, rows, tilings[1], first=False)
     return ExpertRows(rows, routing, stacked.begin, len(stacked.down), form, added)
+
+
+def linear(x: Tensor, matrices: PackedMatrices, bias: Tensor | None, expert: int) -> Tensor:
+    """Return the product of x [T, K] with one expert's matrix, plus its bias, by the kernels of `mix_stacked`: [T, N],
+    a new tensor."""
+    tokens, outputs = len(x), matrices.scales.shape[2]
+    form = ExpertsForm(num_experts=len(matrices), hidden_size=outputs, size=matrices.inputs)
+    stacked = StackedWeights(matrices, matrices, None, bias)
+    experts = torch.full((tokens, 1), expert, dtype=torch.int32, device=x.device)
+    routing = Routing(torch.ones(tokens, 1, device=x.device), experts)
+    out = x.new_empty(tokens, outputs)
+    if tokens <= _FEW:
+        return packed_experts.sum_rows(x, routing, matrices, bias, 0, form, out, None)
+    tiling = packed_experts.tiling_for(x, tokens, matrices, first=False, gated=False)
+    order, tiles = sort(routing, stacked, form, tiling.height)
+    packed_experts.multiply(x, matrices, bias, form, routing, order, tiles, out, tiling, first=False)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +288,7 @@ def multiply(
     order: Tensor,
     tiles: Tensor,
     out: Tensor,
-    tiling: Tiling,
+    tiling: AnyTiling,
     *,
     first: bool,
 ) -> None:
@@ -262,6 +299,11 @@ def multiply(
         order, tiles: of `sort`, for the tiling's height.
     """
     weight, bias = (stacked.gate_up, stacked.gate_up_bias) if first else (stacked.down, stacked.down_bias)
+    if isinstance(weight, PackedMatrices):
+        assert isinstance(tiling, packed_experts.Tiling)
+        packed_experts.multiply(x, weight, bias, form, routing, order, tiles, out, tiling, first=first)
+        return
+    assert isinstance(tiling, Tiling)
     if tiling.stays:
         top_k, beside = routing.experts.shape[1], tiling.side_by_side
         expert_tiles.multiply(x, weight, top_k, order, tiles, out, first=first, beside=beside)
@@ -312,23 +354,29 @@ def multiply(
     )
 
 
-def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsForm) -> tuple[Tiling, Tiling]:
+def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsForm) -> tuple[AnyTiling, AnyTiling]:
     """Return the fastest division of both products, as measured on an H200, by the mean number of an expert's rows."""
     mean = x.shape[0] * top_k / form.num_experts
-    if x.device.type != "cuda":
-        before, behind = _interpreted(mean, form.hidden_size), _interpreted(mean, form.size)
-        return before, behind._replace(copies_rows=behind.copies)
-    if mean >= _MANY_ROWS and expert_tiles.serves(x, stacked, form):
+    if x.is_cuda and mean >= _MANY_ROWS and expert_tiles.serves(x, stacked, form):
         return _STAYING, _STAYING
-    before = _tiling(x, mean, form.hidden_size, first=True, gated=form.gated)
-    return before, _tiling(x, mean, form.size, first=False, gated=False)
+    first = _tiling_for(x, mean, stacked.gate_up, form.hidden_size, first=True, gated=form.gated)
+    return first, _tiling_for(x, mean, stacked.down, form.size, first=False, gated=False)
+
+
+def _tiling_for(x: Tensor, mean: float, matrices: Matrices, inputs: int, *, first: bool, gated: bool) -> AnyTiling:
+    if isinstance(matrices, PackedMatrices):
+        return packed_experts.tiling_for(x, mean, matrices, first=first, gated=gated)
+    if x.is_cuda:
+        return _tiling(x, mean, inputs, first=first, gated=gated)
+    tiling = _interpreted(mean, inputs)
+    return tiling if first else tiling._replace(copies_rows=tiling.copies)
 
 
 def typical_tokens(form: ExpertsForm, top_k: int) -> list[int]:
     """Return numbers of tokens for which `mix_stacked` and `route_on_device` launch each of their kernels."""
     means = [*_HEIGHTS, _MOST_TURNED, _MOST_TURNED + 1]
     counts = {_FEW + 1, *(int(mean * form.num_experts / top_k) for mean in means)}
-    return [1, *sorted(count for count in {*counts, _MANY, _MANY + 1} if count > _FEW)]
+    return [1, 2, *sorted(count for count in {*counts, _MANY, _MANY + 1} if count > _FEW)]
 
 
 def _tiling(x: Tensor, mean: float, inputs: int, *, first: bool, gated: bool) -> Tiling:

@@ -10,18 +10,29 @@ import triton
 from torch import Tensor
 
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops.expert_weights import StackedWeights, gate_arguments
+from octavo.nn.ops import packed_experts
+from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights, gate_arguments
 from octavo.nn.ops.routing import Routing
 from octavo.nn.ops.triton_expert_rows import down_row_kernel, gate_up_row_kernel
 from octavo.nn.ops.triton_overlap import overlap
 
+_MOST_HELD = 8192
+"""Numbers of a token's experts, for each output, that registers hold."""
+
 
 class RowPlan(NamedTuple):
-    """How programs divide a product of single rows: outputs of a program, and inputs of a pass."""
+    """How programs divide a product of single rows.
+
+    Attributes:
+        block_n: outputs of a program.
+        block_k: inputs of a pass.
+        held: a pass has all inputs, and the matrices of all experts are loaded before the wait for them.
+    """
 
     block_n: int
     block_k: int
     warps: int
+    held: bool = False
 
 
 def mix_rows(
@@ -37,7 +48,7 @@ def mix_rows(
     Args:
         plans: of the product before the gate and of the one behind it; None for the fastest.
     """
-    before, behind = plans or row_plans(form, x.device)
+    before, behind = plans or row_plans(form, routing, x.device)
     inner = gate_rows(x, None, routing, stacked, form, before)
     return _sum_rows(inner, routing, stacked, form, behind, torch.empty_like(x), added)
 
@@ -56,10 +67,12 @@ def gate_rows(
         norm: weight [hidden_size] and epsilon of an RMS norm of x; None for none.
         plan: None for the fastest.
     """
+    if isinstance(stacked.gate_up, PackedMatrices):
+        return packed_experts.gate_rows(x, norm, routing, stacked.gate_up, stacked.gate_up_bias, stacked.begin, form)
     scale, eps = norm if norm is not None else (x, 0.0)
-    plan = plan or row_plans(form, x.device)[0]
+    plan = plan or row_plans(form, routing, x.device)[0]
     choices = routing.experts.numel()
-    inner = torch.empty(choices, form.size, dtype=stacked.down.dtype, device=x.device)
+    inner = torch.empty(choices, form.size, dtype=stacked.gate_up.dtype, device=x.device)
     alpha, limit, activation = gate_arguments(form)
     gate_up_row_kernel[(triton.cdiv(form.size, plan.block_n), choices)](
         x,
@@ -104,7 +117,8 @@ def add_rows(
     Args:
         plan: of the product; None for the fastest.
     """
-    _sum_rows(inner, routing, stacked, form, plan or row_plans(form, inner.device)[1], stream, stream)
+    plan = plan or row_plans(form, routing, inner.device)[1]
+    _sum_rows(inner, routing, stacked, form, plan, stream, stream)
 
 
 def _sum_rows(
@@ -116,6 +130,8 @@ def _sum_rows(
     out: Tensor,
     added: Tensor | None,
 ) -> Tensor:
+    if isinstance(stacked.down, PackedMatrices):
+        return packed_experts.sum_rows(inner, routing, stacked.down, stacked.down_bias, stacked.begin, form, out, added)
     down_row_kernel[(triton.cdiv(form.hidden_size, plan.block_n), len(out))](
         inner,
         stacked.down,
@@ -134,15 +150,20 @@ def _sum_rows(
         BIASED=stacked.down_bias is not None,
         WEIGHTED=not form.on_inputs,
         ADDED=added is not None,
+        HELD=plan.held,
+        SLOTS=triton.next_power_of_2(routing.experts.shape[1]),
         num_warps=plan.warps,
         **overlap(inner.device),
     )
     return out
 
 
-def row_plans(form: ExpertsForm, device: torch.device) -> tuple[RowPlan, RowPlan]:
+def row_plans(form: ExpertsForm, routing: Routing, device: torch.device) -> tuple[RowPlan, RowPlan]:
     """Return the fastest division of both products of single rows, as measured on an H200."""
+    tokens, top_k = routing.experts.shape
+    inputs = int(triton.next_power_of_2(form.size))
     if device.type != "cuda":
-        return RowPlan(32, 64, 1), RowPlan(32, 64, 1)
+        return RowPlan(32, 64, 1), RowPlan(32, 64, 1, held=tokens == 1 and inputs <= 64)
     before = RowPlan(1, 2048, 4) if form.hidden_size >= 2048 else RowPlan(2, 1024, 4)
-    return before, RowPlan(2, min(1024, triton.next_power_of_2(form.size)), 4)
+    held = tokens == 1 and inputs * triton.next_power_of_2(top_k) <= _MOST_HELD
+    return before, RowPlan(2, inputs if held else min(1024, inputs), 4, held)

@@ -35,6 +35,8 @@ _LIMIT = 0.02
 
 def serves(x: Tensor, stacked: StackedWeights, form: ExpertsForm) -> bool:
     """Return whether `multiply` computes both products of these experts."""
+    if not isinstance(stacked.gate_up, Tensor) or not isinstance(stacked.down, Tensor):
+        return False
     plain = form.gated and form.activation == "silu" and form.clamped is None and not form.on_inputs
     biased = stacked.gate_up_bias is not None or stacked.down_bias is not None
     divides = form.hidden_size % _STEP == 0 and form.size % _STEP == 0

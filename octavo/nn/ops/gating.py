@@ -18,6 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.nn.ops.triton_gated import gated_kernel
 from octavo.nn.ops.triton_overlap import overlap
 
+TYPICAL = 256
+"""A number of rows that `serves`."""
 _WIDE = 128
 """Columns of the result in a wide tile; slim tiles of the last round have three quarters."""
 _SLIM = 96

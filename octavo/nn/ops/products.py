@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -230,6 +230,14 @@ class Products:
         """Return the key of a choice on disk."""
         own, next_to_it = (f"{_name((rows, *shape[1:]))}-{what}" for rows in (shape[0], _tried_for(shape[0])))
         return next_to_it if own not in self._known and next_to_it in self._known else own
+
+    def known(self) -> dict[str, str]:
+        """Return all choices, of any matrices: key on disk -> choice."""
+        return dict(self._known)
+
+    def adopt(self, known: Mapping[str, str]) -> None:
+        """Take over the choices of an equal device."""
+        self._known.update(known)
 
     def save(self) -> None:
         """Write new results, if any. If the folder can't be written, the next start measures again."""

@@ -35,7 +35,7 @@ def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _weight_tile(
+def weight_tile(
     w,
     expert,
     n,
@@ -63,7 +63,7 @@ def _weight_tile(
 
 
 @triton.jit
-def _rows_tile(x, row, start, k, K: tl.constexpr, DEPTH: tl.constexpr, COPIES: tl.constexpr):
+def rows_tile(x, row, start, k, K: tl.constexpr, DEPTH: tl.constexpr, COPIES: tl.constexpr):
     """Return the rows of x [*, K]: [rows, DEPTH] from column k on."""
     if COPIES:
         tile = x.load([start, k])
@@ -75,6 +75,56 @@ def _rows_tile(x, row, start, k, K: tl.constexpr, DEPTH: tl.constexpr, COPIES: t
         else:
             tile = tl.load(place, mask=(at < K)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def store_tile(
+    acc,
+    bias,
+    weights,
+    out,
+    alpha,
+    limit,
+    expert,
+    choice,
+    start,
+    rows,
+    n,
+    N: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Store the results of the sums acc [HEIGHT, WIDTH], or [HEIGHT, 2 * WIDTH] if GATED; see `grouped_kernel`."""
+    PARTS: tl.constexpr = 2 if GATED else 1
+    i = tl.arange(0, HEIGHT)
+    column = n + tl.arange(0, WIDTH)
+    inside = column < N
+    own = bias + expert.to(tl.int64) * PARTS * N + column
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [HEIGHT, 2, WIDTH]), (0, 2, 1)))
+        if WEIGHTED:
+            factor = tl.load(weights + choice)[:, None]
+            gate, up = gate * factor, up * factor
+        if BIASED:
+            gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result = activated(gate, up, alpha, limit, ACTIVATION)
+    else:
+        result = acc
+        if WEIGHTED:
+            result *= tl.load(weights + choice)[:, None]
+        if BIASED:
+            result += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if FIRST:
+            result = activation_of(result, alpha, limit, ACTIVATION)
+    target = start + i if FIRST else choice
+    place = out + target.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=(i < rows)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -114,37 +164,35 @@ def _multiply_tile(
     row = choice // TOP_K if FIRST else position
     acc = tl.zeros([PARTS * WIDTH, HEIGHT] if TURNED else [HEIGHT, PARTS * WIDTH], tl.float32)
     for k in range(0, K, DEPTH):
-        value = _rows_tile(x, row, start, k, K, DEPTH, COPIES_ROWS)
-        matrix = _weight_tile(w, expert, n, k, N, K, PARTS, WIDTH, DEPTH, COPIES)
+        value = rows_tile(x, row, start, k, K, DEPTH, COPIES_ROWS)
+        matrix = weight_tile(w, expert, n, k, N, K, PARTS, WIDTH, DEPTH, COPIES)
         if TURNED:
             acc = tl.dot(matrix, value.T, acc, input_precision="ieee")
         else:
             acc = tl.dot(value, matrix.T, acc, input_precision="ieee")
     if TURNED:
         acc = acc.T
-    column = n + tl.arange(0, WIDTH)
-    inside = column < N
-    own = bias + expert.to(tl.int64) * PARTS * N + column
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [HEIGHT, 2, WIDTH]), (0, 2, 1)))
-        if WEIGHTED:
-            factor = tl.load(weights + choice)[:, None]
-            gate, up = gate * factor, up * factor
-        if BIASED:
-            gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(own + N, mask=inside, other=0.0).to(tl.float32)[None, :]
-        result = activated(gate, up, alpha, limit, ACTIVATION)
-    else:
-        result = acc
-        if WEIGHTED:
-            result *= tl.load(weights + choice)[:, None]
-        if BIASED:
-            result += tl.load(own, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if FIRST:
-            result = activation_of(result, alpha, limit, ACTIVATION)
-    target = start + i if FIRST else choice
-    place = out + target.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=(i < rows)[:, None] & inside[None, :])
+    store_tile(
+        acc,
+        bias,
+        weights,
+        out,
+        alpha,
+        limit,
+        expert,
+        choice,
+        start,
+        rows,
+        n,
+        N,
+        HEIGHT,
+        WIDTH,
+        FIRST,
+        GATED,
+        ACTIVATION,
+        BIASED,
+        WEIGHTED,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

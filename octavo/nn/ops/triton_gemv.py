@@ -38,6 +38,26 @@ def ask_for_row(weight, start, partner, n_valid, GATED: tl.constexpr, AHEAD: tl.
 
 
 @triton.jit
+def multiply_held(
+    x, norm, start, n_valid, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, NORMED: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """Like `multiply_row`, without partners, for BLOCK_K at least K: wait for x when the matrix rows are on their way
+    to registers."""
+    at = tl.arange(0, BLOCK_K)
+    valid = at < K
+    w = tl.load(start + at[None, :], mask=n_valid[:, None] & valid[None, :], other=0.0, eviction_policy="evict_first")
+    if NORMED:
+        scale = tl.load(norm + at, mask=valid, other=0.0).to(tl.float32)
+    follow(OVERLAPS)
+    value = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+    inverse = 1.0
+    if NORMED:
+        inverse = tl.rsqrt(tl.sum(value * value, 0) / K + eps)
+        value = value * scale
+    return tl.sum(w.to(tl.float32) * value[None, :], 1) * inverse
+
+
+@triton.jit
 def multiply_row(
     x,
     norm,
@@ -111,10 +131,11 @@ def row_kernel(
     ADDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Multiply one row by some rows of the matrix; the partners of GATED rows are N rows below.
 
-    AHEAD elements of each matrix row are prefetched before the wait.
+    AHEAD elements of each matrix row are prefetched before the wait; with HELD, all are loaded (`multiply_held`).
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_valid = n < N
@@ -122,10 +143,14 @@ def row_kernel(
     partner = start
     if GATED:
         partner = start + N * K
-    if OVERLAPS and AHEAD > 0:
-        ask_for_row(weight, start, partner, n_valid, GATED, AHEAD)
-    follow(OVERLAPS)
-    total, partners = multiply_row(x, norm, start, partner, n_valid, eps, N, K, BLOCK_N, BLOCK_K, NORMED, GATED)
+    if HELD:
+        total = multiply_held(x, norm, start, n_valid, eps, K, BLOCK_K, NORMED, OVERLAPS)
+        partners = total
+    else:
+        if OVERLAPS and AHEAD > 0:
+            ask_for_row(weight, start, partner, n_valid, GATED, AHEAD)
+        follow(OVERLAPS)
+        total, partners = multiply_row(x, norm, start, partner, n_valid, eps, N, K, BLOCK_N, BLOCK_K, NORMED, GATED)
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * partners
     if BIASED:

@@ -181,6 +181,47 @@ def route_kernel(
     tl.store(counts + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), count)
 
 
+@triton.jit
+def route_row_kernel(
+    logits,
+    correction,
+    weights,
+    experts,
+    scaling,
+    floor,
+    E: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    SCORES: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Choose the experts of a single token: those with fewer than K better ones, all compared at once."""
+    follow(OVERLAPS)
+    column = tl.arange(0, COLUMNS)
+    is_expert = column < E
+    logit = tl.load(logits + column, mask=is_expert, other=0.0).to(tl.float32)
+    score = scores(logit, is_expert, 0, SCORES)
+    choice = score
+    if CORRECTED:
+        choice += tl.load(correction + column, mask=is_expert, other=0.0)
+    choice = ranked(choice, is_expert)
+    other = tl.reshape(choice, [1, COLUMNS])
+    own = tl.reshape(choice, [COLUMNS, 1])
+    before = tl.arange(0, COLUMNS)[None, :] < tl.arange(0, COLUMNS)[:, None]
+    rank = tl.sum(((other > own) | ((other == own) & before)).to(tl.int32), 1)
+    chosen = rank < K
+    weight = score
+    if SCORES == "chosen":
+        raised = tl.where(chosen, tl.exp(score - tl.max(score, 0)), 0.0)
+        weight = raised / tl.sum(raised, 0)
+    if NORMALIZED:
+        weight = weight / tl.maximum(tl.sum(tl.where(chosen, weight, 0.0), 0), floor)
+    tl.store(weights + rank, weight * scaling, mask=chosen)
+    tl.store(experts + rank, column, mask=chosen)
+
+
 @triton.jit(do_not_specialize=["P"])
 def count_kernel(
     experts, counts, P, CHUNK: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr

@@ -117,6 +117,15 @@ class Packing(Scheme, Protocol):
 
 
 @runtime_checkable
+class QuantizingAtLoad(Protocol):
+    """A scheme, of a layer or of experts, that may quantize plain matrices when they are loaded."""
+
+    def kept_bytes(self, shape: Sequence[int]) -> int | None:
+        """Return at most how many bytes a plain matrix [N, K] takes; None if it is not quantized."""
+        ...
+
+
+@runtime_checkable
 class Rounding(Protocol):
     """A scheme that can multiply activations in 8 bits, rounded by the operation before it."""
 

@@ -111,13 +111,14 @@ def _stored(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.flatten(2)
     fours = codes.unflatten(2, (-1, 4))  # [panel, group, four, input, column]
-    low = fours & 15
-    pairs: Tensor = low[:, :, :, :2] | low[:, :, :, 2:] << 4
+    # [..., two inputs, input, half of columns, quarter, column] to [..., two inputs, quarter, input, half, column]
+    placed = fours.unflatten(4, (2, 2, 4)).unflatten(3, (2, 2)).permute(0, 1, 2, 3, 6, 4, 5, 7).flatten(4)
+    first, second = placed[:, :, :, 0], placed[:, :, :, 1]
+    low: Tensor = first & 15 | second << 4
     if bits == 4:
-        return pairs.flatten(2)
-    shifts = torch.tensor([0, 4, 2, 6], dtype=torch.uint8).view(4, 1)
-    high: Tensor = (fours >> 4 << shifts).sum(3, keepdim=True, dtype=torch.uint8)
-    return torch.cat([pairs, high], 3).flatten(2)
+        return low.flatten(2)
+    high = (first >> 4 | second >> 4 << 2).unflatten(3, (2, PANEL))
+    return torch.cat([low, high[:, :, :, 0] | high[:, :, :, 1] << 4], 3).flatten(2)
 
 
 def _as_codes(part: QuantizedBlocks) -> QuantizedBlocks | None:

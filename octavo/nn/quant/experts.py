@@ -104,6 +104,34 @@ class SingleExperts(Protocol):
         ...
 
 
+class ExpertsProduct(Protocol):
+    """The matrices of one product of all experts of a layer, which may be packed."""
+
+    @property
+    def packed_as(self) -> str | None:
+        """The form, for messages; None if the matrices are plain."""
+        ...
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the checkpoint's weights were rounded when they were packed."""
+        ...
+
+    def multiply(self, expert: int, x: Tensor) -> Tensor:
+        """Return the product of x [T, K] with one expert's packed matrix, plus its bias: [T, N]."""
+        ...
+
+
+@runtime_checkable
+class PackingExperts(Protocol):
+    """An `ExpertsScheme` that may keep weights in a form of its own, whose products are checked at the start."""
+
+    @property
+    def both(self) -> tuple[ExpertsProduct, ExpertsProduct]:
+        """The products before and after the gate."""
+        ...
+
+
 class SeparateExperts:
     """An `ExpertsScheme` of ordinary schemes, two for each expert, so any form of storage will do.
 

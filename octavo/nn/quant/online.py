@@ -17,6 +17,8 @@ from octavo.nn.weights import QuantizedBlocks
 
 _BLOCK = 32
 _GROUP = 128
+_SCALE = 4
+"""Bytes of a scale, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +26,35 @@ class Online:
     """A way to quantize matrices.
 
     Attributes:
-        pack: matrices [N, K] with the same inputs -> one packed matrix of all their outputs.
+        round: matrices [N, K] with the same inputs -> numbers and scales of all their outputs.
         multiple: number that must divide outputs and inputs.
+        bits: of a number.
+        group: inputs that share a scale, if they divide; None for all.
     """
 
-    pack: Callable[[Sequence[Tensor]], Words | Fragments | Floats]
+    round: Callable[[Sequence[Tensor]], list[QuantizedBlocks] | Floats]
     multiple: int
+    bits: int = 8
+    group: int | None = None
+
+    def kept_bytes(self, shape: Sequence[int]) -> int | None:
+        """Return at most how many bytes a matrix [N, K] takes; None if it can't be quantized so."""
+        if len(shape) != 2 or any(size % self.multiple for size in shape):
+            return None
+        outputs, inputs = shape
+        groups = inputs // _size(inputs, self.group)
+        return outputs * (inputs * self.bits // 8 + _SCALE * groups)
+
+    def pack(self, weights: Sequence[Tensor]) -> Words | Fragments | Floats:
+        """Return matrices [N, K] with the same inputs as one packed matrix of all their outputs."""
+        made = self.round(weights)
+        if isinstance(made, Floats):
+            return made
+        return pack_integers(made, weights[0].device, weights[0].dtype, _size(weights[0].shape[1], self.group))
 
     def fits(self, weight: Tensor) -> bool:
         """Return whether a matrix can be quantized so; others stay as they are."""
-        return all(size % self.multiple == 0 for size in weight.shape)
+        return self.kept_bytes(weight.shape) is not None
 
 
 def _floats(dtype: torch.dtype, weights: Sequence[Tensor]) -> Floats:
@@ -41,12 +62,19 @@ def _floats(dtype: torch.dtype, weights: Sequence[Tensor]) -> Floats:
     return Floats(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-def _integers(bits: int, group: int | None, weights: Sequence[Tensor]) -> Words | Fragments:
-    inputs = weights[0].shape[1]
+def _size(inputs: int, group: int | None) -> int:
+    """Return how many of a matrix's inputs share a scale."""
     size = group or inputs
-    size = size if inputs % size == 0 else _BLOCK
-    blocks = [_rounded(weight, bits, size) for weight in weights]
-    return pack_integers(blocks, weights[0].device, weights[0].dtype, size)
+    return size if inputs % size == 0 else _BLOCK
+
+
+def _integers(bits: int, group: int | None) -> Online:
+    return Online(
+        lambda weights: [_rounded(weight, bits, _size(weight.shape[1], group)) for weight in weights],
+        _BLOCK,
+        bits,
+        group,
+    )
 
 
 def _rounded(weight: Tensor, bits: int, group: int) -> QuantizedBlocks:
@@ -62,7 +90,7 @@ def _rounded(weight: Tensor, bits: int, group: int) -> QuantizedBlocks:
 ONLINE: dict[str, Online] = {
     "fp8": Online(lambda weights: _floats(floats.DTYPE, weights), 16),
     "w8a8": Online(lambda weights: _floats(torch.int8, weights), 16),
-    "w8a16": Online(lambda weights: _integers(8, None, weights), _BLOCK),
-    "w4a16": Online(lambda weights: _integers(4, _GROUP, weights), _BLOCK),
+    "w8a16": _integers(8, None),
+    "w4a16": _integers(4, _GROUP),
 }
 """Value of --quantization -> how."""

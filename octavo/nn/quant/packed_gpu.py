@@ -24,6 +24,7 @@ from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.fragments import pack_integers
 from octavo.nn.quant.gpu import OnGpu
+from octavo.nn.quant.gpu_packed_experts import PackedStack
 from octavo.nn.quant.integers import as_integers
 from octavo.nn.quant.online import Online
 from octavo.nn.rounded import Rounded
@@ -143,7 +144,10 @@ class PackedOnGpu(OnGpu):
         return self.weight
 
     def experts(self, form: ExpertsForm) -> ExpertsScheme:
-        return OnGpu(self.dtype, self.device, self._keep).experts(form)
+        return PackedStack(form, self.dtype, self.device, online=self._online, rounds=self._rounds)
+
+    def kept_bytes(self, shape: Sequence[int]) -> int | None:
+        return None if self._online is None else self._online.kept_bytes(shape)
 
     def takes_rounded(self, rows: int) -> bool:
         return isinstance(self.matrix, Floats) and not self.matrix.tile and rows > packed.FEW_LEFT

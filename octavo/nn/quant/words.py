@@ -27,7 +27,7 @@ def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: in
     width, group = _form(parts, group)
     every = -(-group // _BLOCK)
     has_minima = any(part.minima is not None for part in parts)
-    codes = torch.cat([_codes(part.values.to(device), bits, width) for part in parts])
+    codes = torch.cat([codes_of_words(part.values.to(device), bits, width) for part in parts])
     scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
     minima = torch.cat([minima_of(part)[:, ::every].to(device) for part in parts]) if has_minima else None
     order = None if parts[0].order is None else parts[0].order.to(device)
@@ -44,7 +44,7 @@ def unpack_words(words: Words) -> Tensor:
     return values if words.minima is None else values + words.minima.float()[:, place]
 
 
-def _codes(values: Tensor, bits: int, width: int) -> Tensor:
+def codes_of_words(values: Tensor, bits: int, width: int) -> Tensor:
     """Convert integers [N, K] uint8 to words [N, blocks, width]."""
     fields = 16 // bits
     padded = F.pad(values, (0, -values.shape[1] % (width * fields))).view(len(values), -1, fields, width)

@@ -7,23 +7,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.nn.shard import Run
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
+from octavo.parallel.mesh import ALONE, Mesh
 
 
 class Coefficients(WeightLayer):
     """A tensor with the layer's own name, such as a state space's decay rates.
 
     Attributes:
-        value: float32, as stored or as `_of` makes it.
+        value: float32, as stored or as `_of` makes it; of several ranks, this one's entries.
     """
 
-    def __init__(self, path: str, device: torch.device, shape: Sequence[int]) -> None:
+    def __init__(self, path: str, device: torch.device, shape: Sequence[int], mesh: Mesh = ALONE) -> None:
+        """
+        Args:
+            shape: of all ranks; they divide the first dimension, of heads or channels.
+        """
         super().__init__(path, device)
         self._shape = tuple(shape)
+        own = Run(self._shape[0]).own(mesh)
+        self._index = (slice(own.start, own.stop), *map(slice, self._shape[1:])) if mesh.size > 1 else None
         self.value = torch.empty(0)
 
     def wanted(self) -> list[Wanted]:
-        return [Wanted(self.path, TensorSpec(self._shape, torch.float32))]
+        return [Wanted(self.path, TensorSpec(self._shape, torch.float32), index=self._index)]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         (value,) = tensors

@@ -9,25 +9,42 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.recurrent.rows import HostRows, before
+from octavo.nn.shard import Run, own_of_runs
 from octavo.nn.step import StepInput
-from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
+from octavo.nn.weights import Index, Stored, TensorSpec, Wanted, WeightLayer, fused, plain, tensor_bytes
+from octavo.parallel.mesh import ALONE, Mesh
 
 
 class CausalConv(WeightLayer):
     """Each channel's output is a weighted sum of its last inputs, the token's own included.
 
     The inputs before the step are the layer's state, [channels, taps - 1]; zeros before a sequence begins.
+
+    Attributes:
+        channels: on this rank.
     """
 
     def __init__(
-        self, path: str, device: torch.device, channels: int, taps: int, *, bias: bool, activates: bool = True
+        self,
+        path: str,
+        device: torch.device,
+        runs: Sequence[Run],
+        taps: int,
+        *,
+        bias: bool,
+        activates: bool = True,
+        mesh: Mesh = ALONE,
     ) -> None:
         """
         Args:
+            runs: the channels of all ranks, by their kinds.
             activates: apply SiLU to the sums.
         """
         super().__init__(path, device)
-        self.channels, self.taps, self.has_bias, self.activates = channels, taps, bias, activates
+        self._stored = sum(run.size for run in runs)
+        self._own = own_of_runs(runs, mesh) if mesh.size > 1 else (range(self._stored),)
+        self.channels, self.taps = sum(map(len, self._own)), taps
+        self.has_bias, self.activates = bias, activates
         self.weight = torch.empty(0)
         self.bias: Tensor | None = None
 
@@ -46,14 +63,23 @@ class CausalConv(WeightLayer):
         return causal_conv(x, self.weight, self.bias, states, step, activates=self.activates)
 
     def wanted(self) -> list[Wanted]:
-        weight = Wanted(f"{self.path}.weight", TensorSpec((self.channels, 1, self.taps), torch.float32))
-        bias = Wanted(f"{self.path}.bias", TensorSpec((self.channels,), torch.float32))
-        return [weight, bias] if self.has_bias else [weight]
+        shapes = {"weight": (self._stored, 1, self.taps), "bias": (self._stored,)}
+        return [
+            Wanted(f"{self.path}.{name}", TensorSpec(shape, torch.float32), index=self._index(own, shape))
+            for name, shape in shapes.items()
+            if name == "weight" or self.has_bias
+            for own in self._own
+        ]
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
-        placed = [owned(plain(tensor)) for tensor in tensors]
-        self.weight = placed[0].squeeze(1)
-        self.bias = placed[1] if self.has_bias else None
+        count = len(self._own)
+        given = [plain(tensor) for tensor in tensors]
+        self.weight = fused(given[:count]).squeeze(1)
+        self.bias = fused(given[count:]) if self.has_bias else None
+
+    def _index(self, own: range, shape: Sequence[int]) -> Index | None:
+        """Return the part of a stored tensor with these channels; None for all."""
+        return None if len(own) == self._stored else (slice(own.start, own.stop), *map(slice, shape[1:]))
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.norm import RMSNorm
+from octavo.nn.weights import TensorSpec, Wanted
+from octavo.parallel.mesh import Mesh
 
 
 class GatedNorm(RMSNorm):
@@ -48,4 +50,52 @@ class GatedNorm(RMSNorm):
         parts = x.unflatten(-1, (self.groups, -1))
         weight = self.weight.float().view(-1, parts.shape[-1])
         normed = (F.rms_norm(parts, (parts.shape[-1],), eps=self.eps) * weight).flatten(-2)
+        return (normed if self.gate_first else normed * gate).to(self.dtype)
+
+
+class DividedGatedNorm(GatedNorm):
+    """The gated norm of one of several ranks, which has an equal share of the channels.
+
+    A group may be on one rank or on several, which then exchange their sums of squares.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        size: int,
+        eps: float,
+        *,
+        groups: int,
+        gate_first: bool,
+        mesh: Mesh,
+    ) -> None:
+        """
+        Args:
+            size: channels of all ranks, each with a weight.
+            groups: of all ranks; a multiple of the ranks, or a divisor of their number.
+        """
+        own = size // mesh.size
+        super().__init__(path, device, dtype, own, eps, groups=max(1, groups // mesh.size), gate_first=gate_first)
+        self._mesh, self._all_groups = mesh, groups
+        index = (slice(mesh.rank * own, (mesh.rank + 1) * own),)
+        self._wanted = Wanted(f"{path}.weight", TensorSpec((size,), dtype), index=index)
+
+    def wanted(self) -> list[Wanted]:
+        return [self._wanted]
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `GatedNorm.gated`; x and gate have this rank's channels."""
+        ranks, groups = self._mesh.size, self._all_groups
+        if groups >= ranks:
+            return super().gated(x, gate)
+        gate = F.silu(gate.float())
+        if self.gate_first:
+            x = x * gate
+        squares = x.new_zeros(len(x), groups)
+        own = self._mesh.rank * groups // ranks
+        squares[:, own] = x.square().sum(-1)
+        mean = self._mesh.all_reduce(squares)[:, own : own + 1] * (groups / (ranks * x.shape[-1]))
+        normed = x * torch.rsqrt(mean + self.eps) * self.weight.float()
         return (normed if self.gate_first else normed * gate).to(self.dtype)

@@ -7,7 +7,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ALWAYS = (signal.SIGINT, signal.SIGTERM)
+"""Also if they are ignored, as a shell without job control has SIGINT ignored by what it starts in the background."""
 
 
 class Stop:
@@ -22,7 +23,9 @@ class Stop:
         """The number of the last signal."""
 
     def request(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Count one signal."""
+        """Count one signal. A second SIGHUP counts nothing: a terminal that closes may send several."""
+        if number == signal.SIGHUP and self.first.is_set():
+            return
         self.number = number
         if self.first.is_set():
             self.second.set()
@@ -32,12 +35,14 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Handle SIGINT and SIGTERM for the time of the block."""
+        """Handle SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP for the time of the block."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        handled = (*_ALWAYS, signal.SIGHUP) if hangs_up else _ALWAYS
+        for number in handled:
             loop.add_signal_handler(number, self.request, number)
         try:
             yield self
         finally:
-            for number in _SIGNALS:
+            for number in handled:
                 loop.remove_signal_handler(number)

@@ -13,7 +13,7 @@ import sys
 from octavo.core.errors import OctavoError
 from octavo.core.memory import memory_errors
 from octavo.engine.client import CoreClient
-from octavo.engine.process import CoreElsewhere, die_with_parent
+from octavo.engine.process import GROUP_SIGNALS, CoreElsewhere, die_with_parent
 from octavo.server.process.garbage import seldom_collecting
 from octavo.server.process.log import log_to
 from octavo.server.process.run import loop_factory
@@ -28,7 +28,7 @@ _STDIN, _STDOUT = 0, 1
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # signals reach the whole group; the first process decides
+    for number in GROUP_SIGNALS:  # signals reach the whole group; the first process decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     charge = pickle.loads(_read(int.from_bytes(_read(8))))

@@ -16,7 +16,7 @@ from octavo.text.tokenizers.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens."""
-REMEDY = "Give another tokenizer with --tokenizer FOLDER."
+REMEDY = "Give another tokenizer with --tokenizer MODEL: a folder, a .gguf file or a name."
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _WORD_BYTES = 100
 """BERT's limit: a longer word is unknown."""
@@ -68,7 +68,7 @@ def _rules(file: GGUFFile) -> PreTokenizer:
     if name is None:
         _log.warning(
             "%s does not say how it splits text into words (tokenizer.ggml.pre); GPT-2's rules are used. "
-            "If answers look odd, convert the model again, or give --tokenizer FOLDER.",
+            "If answers look odd, convert the model again, or take another tokenizer with --tokenizer MODEL.",
             file.path,
         )
         name = "default"

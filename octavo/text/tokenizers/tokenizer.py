@@ -255,8 +255,9 @@ def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelFileError(
-            f"{folder} has no tokenizer.json. If it has a tokenizer in an older format, convert it with "
-            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or give --tokenizer FOLDER."
+            f"{folder} has no tokenizer.json. Take another model's with --tokenizer MODEL (a folder, a .gguf file or a "
+            "name); or, if the folder has a tokenizer in an older format, convert it with transformers' "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))

@@ -15,7 +15,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.device.ahead import Ahead, target_of
 from octavo.models.attention import attention_spec, latent_spec
-from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
+from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
@@ -24,7 +24,7 @@ from octavo.nn.attention.recordable import Recordable
 from octavo.nn.build import AnyBackend
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend
-from octavo.nn.ops import expert_products, expert_rows, few_rows, gating, triton_activation, triton_norm
+from octavo.nn.ops import expert_products, expert_rows, few_rows, triton_norm
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.sampling import resident_allowed
@@ -77,53 +77,23 @@ def compile_ahead(
             for layer in dict.fromkeys(attention_spec(spec, i) for i in spec.attention_layers):
                 _attend(spec, layer, dtype, kv_dtype, attention, step, block_size)
         _sample(spec, slots)
-        _products(spec, dtype, residual, device)
+        _layers(spec, dtype, residual, device)
     return ahead
 
 
-def _products(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device) -> None:
+def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device) -> None:
+    """Launch the kernels of norms and experts."""
+
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device=device)
 
     width = spec.hidden_size
-    heads = spec.num_heads * spec.head_dim
-    outputs = heads + 2 * spec.num_kv_heads * spec.head_dim
-    rms = spec.norm.kind == "rms"
-    norm = (empty(width, kind=torch.float32 if spec.norm.offset else dtype), 1e-5)
-    stream = empty(1, width, kind=residual)
-    if rms:
-        bias = empty(outputs) if "qkv" in spec.biases else None
-        few_rows.fused_product(stream, empty(outputs, width), norm=norm, bias=bias)
-        few_rows.fused_product(stream, empty(spec.vocab_size, width), norm=norm, dtype=torch.float32)
-    bias = empty(width) if "o" in spec.biases else None
-    few_rows.fused_product(empty(1, heads), empty(width, heads), add_to=stream, bias=bias)
-    if dtype.itemsize == 2:
-        _few(empty, outputs, width)
-        _few(empty, width, heads, residual)
-    if rms:
+    norm = (empty(width, kind=torch.float32 if spec.norm.offset else dtype), 1e-5) if spec.norm.kind == "rms" else None
+    if norm is not None:
         _norms(empty, norm, width, residual)
     for mlp in dict.fromkeys(spec.mlps):
-        if isinstance(mlp, MlpSpec):
-            _mlp(mlp, empty, stream, norm if rms else None)
-        elif isinstance(mlp, ExpertsSpec):
-            _experts(mlp, empty, stream, norm if rms else None)
-
-
-def _mlp(spec: MlpSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:
-    """Launch the kernels of a dense feed-forward, after this norm if it can be fused."""
-    width, inner = stream.shape[1], spec.size
-    up = 2 * inner if spec.gated else inner
-    gated = spec.gated and spec.activation == "silu"
-    if norm is not None:
-        few_rows.fused_product(stream, empty(up, width), norm=norm, gated=gated)
-    few_rows.fused_product(empty(1, inner), empty(width, inner), add_to=stream)
-    if empty(1).dtype.itemsize == 2:
-        _few(empty, width, inner, stream.dtype)
-        _few(empty, up, width)
-    if gated:
-        triton_activation.silu_mul(empty(2, up))
-        if gating.serves(256, empty(up, width)):
-            gating.gated_product(empty(256, width), empty(up, width))
+        if isinstance(mlp, ExpertsSpec):
+            _experts(mlp, empty, empty(1, width, kind=residual), norm)
 
 
 def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:
@@ -163,20 +133,6 @@ def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple
                 y.total()
                 if norm is not None:
                     y.normed_with(empty(tokens, width, kind=stream.dtype), norm, x.dtype)
-    if spec.shared is not None:
-        up = 2 * spec.shared.size if spec.gated else spec.shared.size
-        if spec.gated and spec.activation == "silu":
-            triton_activation.silu_mul(empty(2, up))
-        if empty(1).dtype.itemsize == 2:
-            _few(empty, width, spec.shared.size)
-            _few(empty, up, width)
-
-
-def _few(empty: _Empty, outputs: int, inputs: int, residual: torch.dtype | None = None) -> None:
-    """Launch a product of few rows, which is added to a residual stream of this dtype if it can be."""
-    if few_rows.pays(2, outputs):
-        add_to = empty(2, outputs) if residual == empty(1).dtype else None
-        few_rows.few_product(empty(2, inputs), empty(outputs, inputs), add_to)
 
 
 def _norms(empty: _Empty, norm: tuple[torch.Tensor, float], width: int, residual: torch.dtype) -> None:

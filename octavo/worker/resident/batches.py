@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan
+from octavo.core.worker_info import MOST_DRAFTED
 from octavo.device.transfer import upload
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import SharedContexts, StepInput
@@ -29,8 +30,6 @@ MAX_TOKENS = 1024
 """Longer steps with prompts are not recorded, since launching them takes no longer than computing them."""
 _MAX_PROMPTS = 16
 """Most prompts in a recorded step. Steps with more are launched operation by operation."""
-_MAX_DRAFTED = 64
-"""Most rows with all their drafts in a recorded step. With more, computing takes longer than launching."""
 _SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
 """Batch sizes with a recording for contexts with common prefixes."""
 
@@ -52,7 +51,7 @@ def token_counts(max_tokens: int) -> list[int]:
 def draft_counts(max_tokens: int, max_drafts: int, max_rows: int) -> list[int]:
     """Return the token counts of steps with drafts to record, ascending: up to 64 rows with all their drafts, and 512
     tokens."""
-    most, longest = (1 + max_drafts) * min(max_rows, _MAX_DRAFTED), max(token_counts(max_tokens), default=0)
+    most, longest = (1 + max_drafts) * min(max_rows, MOST_DRAFTED), max(token_counts(max_tokens), default=0)
     wanted = [count for count in (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512) if count <= longest]
     return [count for i, count in enumerate(wanted) if i == 0 or wanted[i - 1] < most]
 

@@ -35,6 +35,8 @@ from octavo.sampling.drawn import Drawn
 from octavo.sampling.resident import PendingTokens, ResidentSampler
 from octavo.worker.compute import compute
 from octavo.worker.hooks import ORDINARY, Hooks, Variant
+from octavo.worker.own_rows import OwnRows
+from octavo.worker.relay import Relay
 from octavo.worker.resident.batches import Drafted, Ragged, Singles, draft_counts, least, token_counts
 from octavo.worker.resident.sharing import Groups
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots
@@ -356,3 +358,16 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def recordable(model: Model, relay: Relay, own_rows: OwnRows | None) -> bool:
+    """Return whether steps of the model can be recorded in graphs; log it if not."""
+    for why, holds in (
+        ("this stage of the pipeline does not sample", not relay.last),
+        ("each rank computes the rows of its own requests", own_rows is not None),
+        ("the model copies data from the host", not getattr(model, "recordable", True)),
+    ):
+        if holds:
+            log.warning("steps are not recorded in graphs, which makes decoding slower: %s", why)
+            return False
+    return True

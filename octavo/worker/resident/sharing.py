@@ -40,9 +40,9 @@ class Groups:
         """
         real = len(self.rows)
         padding = np.arange(real, size, most)
-        strangers = np.stack([padding, np.minimum(most, size - padding), np.zeros_like(padding)], axis=1)
+        unshared = np.stack([padding, np.minimum(most, size - padding), np.zeros_like(padding)], axis=1)
         packed = np.zeros(shared_room(size, most), dtype=np.int32)
-        groups = np.concatenate([self.groups * (1, 1, page), strangers])
+        groups = np.concatenate([self.groups * (1, 1, page), unshared])
         packed[: groups.size] = groups.ravel()
         packed[-2 * size : -size] = np.concatenate([self.rows, np.arange(real, size)])
         packed[-size : real - size or None] = self.lens * page
@@ -128,9 +128,9 @@ def grouped(tables: np.ndarray, whole_blocks: np.ndarray, most: int, unit: int) 
     if not saved:
         return None
     for begin in range(0, len(alone), most):
-        strangers = alone[begin : begin + most]
-        groups.append((len(rows), len(strangers), 0))
-        rows += strangers
+        unshared = alone[begin : begin + most]
+        groups.append((len(rows), len(unshared), 0))
+        rows += unshared
     return Groups(np.asarray(groups, dtype=np.int32), np.asarray(rows, dtype=np.int32), lens, saved)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from octavo.bench.floor import Ceilings, floor_seconds
+from octavo.bench.floor import Ceilings, floor_seconds, share_text
 from octavo.core.info import ModelInfo
 from octavo.device.ceilings import measure_ceilings
 
@@ -62,3 +62,8 @@ def test_ceilings_are_measured():
     assert found.bytes_per_s > 1e8
     assert found.operations_per_s > 1e8
     assert "GB/s" in found.text()
+
+
+def test_more_than_is_possible_is_never_claimed() -> None:
+    assert share_text(0.451) == "so 45% of what is possible"
+    assert "which this run beats (166%)" in share_text(1.66)

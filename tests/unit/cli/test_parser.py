@@ -28,8 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--prefill-context-parallel-size", "2"], "--prefill-context-parallel-size 2: context parallelism is not"),
-        (["-pcp", "4"], "context parallelism is not supported"),
+        (["-dcp", "4"], "context parallelism is for prompts"),
         (["--decode_context_parallel_size=8"], "--decode-context-parallel-size 8: context parallelism"),
         (["--enable-eplb"], "balancing experts over ranks is not supported"),
         (["--num-speculative-tokens", "3"], "another name of --spec-tokens"),

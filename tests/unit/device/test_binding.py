@@ -66,6 +66,14 @@ def test_ranks_take_a_node_each_or_divide_the_cores(tmp_path, affinity, nodes, s
     assert affinity == expected
 
 
+def test_more_ranks_than_cores_are_reported_once(tmp_path, affinity, caplog):
+    for rank, size in ((0, 8), (1, 9), (0, 9)):
+        bind("auto", tmp_path, rank, size)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "9 ranks share 8 cores"
+    ]
+
+
 def test_each_rank_has_its_own_list(affinity):
     for rank in range(2):
         bind("0,1|2-3", rank=rank, size=2)

@@ -317,7 +317,9 @@ def test_each_client_sees_a_stall_and_the_end_of_the_core(short_path):
     run(main())
 
 
-def test_a_client_sees_that_a_core_elsewhere_has_died(short_path):
+def test_a_client_sees_that_a_core_elsewhere_has_died(short_path, monkeypatch):
+    monkeypatch.setattr("octavo.engine.client._DRAIN_S", 0.01)  # the thread keeps its socket
+
     async def main():
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
             async with client_of(short_path) as (_, process):

@@ -20,7 +20,9 @@ from octavo.engine.toy import toy_generate
 from octavo.schedule import outputs
 
 
-def test_health_tells_a_stall_from_idleness_and_from_death(short_path):
+def test_health_tells_a_stall_from_idleness_and_from_death(short_path, monkeypatch):
+    monkeypatch.setattr("octavo.engine.client._DRAIN_S", 0.01)  # the thread keeps its socket
+
     async def main():
         gate = threading.Event()
         async with client_of(short_path, gate=gate, stall_after_s=0.02) as (client, process):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from core_kit import ask, client_of, until
+from core_kit import Turnstile, ask, client_of, until
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import DeviceLostError, EngineDeadError
@@ -45,7 +45,7 @@ async def end_of(client, request):
     raise AssertionError("it ended without an error")
 
 
-def test_running_and_waiting_requests_are_told_once_and_the_core_ends(short_path):
+def test_running_and_waiting_requests_are_told_once_and_the_core_ends(short_path, caplog):
     async def live():
         async with client_of(short_path, lost_at=6) as (client, process):
             ends = await asyncio.gather(*(end_of(client, ask(f"r{i}", max_tokens=50)) for i in range(40)))
@@ -55,11 +55,35 @@ def test_running_and_waiting_requests_are_told_once_and_the_core_ends(short_path
             health = client.health()
             assert (health.ok, health.final) == (False, True)
             assert SAID in health.reason
+            assert not client._report(was_well=True)
+            assert (caplog.text.count("makes no progress"), process.stacks_shown) == (0, 0), "it is no stall"
             assert SAID in (await end_of(client, ask("later")))[1]
             with pytest.raises(EngineDeadError, match="toy device"):
                 await client.pause(PauseMode.KEEP)
             await until(lambda: not process.alive)
             assert process.code == 70
+
+    asyncio.run(live())
+
+
+def test_a_front_end_that_reads_late_is_told_too(short_path, monkeypatch):
+    """The core has ended before its last message is read."""
+    monkeypatch.setattr("octavo.engine.core_server._LEAVE_S", 0.01)
+
+    async def live():
+        gate = Turnstile(3)
+        async with client_of(short_path, lost_at=6, gate=gate) as (client, process):
+            request = asyncio.create_task(end_of(client, ask("r", max_tokens=50)))
+            await until(lambda: client.received("r").tokens > 0)
+            client._transport.pause_reading()
+            gate.set()
+            await until(lambda: not process.alive)
+            await process.exited()
+            for _ in range(50):  # the client notices the end in one of these turns
+                await asyncio.sleep(0)
+            client._transport.resume_reading()
+            assert SAID in (await request)[1]
+            assert SAID in client.health().reason
 
     asyncio.run(live())
 

@@ -98,7 +98,9 @@ def test_channels_are_brought_into_halves() -> None:
 
 
 class Blocks(TensorCheckpoint):
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         rows = torch.arange(32)[:, None]
         return QuantizedBlocks(rows.expand(32, 32).to(torch.uint8), rows.half(), None, 8, 4)
 

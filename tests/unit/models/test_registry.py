@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy_models import LATENT
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
@@ -301,3 +302,10 @@ def test_building_takes_no_memory_and_lists_the_attention_layers_in_order() -> N
 def test_a_spec_needs_no_torch() -> None:
     code = "import octavo.models.spec, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_latent_attention_has_no_longer_sequences_than_it_was_trained_for() -> None:
+    """Unlike recurrent layers, which have no limit."""
+    longest = spec_of(LATENT).max_position
+    assert spec_of(LATENT).within(longest + 1).max_position == longest
+    assert spec_of(LATENT).within(longest - 1).max_position == longest - 1

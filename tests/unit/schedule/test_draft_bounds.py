@@ -10,6 +10,7 @@ from octavo.cache.cache import KVCache
 from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
+from octavo.core.worker_info import most_results
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.schedule.drafts import DraftBounds
@@ -61,6 +62,16 @@ def test_room_in_the_step_and_in_the_output() -> None:
     some = bounds([Bound("a", None, max_drafts=7)])
     assert [some.following(request(), running) for running in (1, 8, 16, 32, 64)] == [7, 7, 3, 1, 0]
     assert [some.following(request(tokens), 1) for tokens in (9, 8, 3, 2, 1)] == [7, 7, 2, 1, 0]
+
+
+def test_the_logits_of_a_step_are_bounded() -> None:
+    """64 requests have all their drafts. Where more run, they share as many, so that the logits of a step fit."""
+    some = bounds([Bound("a", None, max_drafts=3)], budget=4096)
+    shares = {running: some.following(request(), running) for running in (64, 65, 100, 192, 193)}
+    assert shares == {64: 3, 65: 2, 100: 1, 192: 1, 193: 0}
+    assert [most_results(256, 4096, drafts) for drafts in (0, 3)] == [256, 256 + 64 * 3]
+    assert most_results(16, 4096, 3) == 64
+    assert most_results(256, 300, 3) == 300
 
 
 def test_none_where_they_cannot_be_taken_back() -> None:

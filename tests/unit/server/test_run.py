@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import signal
 import socket
@@ -375,3 +376,41 @@ def test_a_folder_for_files_that_can_not_be_one_is_told_before_the_model_is_load
     told = capsys.readouterr().err
     assert "--jobs-dir" in told
     assert "give a folder that can be written to" in told
+
+
+def test_a_closed_terminal_ends_the_server_in_order_unless_nohup_says_otherwise() -> None:
+    async def scenario(ignored: bool) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        with Stop().listening() as stop:
+            if ignored:
+                assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+                return
+            os.kill(os.getpid(), signal.SIGHUP)
+            await stop.first.wait()
+            stop.request(signal.SIGHUP)
+            assert not stop.second.is_set()
+            stop.request(signal.SIGTERM)
+            assert stop.second.is_set()
+
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for ignored in (True, False):
+            asyncio.run(scenario(ignored))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interrupt_ends_a_server_that_was_started_in_the_background() -> None:
+    """There, shells without job control have it ignored."""
+
+    async def scenario() -> None:
+        with Stop().listening() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            async with asyncio.timeout(10):
+                await stop.first.wait()
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        asyncio.run(scenario())
+    finally:
+        signal.signal(signal.SIGINT, before)

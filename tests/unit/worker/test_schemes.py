@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from toy_models import LLAMA, Behind
 
 from octavo.config import ModelConfig
@@ -51,5 +54,23 @@ def test_weights_of_8_bits_keep_their_bytes(weights: dict[str, int], needed: int
     assert needed_bytes(400, ModelConfig(), given, Behind()) == needed
 
 
-def test_experts_are_expanded(tmp_path: Path) -> None:
-    assert needed_bytes(400, ModelConfig(), files(tmp_path, "fp8", num_experts=4), Behind()) == 400
+def test_experts_stay_packed(tmp_path: Path) -> None:
+    assert needed_bytes(400, ModelConfig(), files(tmp_path, "fp8", num_experts=4), Behind()) == 106
+
+
+def test_types_of_a_gguf_are_counted_one_by_one(tmp_path: Path) -> None:
+    """Four bits stay four unless a fused projection has another type; tables are expanded."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    kinds = {"attn_q": Kind.Q4_K, "attn_k": Kind.Q4_K, "attn_v": Kind.Q6_K, "attn_output": Kind.Q4_K}
+    tensors = {f"blk.0.{name}.weight": kind for name, kind in kinds.items()}
+    for name, kind in {**tensors, "token_embd.weight": Kind.Q8_0, "output.weight": Kind.IQ3_S}.items():
+        per_block, size = gguf.GGML_QUANT_SIZES[kind]
+        writer.add_tensor(name, np.zeros((2, 256 // per_block * size), np.uint8), raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    path = tmp_path / "model.gguf"
+    given = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=LLAMA)
+    needed = 512 * (3 * 10 + 6 + 2 * 16) // 8
+    assert needed_bytes(10000, ModelConfig(), given, Behind()) == needed
+    assert needed_bytes(100, ModelConfig(), given, Behind()) == 100

@@ -99,8 +99,10 @@ class Selected:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._source.shape(self._stored[name])
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
-        return self._source.blocks(self._stored[name], entry, codes=codes)
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
+        return self._source.blocks(self._stored[name], entry, codes=codes, index=index)
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         return self._source.tensor(self._stored[name], spec, index)
@@ -128,9 +130,11 @@ class WithTables:
         source, stored = self._of(name)
         return source.shape(stored)
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         source, stored = self._of(name)
-        return source.blocks(stored, entry, codes=codes)
+        return source.blocks(stored, entry, codes=codes, index=index)
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         source, stored = self._of(name)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.models.load.quantized.integers import Integers, unpack
-from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.models.load.quantized.method import SCALE_DTYPES, WORDS, Method, Module, Settings
+from octavo.nn.weights import Index
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where a word of the layout "gemm" holds each of its eight outputs."""
@@ -31,21 +32,27 @@ class AWQ(Method):
                 "in the layouts gemm and gemv. Serve another checkpoint of the model."
             )
         self._by_rows = layout == "gemv"
-        self._group = int(settings.get("group_size", settings.get("q_group_size", 128)))
+        self._group = settings.get("group_size", settings.get("q_group_size", 128))
+        if type(self._group) is not int or self._group < -1 or self._group == 0:
+            raise ConfigError(
+                f"quantization_config.group_size is {self._group!r}, not a number of inputs, or -1 for all. Get the "
+                "checkpoint's config.json again."
+            )
 
     def modules(self, names: Set[str]) -> Set[str]:
-        return self._with("qweight", names)
+        return self._with("qweight", names) | self._with("qzeros", names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        rows, words = module.shape("qweight")
+        rows, words = module.sizes("qweight")
         return (rows, words * 8) if self._by_rows else (words * 8, rows)
 
     def matrix(self, module: Module) -> Integers:
         outputs, inputs = self.shape(module)
-        groups = 1 if self._group == -1 else inputs // max(self._group, 1)
-        if self._group != -1 and (self._group < 1 or inputs % self._group):
+        groups = 1 if self._group == -1 else inputs // self._group
+        if self._group != -1 and inputs % self._group:
             raise module.wrong("qweight", f"has {inputs} inputs, which groups of {self._group} don't divide")
-        words, zeros, scales = module.tensor("qweight"), module.tensor("qzeros"), module.tensor("scales")
+        words, zeros = module.stored("qweight", WORDS, None, None), module.stored("qzeros", WORDS, None, None)
+        scales = module.stored("scales", SCALE_DTYPES, None, None)
         if self._by_rows:
             values, zeros, scales = unpack(words, 4), unpack(zeros, 4)[:, :groups], scales[:, :groups]
         else:
@@ -54,6 +61,14 @@ class AWQ(Method):
             if given.shape != (outputs, groups):
                 raise module.wrong(suffix, f"is for {list(given.shape)} outputs and groups, not [{outputs}, {groups}]")
         return Integers(values, scales, zeros, 4)
+
+    def cut(self, module: Module, index: Index) -> Module | None:
+        if self._by_rows:  # its groups are padded
+            cuts = self._cut_evenly(module, index, {"qweight": (0, 1), "qzeros": (0, None), "scales": (0, None)})
+            whole = index[1].indices(self.shape(module)[1])[:2] == (0, self.shape(module)[1])
+            return None if cuts is None or not whole else module.part(cuts, {})
+        cuts = self._cut_evenly(module, index, dict.fromkeys(self.suffixes, (1, 0)))
+        return None if cuts is None else module.part(cuts, {})
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.models.load.quantized.codes import Codes
 from octavo.models.load.quantized.integers import Integers
-from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.models.load.quantized.method import BYTES, SCALE_DTYPES, Method, Module, Settings
 from octavo.nn.weights import Codebook
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
@@ -47,27 +47,28 @@ class BitsAndBytes(Method):
         return module.shape("weight") if module.has("SCB") else tuple(_state(module)["shape"])
 
     def matrix(self, module: Module) -> Integers | Codes | Tensor:
-        weight = module.tensor("weight")
         if not module.has("SCB"):
-            return self._blocks(module, weight.flatten(), _state(module))
-        largest = module.tensor("SCB").float()
-        if weight.dtype != torch.int8 or largest.shape != weight.shape[:1]:
-            raise module.wrong("SCB", f"has shape {list(largest.shape)} for {list(weight.shape)} {weight.dtype}")
-        scales = (largest / _MOST)[:, None]
+            return self._blocks(module, module.stored("weight", BYTES, None, 1).flatten(), _state(module))
+        weight = module.stored("weight", (torch.int8,), None, None)
+        scales = (module.stored("SCB", SCALE_DTYPES, len(weight)).float() / _MOST)[:, None]
         return Integers((weight.short() + 128).to(torch.uint8), scales, torch.full_like(scales, 128), 8)
 
     def _blocks(self, module: Module, pairs: Tensor, state: dict[str, Any]) -> Codes | Tensor:
         size, count = state["blocksize"], math.prod(state["shape"])
         scales = module.tensor("weight.absmax")
-        if scales.dtype == torch.uint8:
-            nested = module.tensor("weight.nested_absmax").float()
-            steps = module.tensor("weight.nested_quant_map").float()[scales.long()]
-            outer = nested.repeat_interleave(state["nested_blocksize"])[: len(scales)]
+        if "nested_blocksize" in state:
+            module.stored("weight.absmax", BYTES, None)
+            block = state["nested_blocksize"]
+            nested = module.stored("weight.nested_absmax", SCALE_DTYPES, -(-len(scales) // block)).float()
+            steps = module.stored("weight.nested_quant_map", SCALE_DTYPES, 256).float()[scales.long()]
+            outer = nested.repeat_interleave(block)[: len(scales)]
             scales = steps * outer + state["nested_offset"]
+        elif scales.dtype not in SCALE_DTYPES:
+            raise module.wrong("weight.absmax", f"is {scales.dtype}, not floating point")
         if len(pairs) * 2 < count or len(scales) != -(-count // size):
             raise module.wrong("weight", f"has {len(pairs)} bytes and {len(scales)} scales for {count} weights")
         indices = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
-        book = Codebook("table", module.tensor("weight.quant_map").float())
+        book = Codebook("table", module.stored("weight.quant_map", SCALE_DTYPES, 16).float())
         outputs, inputs = state["shape"]
         if inputs % size == 0:
             return Codes(indices.view(outputs, inputs), scales.float().view(outputs, -1), size, book)
@@ -79,6 +80,8 @@ def _state(module: Module) -> dict[str, Any]:
     suffix = next((state for state in _STATES if module.has(state)), _STATES[0])
     try:
         state = json.loads(bytes(module.tensor(suffix).tolist()))
-        return {**state, "shape": [int(size) for size in state["shape"]], "blocksize": int(state["blocksize"])}
+        outputs, inputs = state["shape"]
+        sizes = {name: int(state[name]) for name in ("blocksize", "nested_blocksize") if name in state}
+        return {**state, **sizes, "shape": [int(outputs), int(inputs)]}
     except (ValueError, KeyError, TypeError) as error:
         raise module.wrong(suffix, "is not a quantization state in JSON") from error

@@ -11,10 +11,7 @@ from torch import Tensor
 from octavo.nn.weights import Codebook, QuantizedBlocks
 
 _BLOCK, _LEAST_GROUP = 32, 16
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BYTES = torch.arange(256, dtype=torch.uint8)
-E2M1 = Codebook("table", torch.tensor([*_E2M1, *(-value for value in _E2M1)]))
-"""OCP Microscaling Formats, version 1.0, 5.3.3."""
 FLOATS = {
     torch.float8_e4m3fn: Codebook("e4m3", _BYTES.view(torch.float8_e4m3fn).float()),
     torch.float8_e5m2: Codebook("e5m2", _BYTES.view(torch.float8_e5m2).float()),

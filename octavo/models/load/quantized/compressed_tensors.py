@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.models.load.quantized.codes import E2M1, Codes, coded, halves
+from octavo.models.load.quantized.codes import Codes, coded, halves
 from octavo.models.load.quantized.floats import from_e8m0
-from octavo.models.load.quantized.fp8 import per_output, tiled
-from octavo.models.load.quantized.gptq import check_groups, group_order
+from octavo.models.load.quantized.fp8 import per_output, scale_dims, tiled
+from octavo.models.load.quantized.gptq import check_groups, group_order, own_groups
 from octavo.models.load.quantized.integers import Integers, unpack
-from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, WORDS, Method, Module, Settings
+from octavo.nn.weights import E2M1, Index
 
+_PATTERN = "re:"
 _READ = (
     "pack-quantized",
     "int-quantized",
@@ -63,6 +67,15 @@ class CompressedTensors(Method):
             )
         blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
         self._tile = tuple(next((block for block in blocks if block), (128, 128)))
+        self._groups = list(groups)
+        for target in (target for group in groups for target in _targets(group) if target.startswith(_PATTERN)):
+            try:
+                re.compile(target.removeprefix(_PATTERN))
+            except re.error as error:
+                raise ConfigError(
+                    f"quantization_config.config_groups: the target {target!r} is not a regular expression: {error}. "
+                    "Get the checkpoint's config.json again."
+                ) from None
 
     def modules(self, names: Set[str]) -> Set[str]:
         return self._with("weight_packed", names) | self._with("weight_scale", names)
@@ -71,61 +84,122 @@ class CompressedTensors(Method):
         if not module.has("weight_packed"):
             return module.shape("weight")
         if module.has("weight_shape"):
-            return tuple(module.tensor("weight_shape").tolist())
-        rows, columns = module.shape("weight_packed")
+            rows, columns = module.stored("weight_shape", (torch.int32, torch.int64), 2).tolist()
+            return rows, columns
+        rows, columns = module.sizes("weight_packed")
         return rows, columns * 2
 
     def matrix(self, module: Module) -> Integers | Codes:
         scales = module.tensor("weight_scale")
         if not module.has("weight_packed"):
-            return self._unpacked(module, module.tensor("weight"), scales)
-        packed = module.tensor("weight_packed")
+            return self._unpacked(module, module.stored("weight", (torch.int8, *FLOATS_8), None, None), scales)
+        packed = module.stored("weight_packed", WORDS + BYTES, None, None)
         if packed.dtype == torch.int32:
             return self._integers(module, packed, scales)
-        if packed.dtype != torch.uint8:
-            raise module.wrong("weight_packed", f"is {packed.dtype}, neither int32 nor uint8")
+        rows, columns = self.shape(module)
         if scales.dtype == torch.uint8:
-            return coded(halves(packed), from_e8m0(scales), E2M1)
-        return coded(halves(packed), scales.float() / module.tensor("weight_global_scale").float(), E2M1)
+            exponents = module.stored("weight_scale", BYTES, rows, columns // 32)
+            return coded(halves(packed), from_e8m0(exponents), E2M1)
+        scales = module.stored("weight_scale", (torch.float8_e4m3fn,), rows, columns // 16)
+        return coded(halves(packed), scales.float() / module.scale("weight_global_scale"), E2M1)
+
+    def cut(self, module: Module, index: Index) -> Module | None:
+        matrix, scales, groups = self.shape(module), module.shape("weight_scale"), "weight_g_idx"
+        tile = self._tile if len(scales) == 2 and 1 < scales[0] < matrix[0] else None
+        own = scale_dims(scales, matrix, tile)
+        zeros = scale_dims(module.shape("weight_zero_point"), matrix, None) if module.has("weight_zero_point") else None
+        if own is None:
+            return None
+        dims = {"weight": (0, 1), "weight_packed": (0, 1), "weight_scale": own, groups: (None, 0)}
+        dims |= {"weight_zero_point": zeros or (0, 1)}
+        cuts = self._cut_evenly(module, index, dims)
+        given = own_groups(module, groups, index[1], matrix[1], scales[-1]) if self._is_ordered(module) else {}
+        if cuts is None or given is None:
+            return None
+        sizes = [len(range(size)[part]) for size, part in zip(matrix, index, strict=True)]
+        return module.part(cuts, given | {"weight_shape": torch.tensor(sizes)})
 
     def _unpacked(self, module: Module, weight: Tensor, scales: Tensor) -> Integers | Codes:
+        rows, columns = weight.shape
         if scales.dtype == torch.uint8:
-            return coded(weight, from_e8m0(scales))
-        is_tiled = scales.dim() == 2 and scales.shape[1] > 1
+            module.stored("weight", (torch.float8_e4m3fn,), rows, columns)
+            return coded(weight, from_e8m0(module.stored("weight_scale", BYTES, rows, columns // 32)))
+        is_tiled = scales.dim() == 2 and (scales.shape[1] > 1 or self._settings_of(module).get("strategy") == "block")
         if weight.dtype.is_floating_point:
-            if is_tiled and scales.shape[0] == weight.shape[0]:
-                return coded(weight, scales)
+            if is_tiled and scales.shape[0] == rows:
+                check_groups(module, "weight_scale", columns, scales.shape[1])
+                return coded(weight, module.stored("weight_scale", SCALE_DTYPES, rows, None))
             if is_tiled:
                 return tiled(module, weight, scales, "weight_scale", self._tile)
             return coded(weight, per_output(module, weight, scales))
-        if weight.dtype != torch.int8:
-            raise module.wrong("weight", f"is {weight.dtype}, neither int8 nor of 8-bit floats")
-        if not is_tiled:
-            scales = per_output(module, weight, scales).expand(weight.shape[0], 1)
+        if is_tiled:
+            scales = module.stored("weight_scale", SCALE_DTYPES, rows, None)
+            check_groups(module, "weight_scale", columns, scales.shape[1])
+        else:
+            scales = per_output(module, weight, scales).expand(rows, 1)
         zeros = torch.full_like(scales, 128, dtype=torch.float32)
-        if module.has("weight_zero_point"):
-            zeros = zeros + module.tensor("weight_zero_point").float()
+        if self._has_zeros(module):
+            zeros = zeros + self._zeros(module, scales)
         return Integers((weight.short() + 128).to(torch.uint8), scales, zeros, 8)
+
+    def _zeros(self, module: Module, scales: Tensor) -> Tensor:
+        """Return the zero points of int8, as float32 that broadcasts to the shape of the scales."""
+        zeros = module.tensor("weight_zero_point")
+        if zeros.numel() not in (1, scales.numel()) or zeros.dtype.is_floating_point:
+            why = f"is {zeros.dtype} {list(zeros.shape)}, not int8 {list(scales.shape)}"
+            raise module.wrong("weight_zero_point", why)
+        return zeros.float().view(() if zeros.numel() == 1 else scales.shape)
 
     def _integers(self, module: Module, packed: Tensor, scales: Tensor) -> Integers:
         rows, columns = self.shape(module)
+        if scales.dtype not in SCALE_DTYPES:
+            raise module.wrong("weight_scale", f"is {scales.dtype} {list(scales.shape)}, not floating-point numbers")
         scales = scales.view(1, 1) if scales.numel() == 1 else scales
-        words = packed.shape[1]
-        bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == words), 0)
-        if not bits or packed.shape[0] != rows or scales.dim() != 2 or scales.shape[0] not in (1, rows):
+        told = self._settings_of(module).get("num_bits")
+        bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == packed.shape[1]), 0)
+        fits = bits and told in (None, bits) and packed.shape[0] == rows
+        if not fits or scales.dim() != 2 or scales.shape[0] not in (1, rows):
             raise module.wrong(
                 "weight_packed",
                 f"has shape {list(packed.shape)}, and weight_scale {list(scales.shape)}, for "
                 f"a matrix [{rows}, {columns}]",
             )
         groups = scales.shape[1]
-        order = group_order(module, "weight_g_idx", columns, groups) if self._is_ordered(module) else None
+        order = None
+        if self._is_ordered(module):
+            order = group_order(module, ("weight_scale", "weight_g_idx"), columns, groups, needed=True)
         check_groups(module, "weight_scale", columns, groups)
         zeros = torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8)
-        if module.has("weight_zero_point"):
-            zeros = unpack(module.tensor("weight_zero_point").T, bits, rows).T
+        if self._has_zeros(module):
+            stored = module.stored("weight_zero_point", WORDS, -(-rows * bits // 32), groups)
+            zeros = unpack(stored.T, bits, rows).T
         return Integers(unpack(packed, bits, columns), scales.expand(rows, groups), zeros, bits, order)
 
     def _is_ordered(self, module: Module) -> bool:
         """Return whether inputs are assigned to groups; otherwise all numbers are -1."""
-        return module.has("weight_g_idx") and bool((module.tensor("weight_g_idx") >= 0).any())
+        if not module.has("weight_g_idx"):
+            return self._settings_of(module).get("actorder") in ("group", True)
+        groups = module.tensor("weight_g_idx")
+        return not groups.numel() or bool((groups >= 0).any())
+
+    def _has_zeros(self, module: Module) -> bool:
+        """Return whether the module has zero points, or must have: without them, it would be read as symmetric."""
+        return module.has("weight_zero_point") or self._settings_of(module).get("symmetric") is False
+
+    def _settings_of(self, module: Module) -> Mapping[str, Any]:
+        """Return how the configuration says that a module's weights are quantized; {} if none of its groups does."""
+        named = [group for group in self._groups if any(_names(target, module.name) for target in _targets(group))]
+        classes = [group for group in self._groups if "Linear" in _targets(group)]
+        found = named or classes
+        return (found[0].get("weights") if found else None) or {}
+
+
+def _targets(group: Mapping[str, Any]) -> Sequence[str]:
+    return group.get("targets") or ()
+
+
+def _names(target: str, module: str) -> bool:
+    """Return whether a group's target is a module's name, or a pattern for it."""
+    if target.startswith(_PATTERN):
+        return bool(re.match(target.removeprefix(_PATTERN), module))
+    return target == module

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.models.load.quantized.codes import E2M1, halves
+from octavo.models.load.quantized.codes import halves
+from octavo.nn.weights import E2M1
 
 
 def from_e2m1(pairs: Tensor) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import math
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
 
-from octavo.models.load.quantized.codes import E2M1, FLOATS, Codes, coded, halves
-from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.core.errors import ConfigError
+from octavo.models.load.quantized.codes import FLOATS, Codes, coded, halves
+from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, Method, Module, Settings
+from octavo.nn.weights import E2M1, Index
 
 _TILE = 128
 
@@ -30,7 +33,14 @@ class FP8(Method):
     )
 
     def __init__(self, settings: Settings) -> None:
-        self._tile = tuple(settings.get("weight_block_size") or (_TILE, _TILE))
+        """Raise ConfigError for tiles of no valid size."""
+        tile = settings.get("weight_block_size") or (_TILE, _TILE)
+        if not isinstance(tile, Sequence) or len(tile) != 2 or not all(type(size) is int and size > 0 for size in tile):
+            raise ConfigError(
+                f"quantization_config.weight_block_size is {tile!r}, not two sizes such as [128, 128]. Get the "
+                "checkpoint's config.json again."
+            )
+        self._tile = tuple(tile)
 
     def modules(self, names: Set[str]) -> Set[str]:
         return self._with("weight_scale_inv", names) | self._with("weight_scale", names)
@@ -39,10 +49,16 @@ class FP8(Method):
         return module.shape("weight")
 
     def matrix(self, module: Module) -> Codes:
-        weight = module.tensor("weight")
+        weight = module.stored("weight", FLOATS_8, None, None)
         if module.has("weight_scale_inv"):
             return tiled(module, weight, module.tensor("weight_scale_inv"), "weight_scale_inv", self._tile)
         return coded(weight, per_output(module, weight, module.tensor("weight_scale")))
+
+    def cut(self, module: Module, index: Index) -> Module | None:
+        name = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
+        dims = scale_dims(module.shape(name), self.shape(module), self._tile if name == "weight_scale_inv" else None)
+        cuts = None if dims is None else self._cut_evenly(module, index, {"weight": (0, 1), name: dims})
+        return None if cuts is None else module.part(cuts, {})
 
 
 class ModelOpt(FP8):
@@ -53,14 +69,34 @@ class ModelOpt(FP8):
     suffixes = (*FP8.suffixes, "weight_scale_2")
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        rows, columns = module.shape("weight")
+        rows, columns = module.sizes("weight")
         return (rows, columns * 2) if module.has("weight_scale_2") else (rows, columns)
 
     def matrix(self, module: Module) -> Codes:
         if not module.has("weight_scale_2"):
             return super().matrix(module)
-        scales = module.tensor("weight_scale").float() * module.tensor("weight_scale_2").float()
-        return coded(halves(module.tensor("weight")), scales, E2M1)
+        rows, columns = self.shape(module)
+        scales = module.stored("weight_scale", (torch.float8_e4m3fn,), rows, columns // 16)
+        pairs = module.stored("weight", BYTES, rows, columns // 2)
+        return coded(halves(pairs), scales.float() * module.scale("weight_scale_2"), E2M1)
+
+
+def scale_dims(
+    scales: Sequence[int], matrix: Sequence[int], tile: Sequence[int] | None
+) -> tuple[int | None, int | None] | None:
+    """Return the dimensions of outputs and of inputs in scales of this shape, for a matrix of this shape; None if they
+    can't be cut.
+
+    Args:
+        tile: outputs and inputs that have a scale; None for scales of outputs, of groups of inputs, or of the matrix.
+    """
+    if tile is not None:
+        return None if len(scales) != 2 or any(n % size for n, size in zip(matrix, tile, strict=True)) else (0, 1)
+    if math.prod(scales) == 1:
+        return None, None
+    if scales[0] != matrix[0] or len(scales) > 2:
+        return None
+    return 0, 1 if len(scales) == 2 else None
 
 
 def tiled(module: Module, weight: Tensor, scales: Tensor, suffix: str, tile: tuple[int, ...]) -> Codes:
@@ -70,8 +106,8 @@ def tiled(module: Module, weight: Tensor, scales: Tensor, suffix: str, tile: tup
         ModelFileError: there is another number of scales.
     """
     expected = [-(-size // part) for size, part in zip(weight.shape, tile, strict=True)]
-    if list(scales.shape) != expected:
-        raise module.wrong(suffix, f"has shape {list(scales.shape)}; tiles of {tile[0]} x {tile[1]} have {expected}")
+    if list(scales.shape) != expected or scales.dtype not in SCALE_DTYPES:
+        raise module.wrong(suffix, _wrong_scales(scales, f"tiles of {tile[0]} x {tile[1]} have {expected}"))
     rows = scales.float().repeat_interleave(tile[0], 0)[: weight.shape[0]]
     return Codes(weight.view(torch.uint8), rows, tile[1], FLOATS[weight.dtype])
 
@@ -82,8 +118,11 @@ def per_output(module: Module, weight: Tensor, scales: Tensor) -> Tensor:
     Raises:
         ModelFileError: they are for something else.
     """
-    if scales.numel() == 1:
-        return scales.view(())
-    if scales.numel() != weight.shape[0]:
-        raise module.wrong("weight_scale", f"has {scales.numel()} scales for {weight.shape[0]} outputs")
-    return scales.view(-1, 1)
+    outputs = weight.shape[0]
+    if scales.numel() not in (1, outputs) or scales.dtype not in SCALE_DTYPES:
+        raise module.wrong("weight_scale", _wrong_scales(scales, f"{outputs} outputs have [{outputs}, 1]"))
+    return scales.view(()) if scales.numel() == 1 else scales.view(-1, 1)
+
+
+def _wrong_scales(scales: Tensor, expected: str) -> str:
+    return f"is {str(scales.dtype).removeprefix('torch.')} {list(scales.shape)}; {expected} floating-point numbers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.models.load.quantized.integers import Integers, unpack
-from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.models.load.quantized.method import SCALE_DTYPES, WORDS, Method, Module, Settings
+from octavo.nn.weights import Index
 
 BITS = (2, 3, 4, 8)
 
@@ -34,55 +36,85 @@ class GPTQ(Method):
             )
         self._bits = int(bits)
         self._offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+        self._in_order_of_activations = bool(settings.get("desc_act"))
 
     def modules(self, names: Set[str]) -> Set[str]:
-        return self._with("qweight", names)
+        return self._with("qweight", names) | self._with("qzeros", names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        words, outputs = module.shape("qweight")
+        words, outputs = module.sizes("qweight")
         return outputs, words * 32 // self._bits_of(module)
 
     def matrix(self, module: Module) -> Integers:
         bits, (outputs, inputs) = self._bits_of(module), self.shape(module)
-        scales = module.tensor("scales")
-        groups = scales.shape[0]
-        if scales.shape != (groups, outputs):
-            raise module.wrong("scales", f"has shape {list(scales.shape)}, for {outputs} outputs")
-        words = module.tensor("qzeros")
-        if words.shape != (groups, -(-outputs * bits // 32)):
-            raise module.wrong("qzeros", f"has shape {list(words.shape)}, for {groups} groups and {outputs} outputs")
+        scales = module.stored("scales", SCALE_DTYPES, None, outputs)
+        groups = len(scales)
+        words = module.stored("qzeros", WORDS, groups, -(-outputs * bits // 32))
         zeros = unpack(words, bits, outputs) + self._offset & (1 << bits) - 1
-        values = unpack(module.tensor("qweight").T, bits, inputs)
-        return Integers(values, scales.T, zeros.T, bits, group_order(module, "g_idx", inputs, groups))
+        values = unpack(module.stored("qweight", WORDS, None, outputs).T, bits, inputs)
+        needs_order = self._in_order_of_activations and groups > 1
+        order = group_order(module, ("scales", "g_idx"), inputs, groups, needed=needs_order)
+        return Integers(values, scales.T, zeros.T, bits, order)
+
+    def cut(self, module: Module, index: Index) -> Module | None:
+        dims = dict.fromkeys(("qweight", "qzeros", "scales"), (1, 0)) | {"g_idx": (None, 0)}
+        cuts = self._cut_evenly(module, index, dims)
+        if cuts is None:
+            return None
+        given = own_groups(module, "g_idx", index[1], self.shape(module)[1], module.shape("scales")[0])
+        return None if given is None else module.part(cuts, given)
 
     def _bits_of(self, module: Module) -> int:
         """Return a module's number of bits: GPTQModel's setting "dynamic" may give modules numbers of their own."""
         if not module.has("g_idx"):
             return self._bits
-        (inputs,), (words, _) = module.shape("g_idx"), module.shape("qweight")
+        inputs, (words, _) = math.prod(module.shape("g_idx")), module.sizes("qweight")
         bits = next((bits for bits in BITS if words * 32 == inputs * bits), 0)
         if not bits:
             raise module.wrong("qweight", f"has {words} words for {inputs} inputs, which is no number of bits")
         return bits
 
 
-def group_order(module: Module, suffix: str, inputs: int, groups: int) -> Tensor | None:
+def group_order(module: Module, suffixes: tuple[str, str], inputs: int, groups: int, *, needed: bool) -> Tensor | None:
     """Return each input's group, if groups are not runs of adjacent inputs in ascending order.
 
+    Args:
+        suffixes: of the scales, and of the tensor with the groups.
+        needed: the checkpoint's configuration says that inputs are in another order.
+
     Raises:
-        ModelFileError: the tensor does not give a group for each input.
+        ModelFileError: the tensor is needed, and missing, or it does not give a group for each input, or groups don't
+            divide the inputs.
     """
-    if module.has(suffix):
+    scales, suffix = suffixes
+    if needed or module.has(suffix):
         order = module.tensor(suffix).long()
         if order.shape != (inputs,) or not bool(((order >= 0) & (order < groups)).all()):
             raise module.wrong(suffix, f"does not give one of {groups} groups for each of {inputs} inputs")
         if not torch.equal(order, torch.arange(inputs) // -(-inputs // groups)):
             return order
-    check_groups(module, "scales", inputs, groups)
+    check_groups(module, scales, inputs, groups)
     return None
+
+
+def own_groups(module: Module, suffix: str, inputs: slice, total: int, groups: int) -> dict[str, Tensor] | None:
+    """Return the tensor with each input's group for a part of the inputs, whose groups are counted from 0; {} if that
+    is the stored one; None if the part has some inputs of a group only because inputs are in another order.
+
+    Args:
+        total: inputs of the whole matrix.
+        groups: of the whole matrix.
+    """
+    begin, end, _ = inputs.indices(total)
+    if (begin, end) == (0, total) or not module.has(suffix):
+        return {}
+    order = module.tensor(suffix)
+    if order.shape != (total,) or not torch.equal(order.long(), torch.arange(total) // -(-total // groups)):
+        return None
+    return {suffix: order[begin:end] - order[begin]}
 
 
 def check_groups(module: Module, suffix: str, inputs: int, groups: int) -> None:
     """Raise ModelFileError if the groups of the scales don't divide the inputs."""
-    if inputs % groups:
+    if inputs % max(groups, 1) or not groups:
         raise module.wrong(suffix, f"has {groups} groups, which don't divide {inputs} inputs")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.load.quantized.integers import Integers
-from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.models.load.quantized.method import BYTES, SCALE_DTYPES, WORDS, Method, Module, Settings
 
 
 class HQQ(Method):
@@ -42,27 +42,39 @@ class HQQ(Method):
         """Take no settings: each module's tensors have all that is needed."""
 
     def modules(self, names: Set[str]) -> Set[str]:
-        return self._with("W_q", names)
+        return self._with("W_q", names) | self._with("packing", names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        return tuple(module.tensor("shape").tolist())
+        outputs, inputs = module.stored("shape", (torch.int32, torch.int64), 2).tolist()
+        return outputs, inputs
 
     def matrix(self, module: Module) -> Integers | Tensor:
-        packed, scales, zeros = module.tensor("W_q"), module.tensor("scale"), module.tensor("zero")
-        bits, (outputs, inputs) = int(module.tensor("nbits")), self.shape(module)
-        kind = bytes(module.tensor("packing").tolist()).decode(errors="replace")
+        packed, (outputs, inputs) = module.stored("W_q", BYTES + WORDS, None, None), self.shape(module)
+        scales = module.stored("scale", SCALE_DTYPES, None, None)
+        zeros = module.stored("zero", SCALE_DTYPES, *scales.shape)
+        kind = bytes(module.tensor("packing").byte().tolist()).decode(errors="replace")
         if kind not in _PARTS:
             raise module.wrong("packing", f"is {kind!r}; Octavo reads {', '.join(_PARTS)}")
-        by_rows = int(module.tensor("axis")) == 1
-        if scales.shape != zeros.shape or not scales.numel() or outputs * inputs % scales.numel():
+        bits, parts = _PARTS[kind]
+        by_rows, groups = self._axis(module) == 1, scales.numel()
+        if not groups or outputs * inputs % groups:
             raise module.wrong("scale", f"has shape {list(scales.shape)}, for a matrix [{outputs}, {inputs}]")
-        groups = scales.numel()
-        grouped = _parts(packed, *_PARTS[kind])[: groups if by_rows else outputs * inputs // groups]
+        size = outputs * inputs // groups
+        rows, columns = (groups, size) if by_rows else (size, groups)
+        module.stored("W_q", BYTES + WORDS, -(-rows // parts), columns)
+        module.stored("scale", SCALE_DTYPES, *((groups, 1) if by_rows else (1, groups)))
+        grouped = _parts(packed, bits, parts)[:rows]
         if by_rows and groups % outputs == 0:
             shape = (outputs, groups // outputs)
             return Integers(grouped.reshape(outputs, inputs), scales.view(shape), zeros.view(shape), bits)
         values = (grouped.float() - zeros.float()) * scales.float()
         return values.view(outputs, inputs)
+
+    def _axis(self, module: Module) -> int:
+        axis = module.tensor("axis").flatten().tolist()
+        if axis not in ([0], [1]):
+            raise module.wrong("axis", f"is {axis}, neither 0 nor 1")
+        return int(axis[0])
 
 
 def _parts(packed: Tensor, bits: int, parts: int) -> Tensor:

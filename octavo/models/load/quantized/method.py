@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 import torch
@@ -13,23 +13,48 @@ from octavo.core.errors import ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.codes import Codes
 from octavo.models.load.quantized.integers import Integers
+from octavo.nn.shard import local_shape
 from octavo.nn.weights import Index, TensorSpec
 
 Settings = Mapping[str, Any]
 """The checkpoint's `quantization_config`."""
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
+FLOATS_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_PADDED = 32
+"""Features in multiples of this fill whole words of 32 bits, with any number of bits each."""
+WORDS = (torch.int32,)
+BYTES = (torch.uint8,)
 
 
 class Module:
-    """The stored tensors of one quantized module.
+    """The stored tensors of one quantized module, or of a part of its matrix.
 
     Attributes:
         name: the module's, such as "model.layers.0.mlp.down_proj".
     """
 
-    def __init__(self, source: Checkpoint, name: str, joint: str = ".") -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        name: str,
+        joint: str = ".",
+        *,
+        cuts: Mapping[str, Index] | None = None,
+        given: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            cuts: suffix -> the part of this tensor that belongs to the part of the matrix; without one, the whole does.
+            given: suffix -> the tensor itself, in place of the stored one.
+        """
         self.name = name
         self._source = source
         self._joint = joint
+        self._cuts, self._given = cuts or {}, given or {}
+
+    def part(self, cuts: Mapping[str, Index], given: Mapping[str, Tensor]) -> Module:
+        """Return a part of this module, which is whole."""
+        return Module(self._source, self.name, self._joint, cuts=cuts, given=given)
 
     @property
     def origin(self) -> str:
@@ -44,9 +69,46 @@ class Module:
         Raises:
             ModelFileError: it is missing.
         """
+        if suffix in self._given:
+            return tuple(self._given[suffix].shape)
         name = self._checked(suffix)
         shape = self._source.shape(name)
-        return shape if shape is not None else tuple(self._read(name).shape)
+        return local_shape(shape if shape is not None else self._read(name).shape, self._cuts.get(suffix))
+
+    def sizes(self, suffix: str) -> tuple[int, int]:
+        """Return a matrix's shape, without reading it.
+
+        Raises:
+            ModelFileError: it is missing, or no matrix.
+        """
+        shape = self.shape(suffix)
+        if len(shape) != 2:
+            raise self.wrong(suffix, f"has shape {list(shape)}, which is no matrix")
+        return shape[0], shape[1]
+
+    def stored(self, suffix: str, dtypes: Collection[torch.dtype], *shape: int | None) -> Tensor:
+        """Return a tensor of one of these dtypes and of this shape, in which None is any size.
+
+        Raises:
+            ModelFileError: it is missing, or another one.
+        """
+        tensor = self.tensor(suffix)
+        sizes = list(tensor.shape)
+        fits = len(sizes) == len(shape) and all(want in (None, size) for want, size in zip(shape, sizes, strict=True))
+        if tensor.dtype not in dtypes or not fits:
+            raise self.wrong(suffix, f"is {_named([tensor.dtype])} {sizes}, not {_named(dtypes)} {_wanted(shape)}")
+        return tensor
+
+    def scale(self, suffix: str) -> Tensor:
+        """Return the number of a tensor that has only one, of any shape: [].
+
+        Raises:
+            ModelFileError: it is missing, has several, or is not floating point.
+        """
+        tensor = self.tensor(suffix)
+        if tensor.numel() != 1 or tensor.dtype not in SCALE_DTYPES:
+            raise self.wrong(suffix, f"is {_named([tensor.dtype])} {list(tensor.shape)}, not one floating-point number")
+        return tensor.float().view(())
 
     def tensor(self, suffix: str, index: Index | None = None) -> Tensor:
         """Return a tensor, or its part `index`, as it is stored.
@@ -54,7 +116,9 @@ class Module:
         Raises:
             ModelFileError: it is missing, or can't be read.
         """
-        return self._read(self._checked(suffix), index)
+        if suffix in self._given:
+            return self._given[suffix]
+        return self._read(self._checked(suffix), self._cuts.get(suffix) if index is None else index)
 
     def wrong(self, suffix: str, why: str) -> ModelFileError:
         """Return the error for a tensor that does not fit the module."""
@@ -73,6 +137,14 @@ class Module:
                 f"{self.name} is quantized, but {self.origin} lacks its tensor {name}. Get the checkpoint again."
             )
         return name
+
+
+def _named(dtypes: Collection[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _wanted(shape: tuple[int | None, ...]) -> str:
+    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
 class Method(ABC):
@@ -120,6 +192,15 @@ class Method(ABC):
         """
         return None
 
+    def cut(self, module: Module, index: Index) -> Module | None:
+        """Return the part [outputs, inputs] of a module, which reads no more of the stored tensors than it needs; None
+        if they can't be cut there.
+
+        Raises:
+            ModelFileError: as `shape`.
+        """
+        return None
+
     def part(self, module: Module, index: Index) -> Tensor:
         """Return a part of a module's matrix, as values. A method whose modules hold many matrices overrides it to
         expand no more than that.
@@ -127,10 +208,40 @@ class Method(ABC):
         Raises:
             ModelFileError: as `matrix`.
         """
+        own = self.cut(module, index)
+        if own is not None:
+            found = self.matrix(own)
+            return found.dequantized() if isinstance(found, Integers | Codes) else found
         matrix = self.matrix(module)
         if isinstance(matrix, Integers | Codes):
             return matrix.of_outputs(index[0]).dequantized()[:, index[1]]
         return matrix[index]
+
+    def _cut_evenly(
+        self, module: Module, index: Index, dims: Mapping[str, tuple[int | None, int | None]]
+    ) -> dict[str, Index] | None:
+        """Return the part of each tensor that belongs to a part of the matrix; None if one can't be cut there.
+
+        Args:
+            dims: suffix -> the tensor's dimensions of outputs and of inputs; None if it has none of them, or one for
+                all. Equal numbers of features have equal numbers of elements.
+        """
+        sizes, cuts = self.shape(module), {}
+        for suffix, places in dims.items():
+            if not module.has(suffix):
+                continue
+            stored = module.shape(suffix)
+            own = [slice(None)] * len(stored)
+            for wanted, dim, features in zip(index, places, sizes, strict=True):
+                begin, end, _ = wanted.indices(features)
+                if dim is None or (begin, end) == (0, features) or stored[dim] == 1:
+                    continue
+                most, least = max(features, stored[dim]), min(features, stored[dim])
+                if most % least or features % _PADDED or begin * stored[dim] % features or end * stored[dim] % features:
+                    return None
+                own[dim] = slice(begin * stored[dim] // features, end * stored[dim] // features)
+            cuts[suffix] = tuple(own)
+        return cuts
 
     def _with(self, suffix: str, names: Set[str]) -> Set[str]:
         """Return the modules that have a tensor of this suffix."""

@@ -6,10 +6,10 @@ from collections.abc import Set
 
 from torch import Tensor
 
-from octavo.models.load.quantized.codes import E2M1, Codes, coded, halves
+from octavo.models.load.quantized.codes import Codes, coded, halves
 from octavo.models.load.quantized.floats import from_e2m1, from_e8m0
-from octavo.models.load.quantized.method import Method, Module, Settings
-from octavo.nn.weights import Index
+from octavo.models.load.quantized.method import BYTES, Method, Module, Settings
+from octavo.nn.weights import E2M1, Index
 
 
 class MXFP4(Method):
@@ -24,10 +24,13 @@ class MXFP4(Method):
         """Take no settings: there is one form."""
 
     def modules(self, names: Set[str]) -> Set[str]:
-        return self._with("blocks", names)
+        return self._with("blocks", names) | self._with("scales", names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        experts, outputs, groups, size = module.shape("blocks")
+        shape = module.shape("blocks")
+        if len(shape) != 4 or shape[3] != 16:
+            raise module.wrong("blocks", f"has shape {list(shape)}, not [experts, outputs, groups, 16]")
+        experts, outputs, groups, size = shape
         return experts, groups * size * 2, outputs
 
     def matrix(self, module: Module) -> Tensor:
@@ -49,6 +52,9 @@ class MXFP4(Method):
     def _stored(self, module: Module, experts: Index | None) -> tuple[Tensor, Tensor]:
         """Return the pairs and the scales of some experts; None for all."""
         blocks, scales = module.tensor("blocks", experts), module.tensor("scales", experts)
+        for suffix, tensor in (("blocks", blocks), ("scales", scales)):
+            if tensor.dtype not in BYTES:
+                raise module.wrong(suffix, f"is {tensor.dtype}, not uint8")
         if scales.shape != blocks.shape[:-1]:
             raise module.wrong("scales", f"has shape {list(scales.shape)} for blocks {list(blocks.shape)}")
         return blocks, scales

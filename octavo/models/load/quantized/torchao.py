@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from torch import Tensor
 from octavo.models.load.quantized.codes import Codes, coded
 from octavo.models.load.quantized.fp8 import tiled
 from octavo.models.load.quantized.integers import Integers
-from octavo.models.load.quantized.method import Method, Module, Settings
+from octavo.models.load.quantized.method import FLOATS_8, SCALE_DTYPES, Method, Module, Settings
 
-_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WITH_ZERO_POINTS = ("Int4WeightOnlyConfig", "IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 
 
 class TorchAO(Method):
@@ -40,22 +40,28 @@ class TorchAO(Method):
     )
 
     def __init__(self, settings: Settings) -> None:
-        """Take no settings: each module's tensors have all that is needed."""
+        kind = settings.get("quant_type")
+        kind = kind.get("default") if isinstance(kind, Mapping) else kind
+        self._needs_zeros = isinstance(kind, Mapping) and kind.get("_type") in _WITH_ZERO_POINTS
 
     def modules(self, names: Set[str]) -> Set[str]:
-        return self._with("_weight_qdata", names)
+        return self._with("_weight_qdata", names) | self._with("_weight_scale", names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
         shape = module.shape("_weight_qdata")
         if len(shape) != 2:
             raise self._foreign(module, f"has shape {list(shape)}")
+        if self._needs_zeros:
+            module.shape("_weight_zero_point")  # without which the integers would be taken for symmetric ones
         return (shape[0], shape[1] * 2) if _is_pairs(module) else shape
 
     def matrix(self, module: Module) -> Integers | Codes | Tensor:
         (outputs, inputs), stored = self.shape(module), module.tensor("_weight_qdata")
         scales = module.tensor("_weight_scale")
+        if scales.dtype not in SCALE_DTYPES or not scales.numel():
+            raise module.wrong("_weight_scale", f"is {scales.dtype} {list(scales.shape)}, not floating-point numbers")
         matrix: Integers | Codes
-        if stored.dtype in _FLOATS:
+        if stored.dtype in FLOATS_8:
             matrix = self._floats(module, stored, scales)
         elif stored.dtype not in (torch.int8, torch.uint8) or (stored.dtype == torch.uint8 and not _is_pairs(module)):
             raise self._foreign(module, f"is {stored.dtype}")
@@ -63,21 +69,25 @@ class TorchAO(Method):
             matrix = self._integers(module, stored, scales, (outputs, inputs))
         if not module.has("_weight_act_pre_scale"):
             return matrix
-        return matrix.dequantized() * module.tensor("_weight_act_pre_scale").float().view(-1)
+        factors = module.tensor("_weight_act_pre_scale")
+        if factors.numel() != inputs or factors.dtype not in SCALE_DTYPES:
+            raise module.wrong("_weight_act_pre_scale", f"is {factors.dtype} {list(factors.shape)}, not [{inputs}]")
+        return matrix.dequantized() * factors.float().view(-1)
 
     def _floats(self, module: Module, stored: Tensor, scales: Tensor) -> Codes:
         rows, columns = stored.shape
         if scales.numel() == 1:
             return coded(stored, scales.view(()))
-        if scales.dim() != 2 or any(size % parts for size, parts in zip(stored.shape, scales.shape, strict=True)):
+        if scales.dim() != 2 or rows % scales.shape[0] or columns % scales.shape[1]:
             raise module.wrong("_weight_scale", f"has shape {list(scales.shape)} for a matrix [{rows}, {columns}]")
         return tiled(module, stored, scales, "_weight_scale", (rows // scales.shape[0], columns // scales.shape[1]))
 
     def _integers(self, module: Module, stored: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Integers:
         outputs, inputs = shape
         pairs = _is_pairs(module)
-        grouped = scales.float().T if pairs else scales.float().view(outputs, -1)
-        if grouped.shape[0] != outputs or inputs % max(grouped.shape[1], 1):
+        grouped = scales.float().mT if pairs and scales.dim() == 2 else scales.float()
+        grouped = grouped[:, None] if grouped.dim() == 1 else grouped
+        if grouped.dim() != 2 or grouped.shape[0] != outputs or inputs % max(grouped.shape[1], 1):
             raise module.wrong("_weight_scale", f"has shape {list(scales.shape)} for a matrix [{outputs}, {inputs}]")
         zeros = module.tensor("_weight_zero_point").float() if module.has("_weight_zero_point") else None
         if zeros is not None and zeros.shape != scales.shape:

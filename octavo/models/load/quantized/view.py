@@ -11,7 +11,7 @@ from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.codes import Codes
 from octavo.models.load.quantized.integers import Integers
 from octavo.models.load.quantized.method import Method, Module
-from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
+from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec, part_of
 
 
 class QuantizedCheckpoint:
@@ -39,12 +39,17 @@ class QuantizedCheckpoint:
         module = self._modules.get(name)
         return self._source.shape(name) if module is None else self._method.shape(module)
 
-    def blocks(self, name: str, entry: int | None = None, *, codes: bool = False) -> QuantizedBlocks | None:
+    def blocks(
+        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
+    ) -> QuantizedBlocks | None:
         module = self._modules.get(name)
         if module is None:
-            return self._source.blocks(name, entry, codes=codes)
+            return self._source.blocks(name, entry, codes=codes, index=index)
+        own = None if index is None or entry is not None else self._method.cut(module, index)
+        if own is not None:
+            module, index = own, None
         matrix = self._method.matrix(module) if entry is None else self._method.entry(module, entry)
-        return matrix.blocks() if isinstance(matrix, (Integers, Codes) if codes else Integers) else None
+        return part_of(matrix.blocks(), index) if isinstance(matrix, (Integers, Codes) if codes else Integers) else None
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         module = self._modules.get(name)

@@ -89,6 +89,18 @@ class LibraryAttention:
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
         return self.attend(qkv[:, : spec.num_heads], cache, step, spec)
 
+    def rotate_and_store(
+        self,
+        kv: Tensor,
+        norms: Norms | None,
+        cos_sin: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+    ) -> None:
+        """See `FusedBackend`."""
+        rotate_and_write(kv, norms, cos_sin, cache, scales, step, kept=False)
+
     def attend(
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:

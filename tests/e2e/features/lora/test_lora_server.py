@@ -283,7 +283,7 @@ def _resident(pid: int) -> int:
 
 
 def test_wrong_paths_end_the_start(files: Files) -> None:
-    command = [*serve_command(str(files.base)), *SETTINGS, "--lora-modules", "x=/nowhere"]
+    command = [*serve_command(str(files.base)), *SETTINGS, "--port", "0", "--lora-modules", "x=/nowhere"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode != 0
     assert "/nowhere" in ended.stderr + ended.stdout

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
+from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_engine import drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, model_files
 from toy_tokenizers import byte_level
@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlap + a process of its own": {"async_scheduling": True, "distributed_executor_backend": "mp"},
     "overlap + two ranks": {"async_scheduling": True, **TWO_RANKS},
     "two stages": PIPELINE,
+    "two ranks that divide prompts": CONTEXTS,
     "overlap + two stages + preemption": {"async_scheduling": True, **SMALL, **PIPELINE},
 }
 
@@ -93,7 +94,12 @@ def truth(files: ModelFiles) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+LONG_TAIL = "two ranks that divide prompts"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == LONG_TAIL else name for name in SETTINGS]
+)
 def test_tokens_under_a_grammar_do_not_depend_on(
     name: str, files: ModelFiles, truth: dict[tuple[str, int], list[int]]
 ) -> None:

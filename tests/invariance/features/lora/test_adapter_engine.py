@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
+from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
 from tiny_adapters import merged, save_adapter
 from toy_engine import drive, tiny_config, tokens_of
+from toy_models import LLAMA
+from toy_models import model_files as toy_files
 
 from octavo.build import build_core
 from octavo.core.errors import InvalidRequestError, ModelFileError
@@ -113,6 +116,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two ranks": TWO_RANKS,
     "two stages": {**PIPELINE, "async_scheduling": True, "num_blocks": 80, "max_model_len": 96},
     "two stages of two ranks": {**PIPELINE, **TWO_RANKS},
+    "two ranks that divide prompts": CONTEXTS,
     "three stages, one adapter at a time": {**PIPELINE, "pipeline_parallel_size": 3, "max_loras": 1},
 }
 
@@ -122,7 +126,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
 
 
-LONG_TAIL = ("two ranks", "two stages", "three stages, one adapter at a time")
+LONG_TAIL = ("two ranks", "two stages", "two ranks that divide prompts", "three stages, one adapter at a time")
 KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind in LONG_TAIL else kind for kind in SETTINGS]
 
 
@@ -375,3 +379,35 @@ def test_a_prompts_log_probabilities_are_those_of_its_own_adapter(
     assert found["with"] == pytest.approx(changed["with"], abs=1e-4)
     assert found["without"] == pytest.approx(plain["without"], abs=1e-4)
     assert found["with"] != pytest.approx(found["without"], abs=1e-2)
+
+
+@pytest.mark.slow
+def test_recurrent_layers_on_two_ranks(tmp_path: Path) -> None:
+    """A rank has several ranges of the rows of their first projection, with magnitudes, too."""
+    kind: dict[str, Any] = {"architectures": ["BambaForCausalLM"], "model_type": "any", "attn_layer_indices": [1]}
+    kind |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+    adapters = {}
+    for seed, name in enumerate("ab"):
+        made, folder = torch.Generator().manual_seed(seed), tmp_path / name
+        stated = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["in_proj", "out_proj"]}
+        tensors = {}
+        for module, (outputs, inputs) in {"in_proj": (296, 64), "out_proj": (64, 128)}.items():
+            path = f"base_model.model.model.layers.0.mamba.{module}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(4, inputs, generator=made)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(outputs, 4, generator=made)
+            if name == "b":
+                tensors[f"{path}.lora_magnitude_vector"] = torch.rand(outputs, generator=made) + 0.5
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(stated | {"use_dora": name == "b"}))
+        save_file(tensors, folder / "adapter_model.safetensors")
+        adapters[name] = folder
+    asked = [asking("base", 2), asking("a", 2, ("a", 1.0)), asking("b", 2, ("b", 1.0))]
+    found = []
+    for ranks in ({}, TWO_RANKS):
+        given = {"lora_modules": tuple(f"{name}={path}" for name, path in adapters.items()), "max_model_len": 128}
+        files = toy_files(LLAMA | kind | {"initializer_range": 0.3})
+        loop = build_core(tiny_config(max_num_seqs=4, **given, **ranks), files)[0]
+        found.append(tokens_of(drive(loop, asked)))
+        loop.close()
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0].values()}) == 3

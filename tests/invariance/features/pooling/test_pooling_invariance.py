@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
+from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_engine import drive, tiny_config
 from toy_models import QWEN3, VOCAB, behind, model_files
 
@@ -99,8 +99,9 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         {"memory_bytes": 128 * 128, "max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 8},
         {"max_num_batched_tokens": 9, "max_num_seqs": 4, "distributed_executor_backend": "mp"},
         {"max_num_batched_tokens": 9, "max_num_seqs": 4, **TWO_RANKS},
+        pytest.param(CONTEXTS, marks=pytest.mark.slow),
     ],
-    ids=["prefix cache", "chunks", "overlap", "little room", "a process of its own", "two ranks"],
+    ids=["prefix cache", "chunks", "overlap", "little room", "a process of its own", "two ranks", "divided prompts"],
 )
 def test_decoders(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
+from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_engine import device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, VOCAB, behind, model_files
 
@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a process of its own": {"distributed_executor_backend": "mp"},
     "two ranks": TWO_RANKS,
     "two stages": PIPELINE,
+    "two ranks that divide prompts": CONTEXTS,
     "torch attention + overlap + preemption": {
         "attention_backend": "torch",
         "async_scheduling": True,
@@ -122,7 +123,12 @@ def truth(device: str) -> Tokens:
     return found
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+LONG_TAIL = "two ranks that divide prompts"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == LONG_TAIL else name for name in SETTINGS]
+)
 def test_embeddings_are_as_good_as_tokens(name: str) -> None:
     plain = requests()
     both = [embedded(request, table()) for request in plain]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from draft_models import folder_of
-from rank_kit import ranks_in_threads
+from rank_kit import CONTEXTS, ranks_in_threads
 from toy_drafter import check_same, news_of
 from toy_engine import drive, tiny_config
 from toy_models import LLAMA, model_files
@@ -40,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
 DIVISIONS: dict[str, dict[str, Any]] = {
     "ranks": {"tensor_parallel_size": 2},
     "stages": {"pipeline_parallel_size": 2},
+    "prompts": CONTEXTS,
     "stages of ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
 }
 SLOW = pytest.mark.slow
@@ -51,6 +52,7 @@ CASES = [
     ("stages", "eagle"),
     ("stages", "ngram"),
     pytest.param("stages of ranks", "draft_model", marks=SLOW),
+    *(pytest.param("prompts", method, marks=SLOW) for method in ("draft_model", "eagle3", "ngram")),
     pytest.param("stages of ranks", "suffix", marks=SLOW),
 ]
 

@@ -266,7 +266,7 @@ def test_of_two_loads_of_a_name_the_first_to_arrive_counts(paths: dict[str, str]
 
 def test_what_can_not_be_loaded_says_why(paths: dict[str, str], tmp_path: Path) -> None:
     house = House(paths, num_blocks=12)
-    with pytest.raises(ModelNotFoundError, match="There is no adapter at /nowhere"):
+    with pytest.raises(ModelNotFoundError, match=r"There is no adapter at /nowhere .*Correct the path"):
         house.call("load", name="x", path="/nowhere")
     big = folders(tmp_path, {"big": 13})["big"]
     with pytest.raises(ModelFileError, match="takes 13 blocks of the KV cache, which has 12"):

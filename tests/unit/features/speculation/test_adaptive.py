@@ -29,15 +29,18 @@ class Row(SimpleNamespace):
 class World:
     """An engine whose requests accept each draft with a chance, in steps that take as long as a rule says."""
 
-    def __init__(self, rows: int, chance: float, draft_s: float, *, drafting_s: float = 0.0) -> None:
+    def __init__(
+        self, rows: int, chance: float, draft_s: float, *, drafting_s: float = 0.0, config: DraftConfig | None = None
+    ) -> None:
         self.now = 0.0
-        self.hook = SpeculationEngine(DraftConfig(), clock=lambda: self.now)
-        self.requests: list[Any] = [
-            Row(spec=SimpleNamespace(options=OPTIONS), num_output=1, pending=0, inflight=1) for _ in range(rows)
-        ]
+        self.hook = SpeculationEngine(config or DraftConfig(), clock=lambda: self.now)
+        self.requests: list[Any] = [self.new_request() for _ in range(rows)]
         self.chance, self.draft_s, self.drafting_s = chance, draft_s, drafting_s
         self.wanted = [0] * rows
         self.random = random.Random(1)
+
+    def new_request(self) -> Row:
+        return Row(spec=SimpleNamespace(options=OPTIONS), num_output=1, pending=0, inflight=1)
 
     def step(self) -> None:
         counts, rows = self.wanted, len(self.requests)
@@ -89,6 +92,26 @@ def test_drafts_are_tried_again_later() -> None:
     world.run(1000)
     world.chance = 1.0
     assert world.run(4000)[1] > 5
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_short_requests_do_not_each_try_a_head_that_is_wrong(rows: int) -> None:
+    """A head is as often right for one request as for another, so their trials become rare together."""
+    head = DraftConfig(method="eagle", model="head", num_speculative_tokens=3)
+    world = World(rows, 0.05, 0.001, drafting_s=0.005, config=head)
+    drafted = steps = 0
+    for _ in range(60):
+        for _ in range(80):
+            world.step()
+            drafted += any(world.wanted)
+            steps += 1
+        for request in world.requests:
+            world.hook.on_release(request)
+        world.requests = [world.new_request() for _ in world.requests]
+        world.wanted = [0] * rows
+    assert drafted < 0.02 * steps
+    world.chance = 1.0  # another kind of text
+    assert world.run(4000)[1] > 2
 
 
 def test_steps_that_drafts_make_slow_are_avoided() -> None:

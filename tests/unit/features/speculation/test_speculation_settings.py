@@ -15,13 +15,14 @@ from octavo.features.speculation.settings import SpeculationSettings
 from octavo.features.speculation.worker import DeviceDrafter, HostDrafter, build_worker
 
 
-def context(device: str = "cpu", **settings: Any) -> FeatureContext:
+def context(device: str = "cpu", model: str = "", **settings: Any) -> FeatureContext:
     chosen = {"speculation": SpeculationSettings(**settings)}
     return FeatureContext(
         vocab_size=8,
         eos_token_ids=(),
         load_tokenizer=lambda: None,
         device=device,
+        model=model,
         settings=chosen,  # type: ignore[arg-type, return-value]
     )
 
@@ -30,7 +31,8 @@ def context(device: str = "cpu", **settings: Any) -> FeatureContext:
     ("config", "says"),
     [
         ({"method": "magic"}, "method='magic' is not supported; choose one of auto, ngram, suffix"),
-        ({"method": "eagle"}, "method=eagle needs a change: set model to the folder"),
+        ({"method": "none", "draft_model": "x"}, "'draft_model' is not a known key"),
+        ({"method": "eagle"}, "method=eagle needs a change: set model (--spec-model) to"),
         ({"method": "mtp", "model": "x"}, "method=mtp needs a change: leave out model='x'"),
         (
             {"speculative_token_tree": "[(0,), (1,)]"},
@@ -79,6 +81,23 @@ def test_who_drafts() -> None:
     assert engine.max_drafts == 4
     with pytest.raises(ConfigError, match="set method=ngram"):
         build_engine(context("cuda", spec_method="suffix"))
+
+
+def test_a_model_that_was_measured_drafts_on_a_cpu_unless_the_settings_say_otherwise() -> None:
+    engine = build_engine(context(model="smollm2"))
+    assert engine is not None
+    assert engine.max_drafts == 3
+    assert isinstance(build_worker(context(model="smollm2")), HostDrafter)
+    others = (
+        context(model="smollm2", device="cuda"),
+        context(model="another"),
+        context(model="smollm2", spec_method="none"),
+        context(model="smollm2", speculative_config={"method": "none"}),
+        context(model="smollm2", speculative_config={"method": "ngram"}, spec_method="none"),
+    )
+    for one in others:
+        assert build_engine(one) is None
+        assert build_worker(one) is None
 
 
 def test_a_cpu_has_fewer_drafts_of_prompt_lookup_unless_a_number_is_given() -> None:

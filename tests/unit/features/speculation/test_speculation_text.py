@@ -13,7 +13,7 @@ from octavo.config import ServerConfig
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.output import CompletionOutput, RequestOutput, VerifiedDrafts
 from octavo.core.params import SamplingParams
-from octavo.features.speculation.payload import NAME, DraftCounts, SpeculationOption
+from octavo.features.speculation.payload import NAME, DraftCounts, DraftInfo, SpeculationOption
 from octavo.features.speculation.text import SpeculationText
 from octavo.server.openai.generation import UsageCounter
 
@@ -65,6 +65,16 @@ def test_speculative_turns_drafts_off() -> None:
 def test_wrong_fields(fields: dict[str, Any]) -> None:
     answer = ask_now(make_house(saying("x"), features=[NAME]).app, PATH, HELLO | fields)
     assert (answer.status, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+
+
+def test_the_server_says_at_its_start_what_drafts() -> None:
+    half = text_half()
+    half.context.info.feature_info = {}
+    assert half.start_rows() == []
+    for adaptive, where in ((True, " where that is faster"), (False, "")):
+        half.context.info.feature_info[NAME] = msgspec.Raw(msgspec.msgpack.encode(DraftInfo("auto", 3, adaptive)))
+        text = f"auto: up to 3 tokens are drafted{where}; answers stay the same (--spec-method none turns it off)"
+        assert half.start_rows() == [("speculation", text)]
 
 
 def test_wrong_arguments_in_python() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from quantized_kit import EXAMPLES, Stored, mxfp4_experts
 from safetensors.torch import load_file, save_file
 from tiny import load_model, make_checkpoint, model_files
+from torch import Tensor
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.load.quantized import mxfp4
@@ -63,6 +65,57 @@ def test_integers_stay_packed_where_kernels_can_keep_them(name: str) -> None:
         # A minimum has the precision of float16.
         torch.testing.assert_close(values, exact, rtol=1e-3, atol=float(exact.abs().max()) * 1e-3)
         assert blocks.bits == (8 if blocks.values.max() > 15 else 4)
+
+
+class Counted(TensorCheckpoint):
+    """Counts the bytes of what is read."""
+
+    nbytes = 0
+
+    def tensor(self, name: str, spec: TensorSpec, index: Any = None) -> Tensor:
+        found = super().tensor(name, spec, index)
+        self.nbytes += found.nbytes
+        return found
+
+
+READ_WHOLE = ("bnb-", "hqq-", "torchao-")
+PARTS = {
+    "outputs": (slice(128, 256), slice(None)),
+    "inputs": (slice(None), slice(128, 256)),
+    "between tiles": (slice(64, 192), slice(None)),
+}
+
+
+def read_by(source: Counted, settings: dict[str, Any], index: Any) -> tuple[Tensor, Any, int]:
+    """The values and the blocks of a part, and the bytes read for the blocks, or if there are none for the values."""
+    view = dequantizing(source, {"quantization_config": settings})
+    values = view.tensor("a.proj.weight", TensorSpec((256, 256), torch.float32), index)
+    before = source.nbytes
+    blocks = view.blocks("a.proj.weight", codes=True, index=index)
+    return values, blocks, source.nbytes - before if blocks is not None else before
+
+
+@pytest.mark.parametrize("where", PARTS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_rank_reads_its_part_only(name: str, where: str) -> None:
+    """And gets what it would get of the whole. Scales of all outputs, and numbers of groups, are read whole."""
+    torch.manual_seed(len(name))
+    example, index = EXAMPLES[name], PARTS[where]
+    stored, _ = example.write(torch.randn(256, 256))
+    tensors = {f"a.proj.{suffix}": tensor for suffix, tensor in stored.items()}
+    values, blocks, most = read_by(Counted(tensors), example.settings, None)
+    own, part, count = read_by(Counted(tensors), example.settings, index)
+    torch.testing.assert_close(own, values[index], rtol=0, atol=0)
+    if part is not None:
+        assert torch.equal(dequantized(part, torch.float32), dequantized(blocks.part(index), torch.float32))
+    ordered = "act-order" in name and where == "inputs"
+    padded = name in ("awq-gemv",) and where == "inputs"
+    odd = name in ("gptq-3", "w3a16", "gptq-3-act-order")
+    tiled = "tiles" in name and where == "between tiles"
+    if ordered or padded or odd or tiled or name.startswith(READ_WHOLE):
+        assert count <= 2 * most
+    else:
+        assert count < 0.6 * most
 
 
 def test_experts_in_mxfp4() -> None:
@@ -124,6 +177,24 @@ def test_other_methods_are_refused_by_name(settings: Any, says: str | None) -> N
     assert says in str(caught.value)
 
 
+WRONG_PATTERN = EXAMPLES["w4a16"].settings | {"config_groups": {"group_0": {"targets": ["re:*proj"], "weights": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size is 0, not a number of inputs"),
+        ({"quant_method": "awq", "bits": 4, "group_size": "128"}, "group_size is '128', not a number of inputs"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\], not two sizes"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\], not two sizes"),
+        (WRONG_PATTERN, r"config_groups: the target 're:\*proj' is not a regular expression"),
+    ],
+)
+def test_a_setting_of_no_sense_is_named(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"quantization_config\.{says}.*Get the checkpoint's config.json again"):
+        method_of({"quantization_config": settings})
+
+
 def broken(name: str, **changes: Any):
     stored, _ = EXAMPLES[name].write(torch.randn(ROWS, COLUMNS))
     for suffix, change in changes.items():
@@ -135,14 +206,31 @@ def broken(name: str, **changes: Any):
     ("name", "changes", "says"),
     [
         ("gptq-4", {"scales": lambda _: None}, "lacks its tensor a.proj.scales"),
-        ("gptq-4", {"scales": lambda it: it[:, :-1]}, "Tensor a.proj.scales in what was sent has shape [8, 47]"),
-        ("gptq-4", {"qzeros": lambda it: it[:-1]}, "a.proj.qzeros in what was sent has shape [7, 6]"),
+        (
+            "gptq-4",
+            {"scales": lambda it: it[:, :-1]},
+            "Tensor a.proj.scales in what was sent is float16 [8, 47]",
+        ),
+        ("gptq-4", {"qzeros": lambda it: it[:-1]}, "a.proj.qzeros in what was sent is int32 [7, 6], not int32 [8, 6]"),
         ("gptq-4", {"qweight": lambda it: it[:-1]}, "no number of bits"),
         ("gptq-4", {"g_idx": lambda it: it + 1}, "a.proj.g_idx in what was sent does not give one of 8 groups"),
+        ("gptq-4-act-order", {"g_idx": lambda _: None}, "lacks its tensor a.proj.g_idx"),
         ("awq-gemm", {"scales": lambda it: it[:-1]}, "a.proj.scales"),
+        ("w4a16-act-order", {"weight_g_idx": lambda _: None}, "lacks its tensor a.proj.weight_g_idx"),
+        ("w4a16-asymmetric", {"weight_zero_point": lambda _: None}, "lacks its tensor a.proj.weight_zero_point"),
+        ("w8a8-asymmetric", {"weight_zero_point": lambda _: None}, "lacks its tensor a.proj.weight_zero_point"),
+        ("torchao-intx", {"_weight_zero_point": lambda _: None}, "lacks its tensor a.proj._weight_zero_point"),
         ("w4a16", {"weight_packed": lambda it: it[:, :-1]}, "weight_packed in what was sent has shape [48, 31]"),
-        ("w8a8", {"weight": lambda it: it.short()}, "is torch.int16, neither int8"),
-        ("fp8-channel", {"weight_scale": lambda it: it[:-1]}, "has 47 scales for 48 outputs"),
+        (
+            "w8a8",
+            {"weight": lambda it: it.short()},
+            "is int16 [48, 256], not int8 or float8_e4m3fn",
+        ),
+        (
+            "fp8-channel",
+            {"weight_scale": lambda it: it[:-1]},
+            "is float32 [47, 1]; 48 outputs have [48, 1] floating-point numbers",
+        ),
         ("fp8-tiles", {"weight_scale_inv": lambda it: it[:, :1]}, "tiles of 128 x 128 have [1, 2]"),
         ("bnb-nf4", {"weight.absmax": lambda it: it[:-1]}, "scales for 12288 weights"),
         (
@@ -151,7 +239,7 @@ def broken(name: str, **changes: Any):
             "is not a quantization state in JSON",
         ),
         ("hqq-4", {"packing": lambda it: it[:-1]}, "Octavo reads 8bit_u8"),
-        ("hqq-4", {"zero": lambda it: it[:-1]}, "a.proj.scale"),
+        ("hqq-4", {"zero": lambda it: it[:-1]}, "a.proj.zero in what was sent is float16 [383, 1], not"),
         ("nvfp4", {"weight_global_scale": lambda _: None}, "lacks its tensor a.proj.weight_global_scale"),
         (
             "torchao-intx",
@@ -168,6 +256,67 @@ def test_what_does_not_fit_names_the_tensor(name: str, changes: dict[str, Any], 
     with pytest.raises(ModelFileError, match=r"Get the checkpoint again|Octavo reads") as caught:
         broken(name, **changes).tensor("a.proj.weight", SPEC)
     assert says in str(caught.value)
+
+
+def wrong(tensor: Tensor) -> dict[str, Tensor | None]:
+    """What a damaged or foreign checkpoint may have in place of a tensor."""
+    found: dict[str, Tensor | None] = {
+        "missing": None,
+        "empty": tensor[..., :0] if tensor.dim() else tensor.new_empty(0),
+    }
+    found["another dtype"] = tensor.to(torch.int16) if tensor.dtype.is_floating_point else tensor.float()
+    if tensor.dim() and len(tensor) > 1:
+        found["a row less"] = tensor[:-1]
+    if tensor.dim() == 2:
+        found["one dimension"] = tensor.flatten()
+        if tensor.shape[0] != tensor.shape[1] and 1 not in tensor.shape:
+            found["transposed"] = tensor.T
+        if tensor.shape[1] > 1:
+            found["a column less"] = tensor[:, :-1]
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_wrong_tensor_is_read_silently(name: str) -> None:
+    """Each is refused by its name or another one's of the module, or changes nothing, or gives a matrix of a shape that
+    the model refuses."""
+    torch.manual_seed(0)
+    stored, exact = EXAMPLES[name].write(torch.randn(ROWS, COLUMNS))
+    for suffix, tensor in stored.items():
+        for what, replacement in wrong(tensor).items():
+            parts = {**stored, suffix: replacement}
+            view = checkpoint({key: part for key, part in parts.items() if part is not None}, EXAMPLES[name].settings)
+            if (name, suffix, what) == ("mxfp8", "weight_scale", "another dtype"):
+                continue  # the form of floats with a factor for each group
+            says, values = "", None
+            try:
+                if view.has("a.proj.weight") and view.shape("a.proj.weight") == (ROWS, COLUMNS):
+                    values = view.tensor("a.proj.weight", SPEC)
+            except ModelFileError as error:
+                says = str(error)
+            if says:
+                assert re.search(r"a\.proj\..*(Get the checkpoint again|Octavo reads)", says), (suffix, what, says)
+            elif values is not None:
+                torch.testing.assert_close(values.double(), exact, rtol=1e-2, atol=1e-2, msg=f"{suffix}, {what}")
+
+
+def test_the_groups_of_a_configuration_are_told_apart() -> None:
+    """Zero points are needed where the module's own group says so."""
+    settings = EXAMPLES["w4a16"].settings
+    weights = settings["config_groups"]["group_0"]["weights"]
+    stored, exact = EXAMPLES["w4a16"].write(torch.randn(ROWS, COLUMNS))
+    asymmetric = {**weights, "symmetric": False}
+    for target, refused in (("re:.*proj$", True), ("a.proj", True), ("re:b.*", False)):
+        groups = {
+            "group_0": {"targets": ["Linear"], "weights": weights},
+            "group_1": {"targets": [target], "weights": asymmetric},
+        }
+        view = checkpoint(stored, {**settings, "config_groups": groups})
+        if refused:
+            with pytest.raises(ModelFileError, match=r"lacks its tensor a\.proj\.weight_zero_point"):
+                view.tensor("a.proj.weight", SPEC)
+        else:
+            torch.testing.assert_close(view.tensor("a.proj.weight", SPEC).double(), exact, rtol=1e-6, atol=1e-9)
 
 
 SCALES = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax", "scale", "_weight_scale")

@@ -139,6 +139,12 @@ def test_folder(tmp_path: Path) -> None:
     assert tokenizer.encode("the dog") == BYTES.encode("the dog")
 
 
+def test_a_folder_without_one_names_every_remedy(tmp_path: Path) -> None:
+    files = ModelFiles(name="toy", path=tmp_path, format="safetensors", weights=(), config={})
+    with pytest.raises(ModelFileError, match=r"--tokenizer MODEL \(a folder, a .gguf file or a name\)"):
+        load_tokenizer(files)
+
+
 def test_templates_by_name_and_in_files(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
     files = write_folder(tmp_path, {"chat_template": named})

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from toy_models import LATENT, QWEN3, VOCAB
+from toy_engine import tiny_config
+from toy_models import LATENT, QWEN3, VOCAB, behind, model_files
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -27,6 +28,7 @@ from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.worker.resident import ahead
 from octavo.worker.resident.batches import Ragged, Singles, token_counts
 from octavo.worker.resident.slots import DeviceSlots
+from octavo.worker.worker import Worker
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TWO = (CacheGroup(layers=(0,)), CacheGroup(GroupKind.WINDOW, (1,), window=16))
@@ -126,3 +128,51 @@ def test_all_kernels_of_experts_are_compiled_ahead(monkeypatch: pytest.MonkeyPat
             x, logits = torch.empty(tokens, width, device=DEVICE), torch.empty(tokens, 8, device=DEVICE)
             mix_stacked(x, route_on_device(logits, RoutingSpec(top_k=2, scores="chosen")), weights, form)
     assert launched.variants <= found.variants
+
+
+SHARED = LATENT | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+}
+
+
+@pytest.mark.parametrize("config", [QWEN3, SHARED], ids=["dense", "latents and experts"])
+def test_all_kernels_of_a_models_layers_are_compiled_ahead(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of attention, products, norms and experts, whatever the number of tokens."""
+    found, launched, models = Collected(), Collected(), []
+    monkeypatch.setattr(ahead, "Ahead", lambda target: found)
+    monkeypatch.setattr(ahead, "target_of", lambda device: None)
+    monkeypatch.setattr(Collected, "wait", lambda self: 0, raising=False)
+
+    def compile_ahead(worker: Worker, model: Any) -> None:
+        worker._begin_compiling(model, worker.spec)
+        models.append((model, worker.attention))
+
+    monkeypatch.setattr(Worker, "_compile_ahead", compile_ahead)
+    monkeypatch.setattr("octavo.worker.resident.warm_up.warm_up", lambda *_: None)
+    with launched.collecting(), torch.inference_mode():
+        settings = behind(monkeypatch) | {"memory_bytes": 1 << 21, "enforce_eager": True}
+        asked = tiny_config(**settings)
+        worker = Worker(asked.model, asked.device, model_files(config), asked.cache)
+        worker.prepare_kernels()
+        worker.load()
+        worker.make_runner(num_blocks=20, num_slots=8, max_model_len=256, max_step_tokens=256)
+        ((model, attention),) = models
+        slots = DeviceSlots(40, SIZES["max_model_len"], SIZES["block_size"], VOCAB, DEVICE)
+        for counts in ([1], [1] * 3, [1] * 9, [9], [3, 40], [200]):
+            step = ahead._step(slots, counts, SIZES["max_model_len"])
+            step.query_lens, step.past_lens = counts, [0] * len(counts)
+            step.attn = attention.prepare(step, SIZES["block_size"])
+            hidden = model(torch.zeros(sum(counts), model.spec.hidden_size, device=DEVICE), step)
+            model.logits(hidden[: len(counts)])
+    names = {variant[0] for variant in launched.variants}
+    assert "row_kernel" in names
+    assert {variant for variant in launched.variants if variant not in found.variants} == set()

@@ -1,0 +1,279 @@
+"""Products with packed matrices of experts on a GPU: the host's side of `triton_packed_experts.py`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops import floats
+from octavo.nn.ops.expert_weights import PackedMatrices, gate_arguments
+from octavo.nn.ops.routing import Routing
+from octavo.nn.ops.triton_overlap import overlap
+from octavo.nn.ops.triton_packed_experts import (
+    packed_down_row_kernel,
+    packed_gate_up_row_kernel,
+    packed_grouped_kernel,
+)
+from octavo.nn.rounded import Rounded
+
+MOST_UNROUNDED = 16
+"""Most tokens that are multiplied without rounding them to 8 bits."""
+_HEIGHTS = {8: 16, 24: 32, 48: 64}
+"""Mean number of an expert's rows -> height of tiles."""
+_DEPTH = 128
+
+
+class Tiling(NamedTuple):
+    """How programs divide a product.
+
+    Attributes:
+        height, width, depth: choices, outputs (of gate and operand each) and codes of a tile.
+        side_by_side, turned, copies, copies_rows: see `packed_grouped_kernel`.
+        rounds: round the rows to 8 bits.
+    """
+
+    height: int
+    width: int
+    depth: int
+    warps: int
+    stages: int
+    side_by_side: int = 1
+    turned: bool = True
+    copies: bool = True
+    copies_rows: bool = False
+    rounds: bool = False
+
+
+class RowPlan(NamedTuple):
+    """How programs divide a product of single rows: outputs of a program, and codes of a pass for each."""
+
+    block_n: int
+    block_c: int
+    warps: int
+
+
+def multiply(
+    x: Tensor,
+    matrices: PackedMatrices,
+    bias: Tensor | None,
+    form: ExpertsForm,
+    routing: Routing,
+    order: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    *,
+    first: bool,
+) -> None:
+    """See `multiply` in `expert_products.py`."""
+    gated = first and form.gated
+    outputs, inputs, parts = out.shape[1], x.shape[1], 2 if gated else 1
+    alpha, limit, activation = gate_arguments(form)
+    rounded = _rounded(x, matrices) if tiling.rounds else None
+    rows = x if rounded is None else rounded.codes
+    given: Any = rows
+    if tiling.copies_rows:
+        given = TensorDescriptor(rows, [*rows.shape], [inputs, 1], [tiling.height, tiling.depth])
+    codes = matrices.codes
+    length = codes.shape[2]
+    matrix: Any = codes
+    if tiling.copies:
+        shape, strides = [len(codes) * parts, outputs, length], [outputs * length, length, 1]
+        matrix = TensorDescriptor(codes, shape, strides, [parts, tiling.width, tiling.depth])
+    columns = triton.cdiv(outputs, tiling.width)
+    grid = triton.cdiv(len(tiles), tiling.side_by_side) * tiling.side_by_side * columns
+    packed_grouped_kernel[(grid,)](
+        given,
+        matrices.scales if rounded is None else rounded.scales,
+        0 if rounded is None else rounded.scales.stride(1),
+        matrix,
+        *_factors(matrices),
+        x if bias is None else bias,
+        routing.weights,
+        order,
+        tiles,
+        out,
+        len(tiles),
+        alpha,
+        limit,
+        TOP_K=routing.experts.shape[1],
+        N=outputs,
+        **_layout(matrices),
+        ROUNDED=tiling.rounds,
+        INTEGERS=rows.dtype == torch.int8,
+        HEIGHT=tiling.height,
+        WIDTH=tiling.width,
+        DEPTH=tiling.depth,
+        SIDE_BY_SIDE=tiling.side_by_side,
+        FIRST=first,
+        GATED=gated,
+        ACTIVATION=activation,
+        BIASED=bias is not None,
+        WEIGHTED=first and form.on_inputs,
+        TURNED=tiling.turned,
+        COPIES=tiling.copies,
+        COPIES_ROWS=tiling.copies_rows,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **overlap(x.device),
+    )
+
+
+def gate_rows(
+    x: Tensor,
+    norm: tuple[Tensor, float] | None,
+    routing: Routing,
+    matrices: PackedMatrices,
+    bias: Tensor | None,
+    begin: int,
+    form: ExpertsForm,
+    plan: RowPlan | None = None,
+) -> Tensor:
+    """See `gate_rows` in `expert_rows.py`."""
+    scale, eps = norm if norm is not None else (x, 0.0)
+    plan = plan or row_plan(matrices, first=True)
+    choices = routing.experts.numel()
+    inner = torch.empty(choices, form.size, dtype=matrices.dtype, device=x.device)
+    alpha, limit, activation = gate_arguments(form)
+    packed_gate_up_row_kernel[(triton.cdiv(form.size, plan.block_n), choices)](
+        x,
+        scale,
+        matrices.codes,
+        *_factors(matrices),
+        x if bias is None else bias,
+        routing.weights,
+        routing.experts,
+        inner,
+        begin,
+        eps,
+        alpha,
+        limit,
+        OWNED=len(matrices),
+        TOP_K=routing.experts.shape[1],
+        N=form.size,
+        **_layout(matrices),
+        BLOCK_N=plan.block_n,
+        BLOCKS=_blocks(plan, matrices),
+        NORMED=norm is not None,
+        GATED=form.gated,
+        ACTIVATION=activation,
+        BIASED=bias is not None,
+        WEIGHTED=form.on_inputs,
+        num_warps=plan.warps,
+        **overlap(x.device),
+    )
+    return inner
+
+
+def sum_rows(
+    inner: Tensor,
+    routing: Routing,
+    matrices: PackedMatrices,
+    bias: Tensor | None,
+    begin: int,
+    form: ExpertsForm,
+    out: Tensor,
+    added: Tensor | None,
+    plan: RowPlan | None = None,
+) -> Tensor:
+    """Write each token's sum of its experts' second products of `inner` [T * top_k, size], plus `added`, to out
+    [T, hidden_size], and return it."""
+    plan = plan or row_plan(matrices, first=False)
+    packed_down_row_kernel[(triton.cdiv(form.hidden_size, plan.block_n), len(out))](
+        inner,
+        matrices.codes,
+        *_factors(matrices),
+        inner if bias is None else bias,
+        routing.weights,
+        routing.experts,
+        inner if added is None else added,
+        out,
+        begin,
+        OWNED=len(matrices),
+        TOP_K=routing.experts.shape[1],
+        N=form.hidden_size,
+        **_layout(matrices),
+        BLOCK_N=plan.block_n,
+        BLOCKS=_blocks(plan, matrices),
+        BIASED=bias is not None,
+        WEIGHTED=not form.on_inputs,
+        ADDED=added is not None,
+        num_warps=plan.warps,
+        **overlap(inner.device),
+    )
+    return out
+
+
+def row_plan(matrices: PackedMatrices, *, first: bool) -> RowPlan:
+    """Return how programs divide a product of single rows."""
+    if matrices.device.type != "cuda":
+        return RowPlan(64, 64, 1)
+    if matrices.fields > 1:
+        return RowPlan(4, 512, 4) if first else RowPlan(4, 256, 4)
+    return RowPlan(2, 2048, 4) if first else RowPlan(4, 1024, 4)
+
+
+def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, *, first: bool, gated: bool) -> Tiling:
+    """Return how programs divide a product, by the mean number of an expert's rows."""
+    rounds = matrices.rounds and len(x) > MOST_UNROUNDED
+    most = matrices.words if matrices.fields > 1 else _DEPTH
+    depth = most if matrices.scales.shape[1] == 1 else min(most, matrices.group)
+    if x.device.type != "cuda":
+        few = mean <= min(_HEIGHTS)
+        turned, copies = few or not rounds, aligned(matrices)
+        depth = min(depth, 64)
+        depth = matrices.group if rounds and not matrices.whole else depth
+        depth = matrices.words if matrices.fields > 1 else depth
+        return Tiling(16 if few else 32, 64, depth, 1, 1, 3, turned, copies, copies and not first, rounds)
+    hopper = torch.cuda.get_device_capability(x.device)[0] == 9
+    copies = hopper and aligned(matrices)
+    copies_rows = copies and not first and matrices.inputs * x.dtype.itemsize % 16 == 0
+    if x.dtype.itemsize > 2:
+        return Tiling(
+            16 if mean <= 16 else 64, 32, depth if matrices.fields > 1 else min(depth, 32), 4, 2, copies=False
+        )
+    height = next((height for most, height in _HEIGHTS.items() if mean <= most), 128)
+    if height == 128 and rounds:
+        width = (128 if gated else 256) if matrices.whole else (64 if gated else 128)
+        return Tiling(128, width, depth, 8, 4 if copies else 3, 4, False, copies, copies_rows, True)
+    width, warps, stages = 64 if gated else 128, 8 if height == 128 else 4, 4 if height <= 32 else 3
+    return Tiling(height, width, depth, warps, stages if hopper else 2, 1, True, copies, copies_rows, rounds)
+
+
+def aligned(matrices: PackedMatrices) -> bool:
+    """Return whether the copy engine can read the codes' rows."""
+    return matrices.codes.shape[2] * matrices.codes.element_size() % 16 == 0
+
+
+def _rounded(x: Tensor, matrices: PackedMatrices) -> Rounded:
+    """Return rows rounded to the codes' dtype, with a scale each, or for each group of the matrices."""
+    if matrices.whole:
+        return floats.round_rows(x, matrices.codes.dtype)
+    return floats.round_groups(x)
+
+
+def _factors(matrices: PackedMatrices) -> tuple[Tensor, Tensor]:
+    return matrices.scales, matrices.scales if matrices.minima is None else matrices.minima
+
+
+def _layout(matrices: PackedMatrices) -> dict[str, Any]:
+    return {
+        "K": matrices.inputs,
+        "C": matrices.codes.shape[2],
+        "WORDS": matrices.words,
+        "FIELDS": matrices.fields,
+        "GROUP": matrices.group,
+        "FLOATS": matrices.floats,
+        "MINIMA": matrices.minima is not None,
+    }
+
+
+def _blocks(plan: RowPlan, matrices: PackedMatrices) -> int:
+    """Return the blocks of a pass, a power of two."""
+    most: int = triton.next_power_of_2(matrices.codes.shape[2] // matrices.words)
+    return max(1, min(plan.block_c // matrices.words, most))

@@ -1,0 +1,225 @@
+"""Quantized experts on a GPU, stacked and kept packed; kernels widen them in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
+from octavo.nn.ops import expert_rows
+from octavo.nn.ops.expert_products import linear, mix_stacked, route_on_device, summands
+from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeights
+from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.routing import Routing
+from octavo.nn.quant.blocks import dequantized
+from octavo.nn.quant.pack_experts import PackedMatrix, fitted, from_floats, pack_expert, put, refined, stacked
+from octavo.nn.weights import QuantizedBlocks, Stored, TensorSpec, plain, tensor_bytes
+
+if TYPE_CHECKING:
+    from octavo.nn.quant.base import Part
+    from octavo.nn.quant.online import Online
+    from octavo.nn.stream import Summands
+
+
+class ExpertMatrices:
+    """The matrices of one product of all experts of a layer, packed if those of all have one form, else plain.
+
+    Attributes:
+        codes, scales, minima: of packed matrices; see `PackedMatrices`.
+        weight: [E, N, K], of plain ones.
+        bias: [E, N], if there are biases.
+    """
+
+    def __init__(
+        self, count: int, dtype: torch.dtype, device: torch.device, online: Online | None, *, rounds: bool
+    ) -> None:
+        self.count, self.dtype, self.device = count, dtype, device
+        self._online, self._rounds = online, rounds
+        self._form: PackedMatrices | None = None
+        self.codes: Tensor | None = None
+        self.scales: Tensor | None = None
+        self.minima: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def take(self, expert: int, parts: Sequence[Mapping[str, Stored]]) -> None:
+        """Store an expert's fused parts."""
+        weights = [part["weight"] for part in parts]
+        made = self._packed(weights) if self.weight is None else None
+        if made is not None:
+            self._hold(stacked(made, self.count, self.dtype) if self._form is None else refined(self._matrices, made))
+            made = fitted(made, self._matrices)
+        if made is not None:
+            put(self._matrices, expert, made)
+        else:
+            values = torch.cat([self._plain(weight) for weight in weights])
+            if self.weight is None:
+                self._expand(values.shape)
+            assert self.weight is not None
+            self.weight[expert] = values
+        if "bias" in parts[0]:
+            biases = [plain(part["bias"]) for part in parts]
+            if self.bias is None:
+                outputs = sum(len(bias) for bias in biases)
+                self.bias = torch.empty(self.count, outputs, dtype=self.dtype, device=self.device)
+            torch.cat(biases, out=self.bias[expert])
+
+    @property
+    def matrices(self) -> Matrices:
+        """The matrices, for products; an empty tensor before any is stored."""
+        if self.codes is not None:
+            return self._matrices
+        return torch.empty(0) if self.weight is None else self.weight
+
+    @property
+    def packed_as(self) -> str | None:
+        """The form, for messages; None if the matrices are plain."""
+        if self.codes is None:
+            return None
+        minima = "" if self.minima is None else " with minima"
+        bits, floats = (
+            (4, self._matrices.floats) if self.codes.dtype == torch.int16 else (8, self.codes.is_floating_point())
+        )
+        return f"{bits}-bit {'floats' if floats else 'integers'}{minima}"
+
+    def value(self, expert: int) -> Tensor:
+        """Return an expert's matrix [N, K] in the activations' dtype."""
+        if self.weight is not None:
+            return self.weight[expert]
+        return self._matrices.values(expert).to(self.dtype)
+
+    def multiply(self, expert: int, x: Tensor) -> Tensor:
+        """Return the product of x [T, K] with an expert's packed matrix, plus its bias: [T, N]."""
+        return linear(x.to(self.device, self.dtype), self._matrices, self.bias, expert)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the checkpoint's weights were rounded when they were packed."""
+        return self.codes is not None and self._online is not None
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.codes, self.scales, self.minima, self.weight, self.bias)
+
+    @property
+    def _matrices(self) -> PackedMatrices:
+        assert self._form is not None, "the matrices are plain"
+        assert self.codes is not None
+        assert self.scales is not None
+        return replace(self._form, codes=self.codes, scales=self.scales, minima=self.minima)
+
+    def _hold(self, matrices: PackedMatrices) -> None:
+        self.codes, self.scales, self.minima = matrices.codes, matrices.scales, matrices.minima
+        nothing = torch.empty(0, dtype=self.codes.dtype)
+        self._form = replace(matrices, codes=nothing, scales=nothing, minima=None)  # what may be replaced is above
+
+    def _packed(self, weights: Sequence[Stored]) -> PackedMatrix | None:
+        blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
+        if len(blocks) == len(weights):
+            return pack_expert(blocks, self.device, rounds=self._rounds)
+        if blocks or self._online is None or not self._online.fits(plain(weights[0])):
+            return None
+        made = self._online.round([plain(weight) for weight in weights])
+        if isinstance(made, Floats):
+            return from_floats(made)
+        return pack_expert(made, self.device, rounds=False)
+
+    def _plain(self, weight: Stored) -> Tensor:
+        return weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype).to(self.device)
+
+    def _expand(self, shape: Sequence[int]) -> None:
+        """Have room for plain matrices [N, K], and move there what is packed."""
+        self.weight = torch.empty(self.count, *shape, dtype=self.dtype, device=self.device)
+        if self.codes is not None:
+            matrices = self._matrices
+            for expert in range(self.count):
+                self.weight[expert] = matrices.values(expert)
+        self.codes = self.scales = self.minima = self._form = None
+
+
+class PackedStack:
+    """An `ExpertsScheme` like `StackedExperts`, of matrices that may be packed; also `FusingExperts`.
+
+    Attributes:
+        gate_up, down: the products before and after the gate.
+    """
+
+    takes_blocks = takes_codes = True
+    recordable = True
+
+    def __init__(
+        self,
+        form: ExpertsForm,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        online: Online | None = None,
+        rounds: bool = False,
+    ) -> None:
+        """See `PackedOnGpu`."""
+        self.form, self.dtype, self.device = form, dtype, device
+        self._online = online
+        self.gate_up, self.down = (
+            ExpertMatrices(len(form.owned), dtype, device, online, rounds=rounds) for _ in range(2)
+        )
+
+    def stored(self, part: Part) -> dict[str, TensorSpec]:
+        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
+        if part.bias:
+            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
+        return specs
+
+    def prepare(
+        self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
+    ) -> None:
+        self.gate_up.take(expert, gate_up)
+        self.down.take(expert, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
+        return route_on_device(logits, spec, correction)
+
+    def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
+        return mix_stacked(x.contiguous(), routing, self.stacked, self.form, added)
+
+    def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
+        bias = self.gate_up.bias
+        return F.linear(x, self.gate_up.value(expert), None if bias is None else bias[expert])
+
+    def down_of(self, expert: int, x: Tensor) -> Tensor:
+        bias = self.down.bias
+        return F.linear(x, self.down.value(expert), None if bias is None else bias[expert])
+
+    def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
+        return summands(x.contiguous(), routing, self.stacked, self.form, added)
+
+    def gate_rows(self, x: Tensor, norm: tuple[Tensor, float], routing: Routing) -> Tensor:
+        return expert_rows.gate_rows(x, norm, routing, self.stacked, self.form)
+
+    def add_rows(self, inner: Tensor, routing: Routing, stream: Tensor) -> None:
+        expert_rows.add_rows(inner, routing, self.stacked, self.form, stream)
+
+    @property
+    def stacked(self) -> StackedWeights:
+        """The weights, as kernels read them."""
+        first, second = self.gate_up, self.down
+        return StackedWeights(first.matrices, second.matrices, first.bias, second.bias, self.form.owned.start)
+
+    def kept_bytes(self, shape: Sequence[int]) -> int | None:
+        return None if self._online is None else self._online.kept_bytes(shape)
+
+    @property
+    def both(self) -> tuple[ExpertMatrices, ExpertMatrices]:
+        return self.gate_up, self.down
+
+    @property
+    def holders(self) -> tuple[object, ...]:
+        return self.gate_up, self.down
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes

@@ -1,0 +1,194 @@
+"""Convert an expert's quantized matrix to the codes of packed experts on a GPU; see `PackedMatrices`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops.expert_weights import PackedMatrices
+from octavo.nn.ops.floats import Floats
+from octavo.nn.quant.blocks import alike
+from octavo.nn.quant.floats import pack_floats
+from octavo.nn.quant.integers import as_integers
+from octavo.nn.quant.words import codes_of_words, largest_group, minima_of
+from octavo.nn.weights import E2M1, Codebook, QuantizedBlocks
+
+_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_MIDDLE = 128
+_MOST_WORDS = 128
+_FEWEST_WORDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """One expert's matrix [N, K]; the attributes are those of `PackedMatrices`, without the dimension of experts."""
+
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor | None
+    inputs: int
+    group: int
+    words: int
+    floats: bool
+    rounds: bool
+
+
+def pack_expert(parts: Sequence[QuantizedBlocks], device: torch.device, *, rounds: bool) -> PackedMatrix | None:
+    """Return fused parts of one expert as one matrix on a device; None if kernels have no such form.
+
+    Args:
+        rounds: the checkpoint's activations are rounded to 8 bits, too.
+    """
+    if any(part.order is not None for part in parts):
+        return None
+    matched = alike(list(parts))
+    if matched is None:
+        return None
+    made = pack_floats(matched, device) if rounds else None
+    if made is not None and made.codes.dtype == torch.int8:
+        return from_floats(made)
+    book = matched[0].book
+    if book is not None and book.kind in _FLOATS:
+        return _eight_bit_floats(matched, book, device, rounds=rounds)
+    if book is not None and torch.equal(book.numbers, E2M1.numbers):
+        return _four_bits(matched, device, floats=True)
+    integers = as_integers(parts, device)
+    if integers is None:
+        return None
+    return _four_bits(integers, device) if integers[0].bits == 4 else _eight_bit_integers(integers, device)
+
+
+def from_floats(made: Floats) -> PackedMatrix | None:
+    """Return a matrix with a scale for each output, of numbers of 8 bits."""
+    words = _words(made.inputs, made.inputs)
+    if not words:
+        return None
+    return PackedMatrix(made.codes, made.scales[None], None, made.inputs, made.inputs, words, floats=False, rounds=True)
+
+
+def _eight_bit_floats(
+    parts: Sequence[QuantizedBlocks], book: Codebook, device: torch.device, *, rounds: bool
+) -> PackedMatrix | None:
+    codes, scales = _joined(parts, device)
+    inputs = codes.shape[1]
+    group = inputs // scales.shape[1]
+    words = _words(inputs, group)
+    if not words:
+        return None
+    rounds = rounds and book.kind == "e4m3" and group in (_MOST_WORDS, inputs) and inputs % _MOST_WORDS == 0
+    return PackedMatrix(
+        codes.view(_FLOATS[book.kind]), _by_group(scales.float()), None, inputs, group, words, False, rounds
+    )
+
+
+def _eight_bit_integers(parts: Sequence[QuantizedBlocks], device: torch.device) -> PackedMatrix | None:
+    codes, _ = _joined(parts, device)
+    inputs = codes.shape[1]
+    group = min(largest_group(part, _sizes(inputs)) for part in parts)
+    words = _words(inputs, group)
+    if not words:
+        return None
+    scales, minima = _factors(parts, group, device)
+    codes = (codes ^ _MIDDLE).view(torch.int8)
+    return PackedMatrix(codes, scales, minima, inputs, group, words, floats=False, rounds=False)
+
+
+def _four_bits(parts: Sequence[QuantizedBlocks], device: torch.device, *, floats: bool = False) -> PackedMatrix | None:
+    codes, _ = _joined(parts, device)
+    inputs = codes.shape[1]
+    block = inputs // parts[0].scales.shape[1]
+    group = block if floats else min(largest_group(part, _sizes(inputs)) for part in parts)
+    words = next((words for words in (64, 32, 16) if _fills(inputs, 4 * words) and group % words == 0), 0)
+    if not words:
+        return None
+    scales, minima = _factors(parts, group, device)
+    if floats and torch.equal(scales.bfloat16().float(), scales.float()):
+        scales = scales.bfloat16()  # MXFP4's, which are powers of two
+    stored = codes_of_words(codes, 4, words).flatten(1)
+    return PackedMatrix(stored, scales, minima, inputs, group, words, floats=floats, rounds=False)
+
+
+def _fills(inputs: int, block: int) -> bool:
+    """Return whether padding the inputs to whole blocks adds at most a sixteenth."""
+    return -inputs % block <= inputs // 16
+
+
+def _words(inputs: int, group: int) -> int:
+    """Return the inputs of a block of 8-bit codes, a power of two; 0 if it would be too small."""
+    least = min(inputs & -inputs, group & -group, _MOST_WORDS)
+    return least if least >= _FEWEST_WORDS else 0
+
+
+def _sizes(inputs: int) -> list[int]:
+    """Return the numbers of inputs that may share a scale, from the largest on."""
+    return [inputs, *(1 << i for i in range(12, 3, -1))]
+
+
+def _joined(parts: Sequence[QuantizedBlocks], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the values [N, K] and the scales [N, blocks] of all parts."""
+    values = torch.cat([part.values.to(device) for part in parts])
+    return values, torch.cat([part.scales.to(device) for part in parts])
+
+
+def _factors(parts: Sequence[QuantizedBlocks], group: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    every = group * parts[0].scales.shape[1] // parts[0].values.shape[1]
+    scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
+    if all(part.minima is None for part in parts):
+        return _by_group(scales), None
+    return _by_group(scales), _by_group(torch.cat([minima_of(part)[:, ::every].to(device) for part in parts]))
+
+
+def _by_group(scales: Tensor) -> Tensor:
+    return scales.t().contiguous()
+
+
+def stacked(first: PackedMatrix, count: int, dtype: torch.dtype) -> PackedMatrices:
+    """Return room for the matrices of several experts in the form of the first.
+
+    Args:
+        dtype: of activations.
+    """
+
+    def room(tensor: Tensor) -> Tensor:
+        return tensor.new_empty(count, *tensor.shape)
+
+    minima = None if first.minima is None else room(first.minima)
+    form = first.inputs, first.group, first.words, first.floats, first.rounds, dtype
+    return PackedMatrices(room(first.codes), room(first.scales), minima, *form)
+
+
+def put(matrices: PackedMatrices, expert: int, one: PackedMatrix) -> None:
+    """Store an expert's matrix, in the form of the others."""
+    matrices.codes[expert] = one.codes
+    matrices.scales[expert] = one.scales
+    if matrices.minima is not None and one.minima is not None:
+        matrices.minima[expert] = one.minima
+
+
+def refined(matrices: PackedMatrices, one: PackedMatrix) -> PackedMatrices:
+    """Return matrices with smaller groups, or with minima, if another expert's matrix has them."""
+    scales, minima, group = matrices.scales, matrices.minima, matrices.group
+    if one.group < group and not group % one.group and not one.group % matrices.words:
+        scales = scales.repeat_interleave(group // one.group, 1)
+        minima = None if minima is None else minima.repeat_interleave(group // one.group, 1)
+        group = one.group
+    if one.minima is not None and minima is None:
+        minima = torch.zeros_like(scales)
+    return replace(matrices, scales=scales, minima=minima, group=group)
+
+
+def fitted(one: PackedMatrix, matrices: PackedMatrices) -> PackedMatrix | None:
+    """Return an expert's matrix in the form of others; None if it has another one."""
+    same = one.codes.dtype == matrices.codes.dtype and one.codes.shape == matrices.codes.shape[1:]
+    same = same and (one.words, one.floats, one.rounds) == (matrices.words, matrices.floats, matrices.rounds)
+    if not same or one.scales.dtype != matrices.scales.dtype or one.group % matrices.group:
+        return None
+    repeats = one.group // matrices.group
+    scales = one.scales.repeat_interleave(repeats, 0)
+    minima = None if one.minima is None else one.minima.repeat_interleave(repeats, 0)
+    if matrices.minima is not None and minima is None:
+        minima = torch.zeros_like(scales)
+    return replace(one, scales=scales, minima=minima, group=matrices.group)

@@ -1,0 +1,38 @@
+"""Parts of a runner in host memory: native ones if there are kernels, else torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.core.params import LogprobsMode
+from octavo.models.model import Model
+from octavo.models.native import NativeDecoder
+from octavo.nn.attention.native import NativeBackend
+from octavo.nn.build import AnyBackend
+from octavo.worker.hooks import Capacity, Variant
+from octavo.worker.native_replay import NativeReplay
+from octavo.worker.parts import NoReplay, Replay, Sampler
+from octavo.worker.samplers import NativeSampler, TorchSampler
+from octavo.worker.slots import HostSlots
+
+
+def host_parts(
+    model: Model,
+    attention: AnyBackend,
+    room: Capacity,
+    block_size: int,
+    vocab_size: int,
+    num_groups: int,
+    logprobs_mode: LogprobsMode,
+    variants: Sequence[Variant],
+) -> tuple[HostSlots, Sampler, Replay]:
+    """Return slots, sampler and replay.
+
+    Args:
+        num_groups: cache groups of the model.
+        variants: of the hooks.
+    """
+    slots = HostSlots(room.num_slots, room.max_model_len, block_size, vocab_size, logprobs_mode, num_groups)
+    sampler = NativeSampler(slots, attention.pool) if isinstance(attention, NativeBackend) else TorchSampler(slots)
+    replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
+    return slots, sampler, replay

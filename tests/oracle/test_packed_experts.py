@@ -1,0 +1,230 @@
+"""Products with packed experts on a GPU against float64; on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantized_kit import blocks_of, value_of
+from torch import Tensor
+
+from octavo.models.load.quantized.codes import FLOATS
+from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
+from octavo.nn.ops import floats, packed_experts
+from octavo.nn.ops.expert_products import mix_stacked, mix_tiles, route_on_device, tilings_for
+from octavo.nn.ops.expert_rows import add_rows, gate_rows
+from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
+from octavo.nn.ops.experts import mix_reference
+from octavo.nn.ops.routing import Routing
+from octavo.nn.quant.gpu_packed_experts import PackedStack
+from octavo.nn.quant.pack_experts import PackedMatrix, from_floats, pack_expert, put, stacked
+from octavo.nn.weights import E2M1, QuantizedBlocks
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter multiplies bfloat16 matrices by their bits
+TOLERANCE = 1e-2 if GPU else 3e-3
+ROUNDED = 0.05
+"""Largest error with rows rounded to 8 bits."""
+TOKENS = (2, 9, 40, 700) if GPU else (2, 9, 20)
+"""One by one; unrounded; rounded; with tiles for many rows."""
+Pack = Callable[[int, int], tuple[PackedMatrix | None, Tensor]]
+
+
+def integers(bits: int, group: int, minima: bool) -> Pack:
+    def pack(outputs: int, inputs: int) -> tuple[PackedMatrix | None, Tensor]:
+        blocks = blocks_of(bits, group, minima, outputs, inputs)
+        return pack_expert([blocks], DEVICE, rounds=False), value_of(blocks)
+
+    return pack
+
+
+def codes(book: str, group: int, *, rounds: bool = False) -> Pack:
+    def pack(outputs: int, inputs: int) -> tuple[PackedMatrix | None, Tensor]:
+        size = group or inputs
+        scales = 2.0 ** torch.randint(-6, -3, (outputs, inputs // size)).float()
+        if book == "e4m3":
+            scales = scales * (1 + torch.rand_like(scales))
+            values = (torch.randn(outputs, inputs) * 4).clamp(-448, 448).to(floats.DTYPE).view(torch.uint8)
+        else:
+            values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+        kind = FLOATS[floats.DTYPE] if book == "e4m3" else E2M1
+        blocks = QuantizedBlocks(values, scales, None, 0, kind.bits, book=kind)
+        exact = kind.of(values).double() * scales.double().repeat_interleave(size, 1)
+        return pack_expert([blocks], DEVICE, rounds=rounds), exact
+
+    return pack
+
+
+def rounding(dtype: torch.dtype) -> Pack:
+    def pack(outputs: int, inputs: int) -> tuple[PackedMatrix | None, Tensor]:
+        made = floats.rounded(torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5, dtype)
+        return from_floats(made), made.values().double().cpu()
+
+    return pack
+
+
+FORMS: dict[str, Pack] = {
+    "4 bits, groups of 128": integers(4, 128, False),
+    "4 bits, groups of 32 with minima": integers(4, 32, True),
+    "4 bits, whole rows": integers(4, 0, False),
+    "8 bits, groups of 64": integers(8, 64, False),
+    "8 bits, whole rows with minima": integers(8, 0, True),
+    "E4M3, groups of 32": codes("e4m3", 32),
+    "E4M3, groups of 128, rounded": codes("e4m3", 128, rounds=True),
+    "E2M1": codes("e2m1", 32),
+    "E4M3, whole rows, rounded": rounding(floats.DTYPE),
+    "INT8, whole rows, rounded": rounding(torch.int8),
+}
+
+ALWAYS = ("4 bits, groups of 128", "E4M3, groups of 128, rounded", "INT8, whole rows, rounded")
+"""The others are tested nightly, and on a GPU."""
+
+
+class Case:
+    """Random experts, with their values in float64, and tokens."""
+
+    def __init__(self, form: str, tokens: int, *, clamped: bool = False) -> None:
+        torch.manual_seed(len(form) + tokens)
+        count, hidden, size = (16, 1024, 384) if GPU else (4, 128, 128)
+        gate = ClampedGate(1.702, 1.0) if clamped else None
+        self.form = ExpertsForm(num_experts=count, hidden_size=hidden, size=size, clamped=gate, bias=clamped)
+        first, self.gate_up = self.matrices(form, 2 * size, hidden)
+        second, self.down = self.matrices(form, hidden, size)
+        biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        if clamped:
+            biases = tuple(torch.randn(count, n).to(DEVICE, DTYPE) for n in (2 * size, hidden))  # type: ignore[assignment]
+        self.stacked = StackedWeights(first, second, *biases)
+        self.x, self.added = (torch.randn(tokens, hidden).to(DEVICE, DTYPE) for _ in range(2))
+        self.limit = ROUNDED if first.rounds and tokens > packed_experts.MOST_UNROUNDED else TOLERANCE
+
+    def matrices(self, form: str, outputs: int, inputs: int) -> tuple[PackedMatrices, Tensor]:
+        made = [FORMS[form](outputs, inputs) for _ in range(self.form.num_experts)]
+        room: PackedMatrices | None = None
+        for expert, (one, exact) in enumerate(made):
+            assert one is not None
+            if room is None:
+                room = stacked(one, len(made), DTYPE)
+            put(room, expert, one)
+            assert (room.values(expert).cpu().double() - exact).norm() < 1e-6 * exact.norm()
+        assert room is not None
+        return room, torch.stack([exact for _, exact in made])
+
+    def routed(self, top_k: int = 2) -> Routing:
+        logits = torch.randn(len(self.x), self.form.num_experts, device=DEVICE)
+        return route_on_device(logits, RoutingSpec(top_k=top_k, normalized=True))
+
+    def expected(self, x: Tensor, routing: Routing) -> Tensor:
+        def product(values: Tensor, bias: Tensor | None) -> Callable[[int, Tensor], Tensor]:
+            own = None if bias is None else bias.cpu().double()
+            return lambda expert, rows: rows @ values[expert].T + (0 if own is None else own[expert])
+
+        gate_up, down = product(self.gate_up, self.stacked.gate_up_bias), product(self.down, self.stacked.down_bias)
+        chosen = Routing(routing.weights.cpu(), routing.experts.cpu())
+        return mix_reference(x.cpu().double(), chosen, gate_up, down, self.form)
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    "form", [form if GPU or form in ALWAYS else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
+def test_sum_of_packed_experts(form: str, tokens: int) -> None:
+    case = Case(form, tokens)
+    routing = case.routed()
+    got = mix_stacked(case.x, routing, case.stacked, case.form, case.added)
+    assert got.dtype == DTYPE
+    assert off(got, case.expected(case.x, routing) + case.added.cpu().double()) < case.limit
+
+
+@pytest.mark.parametrize("form", ["4 bits, groups of 128", "E4M3, whole rows, rounded"])
+def test_one_token_with_norm_and_residual_sum(form: str) -> None:
+    case = Case(form, 1)
+    routing, hidden = case.routed(), case.form.hidden_size
+    stream, norm = torch.randn(1, hidden).to(DEVICE), (torch.rand(hidden) + 0.5).to(DEVICE, DTYPE)
+    inner = gate_rows(stream, (norm, 1e-5), routing, case.stacked, case.form)
+    wide = stream.double().cpu()
+    normed = wide / (wide.square().mean() + 1e-5).sqrt() * norm.double().cpu()
+    expected = case.expected(normed, routing) + wide
+    add_rows(inner, routing, case.stacked, case.form, stream)
+    assert off(stream, expected) < case.limit
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_biases_and_clamped_gates(tokens: int) -> None:
+    """As gpt-oss has them."""
+    case = Case("E2M1", tokens, clamped=True)
+    routing = case.routed()
+    got = mix_stacked(case.x, routing, case.stacked, case.form)
+    assert off(got, case.expected(case.x, routing)) < 3 * case.limit  # sums of large terms
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter's numpy: rows that nothing has written
+def test_few_of_many_experts_are_read() -> None:
+    """A rank has some of the experts."""
+    case = Case("8 bits, groups of 64", 9)
+    routing, own = case.routed(), range(1, 4)
+    matrices = [
+        PackedMatrices(one.codes[1:4], one.scales[1:4], None, *(getattr(one, name) for name in NAMES))
+        for one in (case.stacked.gate_up, case.stacked.down)
+        if isinstance(one, PackedMatrices)
+    ]
+    part = StackedWeights(matrices[0], matrices[1], begin=1)
+    absent = (routing.experts < own.start) | (routing.experts >= own.stop)
+    expected = case.expected(case.x, Routing(routing.weights.masked_fill(absent, 0.0), routing.experts))
+    tilings = tilings_for(case.x, 2, part, case.form)
+    assert off(mix_tiles(case.x, routing, part, case.form, tilings).total(), expected) < case.limit
+    few = case.expected(case.x[:2], Routing(routing.weights[:2].masked_fill(absent[:2], 0.0), routing.experts[:2]))
+    some = Routing(routing.weights[:2], routing.experts[:2])
+    assert off(mix_stacked(case.x[:2], some, part, case.form), few) < case.limit
+
+
+SECOND = {
+    "larger groups": (4, 128, False, "4-bit integers"),
+    "smaller groups": (4, 64, False, "4-bit integers"),
+    "minima": (4, 128, True, "4-bit integers with minima"),
+    "more bits": (8, 128, False, None),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_experts_of_different_forms(second: str) -> None:
+    """The first one's groups are refined, or all are expanded; an adapter multiplies with one expert at a time."""
+    torch.manual_seed(0)
+    bits, group, minima, form_of_all = SECOND[second]
+    first = 64 if second == "larger groups" else 128
+    blocks = [
+        [blocks_of(*form, *size) for size in ((64, 128), (128, 128))]
+        for form in ((4, first, False), (bits, group, minima))
+    ]
+    form = ExpertsForm(num_experts=2, hidden_size=128, size=128, gated=False)
+    scheme = PackedStack(form, DTYPE, DEVICE)
+    for expert, (half, down) in enumerate(blocks):
+        scheme.prepare(expert, [{"weight": half}, {"weight": half}], [{"weight": down}])
+    assert [product.packed_as for product in scheme.both] == [form_of_all] * 2
+    x = torch.randn(3, 128).to(DEVICE, DTYPE)
+    for expert, (half, down) in enumerate(blocks):
+        exact = value_of(half)
+        assert off(scheme.gate_up_of(expert, x), x.cpu().double() @ torch.cat([exact, exact]).T) < TOLERANCE
+        assert off(scheme.down_of(expert, x), x.cpu().double() @ value_of(down).T) < TOLERANCE
+
+
+def test_experts_whose_inputs_are_reordered_are_expanded() -> None:
+    blocks = blocks_of(4, 64, False, 64, 128)
+    order = torch.randperm(128)
+    scheme = PackedStack(ExpertsForm(num_experts=1, hidden_size=128, size=128, gated=False), DTYPE, DEVICE)
+    scheme.down.take(0, [{"weight": replace(blocks, order=order.int())}])
+    assert scheme.down.packed_as is None
+    x = torch.randn(3, 128).to(DEVICE, DTYPE)
+    assert off(scheme.down_of(0, x), x.cpu().double() @ value_of(blocks)[:, order.argsort()].T) < TOLERANCE
+
+
+NAMES = ("inputs", "group", "words", "floats", "rounds", "dtype")

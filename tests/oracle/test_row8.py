@@ -1,0 +1,112 @@
+"""Products of one row with 8-bit numbers by the CUDA kernel of Hopper GPUs against float64; launches that overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.nn.ops import floats, fragments, row8
+from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.fragments import RowForm
+from octavo.nn.quant.online import ONLINE
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+OUTPUTS, INPUTS = 4352, 1088
+"""More outputs than a round of blocks computes, also if gated; an odd number of steps."""
+LARGEST_BLOCK = 227 << 10
+STATIC = 5 << 10
+
+
+def tiled(codes: Tensor) -> Floats:
+    return Floats(codes, (torch.rand(-(-codes.shape[0] // 128), -(-codes.shape[1] // 512) * 4) + 0.5).to(codes.device))
+
+
+def stored(form: str, outputs: int = OUTPUTS, inputs: int = INPUTS, device: torch.device = GPU) -> Floats:
+    values = torch.randn(outputs, inputs, device=device) / inputs**0.5
+    scales = torch.rand(outputs, device=device) / 100 + 0.01
+    return {
+        "E4M3": lambda: floats.rounded(values),
+        "E5M2": lambda: Floats((values * 100).to(torch.float8_e5m2), scales),
+        "integers": lambda: floats.rounded(values, torch.int8),
+        "tiles": lambda: tiled((values * 30).to(floats.DTYPE)),
+    }[form]()
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("inputs", [64, 4096, 14336, 20480])
+def test_blocks_fit_into_shared_memory(inputs: int, gated: bool) -> None:
+    form = RowForm(gated=gated, normed=True, biased=False, added=False, x_float=False, out_float=False)
+    _, macros, threads, shared = row8._source(floats.DTYPE, 0, torch.bfloat16, 64, inputs, form)
+    assert threads <= 1024
+    assert macros["DEPTH"] >= 2
+    assert shared + STATIC <= LARGEST_BLOCK
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["E4M3", "E5M2", "integers", "tiles"])
+def test_numbers_as_they_are_stored(form: str, dtype: torch.dtype) -> None:
+    matrix = stored(form)
+    exact = matrix.values().cpu().double()
+    assert row8.fits(matrix, gated=True)
+    for residual in (dtype, torch.float32):
+        scale, bias = torch.rand(INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
+        x, stream = torch.randn(1, INPUTS).to(residual), torch.randn(1, OUTPUTS).to(residual)
+        wide, norm = x.double(), (scale.to(GPU), 1e-5)
+        normed = wide * (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt() * scale.double()
+        got = row8.row_product(x.to(GPU), matrix, bias=bias.to(GPU), norm=norm, dtype=residual, narrow=dtype)
+        assert off(got, normed @ exact.T + bias.double()) < 1e-2
+        target = stream.to(GPU, copy=True)
+        assert row8.row_product(x.to(GPU), matrix, add_to=target, narrow=dtype) is target
+        assert off(target, wide @ exact.T + stream.double()) < 1e-2
+        gate, up = (normed @ exact.T).chunk(2, 1)
+        got = row8.row_product(x.to(GPU), matrix, norm=norm, gated=True, narrow=dtype)
+        assert off(got, F.silu(gate) * up) < 1e-2
+
+
+Product = Callable[..., Tensor]
+
+
+@on_hopper
+@pytest.mark.parametrize("form", ["fp8", "w4a16"])
+def test_launches_that_overlap_wait_for_each_other(form: str) -> None:
+    """In a recorded step, a launch begins while the previous one runs. The answers are those of launches apart."""
+    size, inner = 2048, 4352
+    weights = [(torch.randn(2 * inner, size, device=GPU), torch.randn(size, inner, device=GPU)) for _ in range(6)]
+    pack = ONLINE[form].pack
+    layers = [(pack([up.bfloat16() / size**0.5]), pack([down.bfloat16() / inner**0.5])) for up, down in weights]
+    product: Product = partial(row8.row_product if form == "fp8" else fragments.row_product, narrow=torch.bfloat16)
+    norm, start = (torch.ones(size, device=GPU).bfloat16(), 1e-5), torch.randn(1, size, device=GPU).bfloat16()
+    stream = start.clone()
+
+    def step(between: Callable[[], None]) -> None:
+        stream.copy_(start)
+        for up, down in layers:
+            inner = product(stream, up, norm=norm, gated=True)
+            between()
+            product(inner, down, add_to=stream)
+            between()
+
+    step(torch.cuda.synchronize)
+    expected = stream.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(lambda: None)
+    for _ in range(3):
+        graph.replay()
+        torch.testing.assert_close(stream, expected, rtol=0, atol=0)
