@@ -17,7 +17,8 @@ def too_large(size: int, free: int, workspace: int, where: str) -> str:
     return (
         f"The KV cache would take {size / _GIB:.2f} GiB (--kv-cache-memory-bytes, or what --max-num-seqs requests of "
         f"--max-model-len can use, if that is less), but {free / _GIB:.2f} GiB of {where} are free, and the largest "
-        f"step needs {workspace / _GIB:.2f} GiB of them. Lower one of these, or leave --kv-cache-memory-bytes out."
+        f"step needs {workspace / _GIB:.2f} GiB of them. Lower --kv-cache-memory-bytes or leave it out, or lower "
+        "--max-num-seqs or --max-model-len."
     )
 
 

@@ -61,7 +61,7 @@ def test_a_cache_that_is_asked_for_must_fit(monkeypatch):
             ConfigError, match=rf"would take 10\.00 GiB .*is less\), but 9\.00 GiB of {where} .*--kv-cache-memory"
         ):
             device.check_cache(10 << 30, 1 << 30)
-        with pytest.raises(ConfigError, match=r"the largest step needs 2\.00 GiB of them\. Lower one of these"):
+        with pytest.raises(ConfigError, match=r"the largest step needs 2\.00 GiB of them\. Lower --kv-cache"):
             device.check_cache(8 << 30, 2 << 30)
 
 
