@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed
@@ -83,6 +83,16 @@ class ScatteringSums(Collectives, Protocol):
         ...
 
 
+def _renamed(name: str, before: str) -> Callable[..., Any]:
+    """Return an operation of `torch.distributed` by its name since torch 2.13, where the one `before` warns."""
+    found: Callable[..., Any] = getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
+    return found
+
+
+_gather = _renamed("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 class TorchCollectives:
     """A process group of torch: gloo between CPUs, NCCL between GPUs, where graphs may record the operations.
 
@@ -111,7 +121,7 @@ class TorchCollectives:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-        torch.distributed.all_gather_into_tensor(parts, x, group=self._group)
+        _gather(parts, x, group=self._group)
         return list(parts.chunk(self._size))
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
@@ -121,7 +131,7 @@ class TorchCollectives:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         own = x.new_empty(x.shape[1:])
-        torch.distributed.reduce_scatter_tensor(own, x.contiguous().flatten(0, 1), group=self._group)
+        _reduce_scatter(own, x.contiguous().flatten(0, 1), group=self._group)
         return own
 
 
