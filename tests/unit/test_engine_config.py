@@ -62,6 +62,8 @@ _TEXTS = {
     "lora.max_lora_rank": "128",
     "speculation.spec_tokens": "8",
 }
+_ENABLED_BY = {"lora": {"enable_lora": True}}
+"""Sections -> the setting without which their other settings are refused."""
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,8 @@ def test_a_setting_is_read_as_its_flag_is(flag: Flag) -> None:
         return  # a list, not a number
     text = _TEXTS.get(flag.target, "8" if flag.read is quantities.natural else "8k")
     text = "5e5" if flag.read is quantities.positive else text
-    config = EngineConfig.of(**{flag.name.replace("-", "_"): text})
+    enabled = _ENABLED_BY.get(flag.target.partition(".")[0], {})
+    config = EngineConfig.of(**(enabled | {flag.name.replace("-", "_"): text}))
     assert set_by(config, flag) == flag.read(text)
 
 

@@ -65,9 +65,7 @@ class LoraEngine(EngineHook):
         settings = self._settings
         ranks = [msgspec.convert(one, Targets) for one in pages.call("targets", {}).result()]
         targets, shares = ranks[0].targets, {one.share for one in ranks}
-        self._residency = Residency(
-            pages, settings.max_loras, settings.max_cpu_loras or settings.max_loras, self._clock
-        )
+        self._residency = Residency(pages, settings.most_on_device, settings.most_on_host, self._clock)
         self._names = Names(
             settings,
             targets,
@@ -79,8 +77,8 @@ class LoraEngine(EngineHook):
         for module in settings.modules():
             self._names.add(module)
         info = LoraInfo(
-            max_rank=settings.max_lora_rank,
-            max_adapters=settings.max_loras,
+            max_rank=settings.highest_rank,
+            max_adapters=settings.most_on_device,
             adapters=len(self._names),
             updates=settings.allow_runtime_lora_updating,
         )

@@ -198,7 +198,7 @@ class Names:
                 f"There is no adapter at {path} on the engine's machine. Correct the path, that of --lora-modules "
                 "(NAME=PATH) or of the request."
             )
-        file = read_adapter(path, self._targets, self._settings.max_lora_rank)
+        file = read_adapter(path, self._targets, self._settings.highest_rank)
         if not self._replaceable:
             self._require_additions(path, file.manifest)
         num_blocks = self._blocks_of(file.manifest)

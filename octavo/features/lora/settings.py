@@ -13,6 +13,10 @@ from octavo.core.flag import setting
 from octavo.features import FeatureSettings
 
 HIGHEST_RANK = 256
+_MOST_ON_DEVICE, _RANK = 256, 64
+"""Defaults."""
+_ENABLED_ONLY = "max_loras", "max_lora_rank", "max_cpu_loras", "allow_runtime_lora_updating"
+"""Settings without effect unless there are adapters."""
 _KEYS = {"name", "path", "base_model_name"}
 
 
@@ -36,10 +40,13 @@ class LoraSettings(FeatureSettings):
     Attributes:
         lora_modules: each `name=path`, an object with `name`, `path` and `base_model_name`, or a list of these; as
             JSON, too.
-        max_cpu_loras: None for `max_loras`.
+        max_loras, max_lora_rank, max_cpu_loras: None for the default; `most_on_device`, `highest_rank` and
+            `most_on_host` are what holds.
 
     Raises:
-        ConfigError: an adapter is not given in one of these forms, or a number is out of range.
+        ConfigError: an adapter is not given in one of these forms, a number is out of range, or a setting is given that
+            has no effect without adapters. It implies none: which adapters there are must be said anyway, and a
+            server without any would answer their requests with 404.
     """
 
     enable_lora: bool = setting(
@@ -54,14 +61,19 @@ class LoraSettings(FeatureSettings):
     lora_dir: str | None = setting(
         None, "a folder of adapters, found on demand: requests name the folders in it", metavar="FOLDER"
     )
-    max_loras: int = setting(
-        256,
+    max_loras: int | None = setting(
+        None,
         "most adapters in the device's memory at once; they take blocks of the KV cache only while they are there",
+        shown=str(_MOST_ON_DEVICE),
         read=quantities.count,
         metavar="N",
     )
-    max_lora_rank: int = setting(
-        64, f"largest rank of an adapter, up to {HIGHEST_RANK}", read=quantities.count, metavar="RANK"
+    max_lora_rank: int | None = setting(
+        None,
+        f"largest rank of an adapter, up to {HIGHEST_RANK}",
+        shown=str(_RANK),
+        read=quantities.count,
+        metavar="RANK",
     )
     max_cpu_loras: int | None = setting(
         None, "most adapters kept in the host's memory", shown="--max-loras", read=quantities.count, metavar="N"
@@ -73,14 +85,33 @@ class LoraSettings(FeatureSettings):
     )
 
     def __post_init__(self) -> None:
-        if self.max_lora_rank > HIGHEST_RANK:
+        if self.highest_rank > HIGHEST_RANK:
             raise ConfigError(f"max_lora_rank={self.max_lora_rank} must be at most {HIGHEST_RANK}.")
         if self.enabled:
             self.modules()
+            return
+        idle = next((name for name in _ENABLED_ONLY if getattr(self, name)), None)
+        if idle is not None:
+            raise ConfigError(
+                f"{idle}={getattr(self, idle)} has no effect without adapters. Set --enable-lora, --lora-modules or "
+                f"--lora-dir, or leave out --{idle.replace('_', '-')}."
+            )
 
     @property
     def enabled(self) -> bool:
         return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
+
+    @property
+    def most_on_device(self) -> int:
+        return self.max_loras or _MOST_ON_DEVICE
+
+    @property
+    def most_on_host(self) -> int:
+        return self.max_cpu_loras or self.most_on_device
+
+    @property
+    def highest_rank(self) -> int:
+        return self.max_lora_rank or _RANK
 
     def check_recordable(self) -> None:
         if self.enabled:

@@ -312,4 +312,4 @@ def _arranged(site: Site, spec: object) -> Checkpoint:
 
 def build_worker(context: FeatureContext) -> LoraWorker | None:
     settings = context.settings_of(LoraSettings)
-    return LoraWorker(settings.max_loras, settings.max_lora_rank) if settings.enabled else None
+    return LoraWorker(settings.most_on_device, settings.highest_rank) if settings.enabled else None

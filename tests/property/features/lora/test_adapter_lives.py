@@ -136,7 +136,7 @@ def settle(world: World) -> Driver:
     assert driver.worker.host <= {one.uid for one in residency.everything}
     world.scheduler.park()
     assert not world.cache.leases
-    assert sorted(residency._free) == list(range(driver._settings.max_loras))
+    assert sorted(residency._free) == list(range(driver._settings.most_on_device))
     for name in [one["name"] for one in driver.call("list", {})["adapters"]]:
         driver.call("unload", {"name": name}).result(0)
     assert residency.everything == []

@@ -37,13 +37,31 @@ def test_keywords_take_objects_and_survive_the_way_to_the_core() -> None:
         lora = made.features["lora"]
         assert isinstance(lora, LoraSettings)
         assert [one.name for one in lora.modules()] == ["a", "b"]
-        assert (lora.max_loras, lora.max_lora_rank, lora.max_cpu_loras) == (4, 64, None)
+        assert (lora.most_on_device, lora.highest_rank, lora.most_on_host) == (4, 64, 4)
 
 
 def test_nothing_is_enabled_by_default() -> None:
     assert not parsed().enabled
     assert parsed("--lora-dir", "/x").enabled
-    assert not parsed("--max-loras", "8").enabled
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--max-loras", "256"),
+        ("--max-lora-rank", "64"),
+        ("--max-cpu-loras", "8"),
+        ("--allow-runtime-lora-updating", ""),
+    ],
+)
+def test_a_setting_without_effect_is_an_error_that_names_the_remedy(flag: str, value: str) -> None:
+    """Also one that equals its default."""
+    given = [flag, value] if value else [flag]
+    says = rf"has no effect without adapters\. Set --enable-lora, --lora-modules or --lora-dir, or leave out {flag}\."
+    with pytest.raises(ConfigError, match=says):
+        parsed(*given)
+    for way in (["--enable-lora"], ["--lora-dir", "/x"], ["--lora-modules", "a=/x"]):
+        assert parsed(*way, *given).enabled
 
 
 @pytest.mark.parametrize(
