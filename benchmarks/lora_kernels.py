@@ -330,7 +330,7 @@ def _tuple(shape: Shape) -> tuple[int, ...]:
 
 def sweep_shapes() -> dict[str, list[Shape]]:
     """Shapes in which one kernel differs at a time."""
-    plain = gpu.shape_of(256, WIDTH)
+    plain = gpu.shape_of(WIDTH)
     shrinks = [
         replace(plain, wide=wide, shrinks=programs, shrink_warps=warps)
         for wide, warps, programs in [
@@ -405,7 +405,7 @@ def main() -> None:
         for rows, count in itertools.product(args.rows, args.adapters) if args.timeline else ():
             if count <= rows:
                 note(f"timeline, {rows} rows, {count} adapters", timeline(layers, world, rows, count))
-        own = {kind: [gpu.shape_of(max(args.rows), WIDTH)] for kind in ("shrink", "expand")}
+        own = {kind: [gpu.shape_of(WIDTH)] for kind in ("shrink", "expand")}
         for rows in args.rows if args.kernels else ():
             note(f"kernels, {rows} rows", fastest(measure_kernels(world, rows, args.adapters, own), 0))
         if args.sweep:

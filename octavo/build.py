@@ -118,7 +118,7 @@ def _with_worker(
     )
     profiler = Profiler(profile, port.tracer(profile)) if profile else None
     executor = port.executor()
-    scheduler.attach(_page_shape(config, loaded), port.call_hook)
+    scheduler.attach(_page_shape(loaded), port.call_hook)
     content = _content(config, files, worker.facts, loaded, port) if any(hook.tier for hook in hooks) else ""
     depth = _depth(config, worker.facts)
     loop = EngineLoop(scheduler, executor, depth, worker=port, profiler=profiler, content=content)
@@ -146,7 +146,7 @@ def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: L
     return KVCache(num_blocks, loaded.block_size, loaded.groups, in_flight, config.parallel.cache_ranks)
 
 
-def _page_shape(config: EngineConfig, loaded: LoadedFacts) -> PageShape:
+def _page_shape(loaded: LoadedFacts) -> PageShape:
     slices = max((len(group.layers) for group in loaded.groups), default=0)
     return PageShape(slices, loaded.block_size * loaded.kv_bytes_per_token // max(1, slices))
 
@@ -182,7 +182,7 @@ def _info(
         eos_token_ids=[],
         num_blocks=num_blocks,
         block_size=loaded.block_size,
-        **_kv_facts(config, loaded, limits),
+        **_kv_facts(loaded, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         memory={"weights": loaded.weight_bytes} | cache,
@@ -198,7 +198,7 @@ def _info(
     )
 
 
-def _kv_facts(config: EngineConfig, loaded: LoadedFacts, limits: Limits) -> dict[str, Any]:
+def _kv_facts(loaded: LoadedFacts, limits: Limits) -> dict[str, Any]:
     """Return the fields of `ModelInfo` that depend on the layers' caches."""
     groups, size = loaded.groups, loaded.kv_bytes_per_token
     facts = {"kv_bytes_per_token": size * sum(group.grows for group in groups), "kv_groups": len(groups)}

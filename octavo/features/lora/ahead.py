@@ -56,7 +56,7 @@ def _launch(layer: Linear, delta: LowRankDelta | LateDelta[LowRankDelta], one: t
         addition.add_to(empty(_ROWS, outputs))
     x, weight = empty(_MANY_ROWS, inputs), empty(outputs, inputs)
     if gated and kernels.joins_gated and gating.serves(_MANY_ROWS, weight):
-        kernels.gated_product(x, weight, kernels.shrink(x, kernels.shape(_MANY_ROWS)))
+        kernels.gated_product(x, weight, kernels.shrink(x, kernels.shape))
     if delta.fused_rows:
         bias = empty(outputs) if layer.has_bias else None
         if layer.shard is ROW:

@@ -57,8 +57,8 @@ class Shape:
     gate_warps: int
 
 
-def shape_of(rows: int, inputs: int) -> Shape:
-    """Return the fastest measured shape of launches for this number of rows and inputs."""
+def shape_of(inputs: int) -> Shape:
+    """Return the fastest measured shape of launches for a number of inputs."""
     wide, shrinks = (2, 3) if inputs <= 8192 else (4, 4)
     return Shape(wide, shrinks, 4, columns=256, expands=4, expand_warps=4, gates=6, gate_warps=4)
 
@@ -68,6 +68,7 @@ class LowRankDelta(Delta):
 
     Attributes:
         rows: which adapter each row of the inputs has.
+        shape: of launches for several rows.
         joins_gated: the addition to a gated product can be part of its launch.
     """
 
@@ -95,6 +96,7 @@ class LowRankDelta(Delta):
         self._tables = tables
         self._meta = tables.meta[index]
         self._inputs = target.parts[0].own_inputs
+        self.shape = shape_of(self._inputs)
         self._sizes = [part.own_outputs for part in target.parts]
         self._ranks = max_rank * len(target.parts)
         geometry = tables.geometry
@@ -267,10 +269,6 @@ class LowRankDelta(Delta):
         tiles = most_tiles(count, self._tables.max_adapters) + (triton.cdiv(count, TILE_ROWS) if beside else 0)
         return (min(each * multiprocessors(self._pool.device), tiles * pieces),)
 
-    def shape(self, rows: int) -> Shape:
-        """Return the shape of launches for a number of rows."""
-        return shape_of(rows, self._inputs)
-
     def _addresses(self) -> tuple[Tensor, ...]:
         rows = self.rows
         return self._pool, self._tables.blocks, self._meta, rows.tiles, rows.used
@@ -285,14 +283,13 @@ class Shrunk(Addition):
     def __init__(self, delta: LowRankDelta, x: Tensor) -> None:
         self.joins_gated = delta.joins_gated and delta.rows.crowd == Crowd.FEW
         self._delta = delta
-        self._shape = delta.shape(x.shape[0])
-        self._value = delta.shrink(x, self._shape)
+        self._value = delta.shrink(x, delta.shape)
 
     def add_to(self, y: Tensor) -> None:
-        self._delta.expand(self._value, y, self._shape)
+        self._delta.expand(self._value, y, self._delta.shape)
 
     def gated(self, y: Tensor) -> Tensor:
-        return self._delta.gate(self._value, y, self._shape)
+        return self._delta.gate(self._value, y, self._delta.shape)
 
     def gated_product(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._delta.gated_product(x, weight, self._value)

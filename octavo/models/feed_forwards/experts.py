@@ -33,7 +33,7 @@ class Experts(FeedForward):
 
     def __init__(self, b: Build, spec: ExpertsSpec, hidden_size: int, *, bias: bool) -> None:
         super().__init__()
-        self.hidden_size, self.routing, self.shared_spec = hidden_size, spec.routing, spec.shared
+        self.hidden_size, self.routing = hidden_size, spec.routing
         self.router = b.linear("gate", inputs=hidden_size, outputs=spec.num_experts, shard=NONE, bias=spec.routing.bias)
         self.correction = Correction(b.at("gate"), spec.num_experts) if spec.routing.corrected else None
         form = ExpertsForm(

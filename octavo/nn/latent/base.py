@@ -16,7 +16,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import StepInput
 
 
@@ -126,11 +125,6 @@ class LatentBackend(Protocol):
             [T, num_heads, value_dim], contiguous.
         """
         ...
-
-
-@runtime_checkable
-class RecordableLatents(LatentBackend, Recordable, Protocol):
-    """A backend whose steps can be recorded in graphs."""
 
 
 def rotate_and_store(

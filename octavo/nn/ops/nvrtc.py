@@ -222,7 +222,7 @@ def _store(path: Path, content: bytes) -> None:
 def _compile(source: str, options: Sequence[str]) -> bytes:
     lib = _compiler()
     program = c_void_p()
-    _check_compiler(lib, lib.nvrtcCreateProgram(byref(program), source.encode(), b"octavo.cu", 0, None, None))
+    _check_compiler(lib.nvrtcCreateProgram(byref(program), source.encode(), b"octavo.cu", 0, None, None))
     given = (c_char_p * len(options))(*(option.encode() for option in options))
     if lib.nvrtcCompileProgram(program, c_int(len(options)), given):
         size = c_size_t()
@@ -231,14 +231,14 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
         lib.nvrtcGetProgramLog(program, log)
         raise CudaError(f"NVRTC failed: {log.value.decode(errors='replace')}")
     size = c_size_t()
-    _check_compiler(lib, lib.nvrtcGetCUBINSize(program, byref(size)))
+    _check_compiler(lib.nvrtcGetCUBINSize(program, byref(size)))
     made = ctypes.create_string_buffer(size.value)
-    _check_compiler(lib, lib.nvrtcGetCUBIN(program, made))
+    _check_compiler(lib.nvrtcGetCUBIN(program, made))
     lib.nvrtcDestroyProgram(byref(program))
     return made.raw
 
 
-def _check_compiler(lib: ctypes.CDLL, status: int) -> None:
+def _check_compiler(status: int) -> None:
     if status:
         raise CudaError(f"NVRTC failed with status {status}")
 
