@@ -101,8 +101,12 @@ class ServerContext:
         try:
             yield record
         except InvalidRequestError as exc:
+            record.fail(exc)
             if exc.param == "model":
                 raise ApiError(404, exc.message, param="model") from None
+            raise
+        except Exception as exc:
+            record.fail(exc)
             raise
         finally:
             self.lifecycle.active.discard(request.id)

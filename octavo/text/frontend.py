@@ -104,6 +104,7 @@ class Frontend:
         prompt_text: str | None = None,
         *,
         ender: Callable[[], Ender | None] | None = None,
+        on_early_end: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield items in the form of `params.output_kind`, the last with `finished`.
 
@@ -112,6 +113,8 @@ class Frontend:
 
         Args:
             ender: creates for each choice a detector of additional ends, whose finish reason is "stop".
+            on_early_end: called with the tokens that were received and not yielded, if the reader leaves or the engine
+                raises an error before the end.
 
         Raises:
             InvalidRequestError: the engine can't serve it, for example because it is too long or its grammar is
@@ -121,17 +124,22 @@ class Frontend:
         assembler = RequestAssembler(request, self.tokenizer, prompt_text, self.preparer.hooks, ender=ender)
         stream = cast("AsyncGenerator[TokenDelta, None]", self.engine.generate(request))
         output: RequestOutput | None = None
-        async with aclosing(stream) as deltas:
-            async for delta in deltas:
-                if delta.refused is not None:
-                    raise InvalidRequestError(delta.error or "The request was refused.", param=delta.refused or None)
-                output = assembler.push(delta)
-                if assembler.finished:
-                    break
-                for index in assembler.aborts:
-                    await self.engine.abort(request.id, index)
-                if output is not None:
-                    yield output
+        try:
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    if delta.refused is not None:
+                        text = delta.error or "The request was refused."
+                        raise InvalidRequestError(text, param=delta.refused or None)
+                    output = assembler.push(delta)
+                    if assembler.finished:
+                        break
+                    for index in assembler.aborts:
+                        await self.engine.abort(request.id, index)
+                    if output is not None:
+                        yield output
+        finally:
+            if on_early_end is not None and not assembler.finished:
+                on_early_end(assembler.rest())
         # Only after the engine was asked to abort: the reader may never resume this generator.
         if output is not None and output.finished:
             yield output

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from octavo.core.errors import SlowReaderError
 from octavo.core.output import FinishReason, RequestOutput, RequestTimes
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
@@ -115,6 +116,7 @@ class RequestRecord:
 
     __slots__ = (
         "_cached",
+        "_cause",
         "_last",
         "_latency",
         "_metrics",
@@ -124,6 +126,7 @@ class RequestRecord:
         "_times",
         "_tokens",
         "_trace",
+        "_unfinished",
         "arrival",
         "request",
     )
@@ -141,6 +144,8 @@ class RequestRecord:
         self._cached = 0
         self._preemptions = 0
         self._times: RequestTimes | None = None
+        self._unfinished = FinishReason.ABORT.value
+        self._cause = ""
 
     def observe(self, output: RequestOutput) -> None:
         """Count what is new in `output`."""
@@ -163,6 +168,14 @@ class RequestRecord:
         self._reasons[0] = FinishReason.STOP.value
         self._times, self._cached, self._preemptions = times, cached, preemptions
 
+    def fail(self, error: Exception) -> None:
+        """Count unfinished choices as failed by `error`, unless the client is its cause (`SlowReaderError`)."""
+        if not isinstance(error, SlowReaderError):
+            self._unfinished = FinishReason.ERROR.value
+        # A message about a field may quote its value, which is not to be logged.
+        field = getattr(error, "param", None)
+        self._cause = f"refused for its {field}" if field else str(error)
+
     def _follow(self, index: int, now: float) -> None:
         last = self._last.get(index)
         if last is not None:
@@ -172,11 +185,11 @@ class RequestRecord:
         self._last[index] = now
 
     def end(self) -> None:
-        """Add the request to the histograms. Unfinished choices count as aborted."""
+        """Add the request to the histograms. Unfinished choices count as aborted, after `fail` as failed."""
         metrics, params = self._metrics, self.request.params
         metrics.live.discard(self)
         total = sum(self._tokens)
-        reasons = [self._reasons.get(index, "abort") for index in range(params.n)]
+        reasons = [self._reasons.get(index, self._unfinished) for index in range(params.n)]
         metrics.finished.update(reasons)
         metrics.observe("request_prompt_tokens", len(self.request.tokens))
         metrics.observe("request_generation_tokens", total)
@@ -227,10 +240,12 @@ class RequestRecord:
         )
         if self._preemptions:
             line += f", preempted {self._preemptions} times"
+        cause = f": {self._cause}" if self._cause else ""
         if times is None:
-            return f"{line}, {time.monotonic() - self.arrival:.3f} s"
+            return f"{line}, {time.monotonic() - self.arrival:.3f} s{cause}"
         queued = max(times.first_scheduled - times.arrival, 0.0)
         first = max(times.first_token - times.arrival, 0.0)
         return (
             f"{line}, {times.finished - times.arrival:.3f} s (queued {queued:.3f} s, first token after {first:.3f} s)"
+            f"{cause}"
         )

@@ -106,12 +106,16 @@ async def _tracked(
     try:
         with ctx.in_flight(job.request) as record:
             transcript = ctx.transcripts.begin(job.request, job.text)
-            outputs = ctx.frontend.generate(job.request, job.text, ender=job.ender)
+
+            def observe(output: RequestOutput) -> None:
+                record.observe(output)
+                if transcript is not None:
+                    transcript.add(output)
+
+            outputs = ctx.frontend.generate(job.request, job.text, ender=job.ender, on_early_end=observe)
             async with aclosing(cast("AsyncGenerator[RequestOutput, None]", outputs)):
                 async for output in outputs:
-                    record.observe(output)
-                    if transcript is not None:
-                        transcript.add(output)
+                    observe(output)
                     ctx.admission.begun(job.request)
                     _check(output, job.params)
                     yield number, output

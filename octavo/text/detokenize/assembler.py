@@ -81,6 +81,10 @@ class RequestAssembler:
             return self._output(self._choices) if self.finished else None
         return self._output([choice]) if choice.has_news else None
 
+    def rest(self) -> RequestOutput:
+        """Return the tokens that `push` has not returned, for a request that ends early; for CUMULATIVE all tokens."""
+        return self._output(self._choices)
+
     def _output(self, choices: list[ChoiceText]) -> RequestOutput:
         finished = self.finished
         return RequestOutput(

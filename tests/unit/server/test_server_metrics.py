@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from server_kit import HELLO, House, ask_now, get_now, make_house, saying
+from server_kit import HELLO, House, Visitor, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
+from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
@@ -176,6 +178,64 @@ def test_a_line_for_each_request_if_asked_for(caplog: pytest.LogCaptureFixture) 
     line = record.getMessage()
     assert "chatcmpl-mine" in line
     assert "(stop): 23 prompt tokens, 0 of them cached, 3 generated" in line
+
+
+def _ends(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "octavo.server.requests"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_abandoned_request_had_generated_is_counted(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tokens = 4
+
+    async def scenario() -> House:
+        steps = asyncio.Semaphore(tokens)
+        house = make_house(saying("hello there"), ServerConfig(enable_log_requests=True), pace=steps.acquire)  # type: ignore[arg-type]
+        visitor = Visitor(house.app, CHAT, HELLO | {"stream": stream})
+        await eventually(lambda: steps.locked() and bool(house.engine.requests))
+        await eventually(lambda: house.engine.received(house.engine.requests[0].id).tokens == tokens)
+        visitor.leaves.set()
+        await visitor.whole()
+        return house
+
+    scrape = Scrape(asyncio.run(scenario()))
+    assert scrape.value("octavo:request_generation_tokens_sum") == tokens
+    assert scrape.value("octavo:request_success_total", finished_reason="abort") == 1
+    (line,) = _ends(caplog)
+    assert f"ended (abort): 23 prompt tokens, 0 of them cached, {tokens} generated" in line
+
+
+def test_a_request_that_fails_is_no_abort_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """A message about a field may quote it, so the log only names the field."""
+    caplog.set_level(logging.INFO)
+
+    def refuse(request: GenerateRequest) -> list[int]:
+        raise InvalidRequestError("Rule 'private' not found", param="guided_grammar", value="private")
+
+    house = make_house(refuse, ServerConfig(enable_log_requests=True))
+    assert ask_now(house.app, CHAT, HELLO).status == 400
+    scrape = Scrape(house)
+    assert scrape.value("octavo:request_success_total", finished_reason="error") == 1
+    assert scrape.value("octavo:request_success_total", finished_reason="abort") == 0
+    (line,) = _ends(caplog)
+    assert "ended (error)" in line
+    assert line.endswith(" s: refused for its guided_grammar")
+    assert "private" not in line
+
+
+def test_the_log_says_that_the_engine_died_under_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def die() -> Awaitable[None]:
+        house.engine.die("The engine core was killed by SIGKILL.")
+        return asyncio.sleep(0)
+
+    house = make_house(saying("hello"), ServerConfig(enable_log_requests=True), pace=die)
+    assert ask_now(house.app, CHAT, HELLO).status == 503
+    (line,) = _ends(caplog)
+    assert "ended (error)" in line
+    assert "The engine core was killed by SIGKILL." in line
 
 
 @given(st.lists(st.floats(0, 10), max_size=30), st.lists(st.floats(0, 10), min_size=1, max_size=6, unique=True))
