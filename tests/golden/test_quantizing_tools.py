@@ -53,4 +53,4 @@ def test_logits_are_the_tools(path: Path, tmp_path: Path) -> None:
 
 def test_there_are_files() -> None:
     assert len(FILES) == 21
-    assert len(MODELS) == 18
+    assert len(MODELS) == 23

@@ -2,8 +2,13 @@
 tiny Llama, and the logits that the tool computes with them.
 
     pip install gptqmodel==7.7.0 llmcompressor==0.14.0.1 compressed-tensors==0.20.0 torchao==0.18.0 \\
-        bitsandbytes==0.50.2 hqq==0.2.8.post1 auto-round==0.16.1 transformers==5.23.0
+        bitsandbytes==0.50.2 auto-round==0.16.1 transformers==5.23.0
     python tests/data/quantized/make_models.py [NAME ...]
+
+AutoAWQ and HQQ need an environment of their own, with an older Transformers:
+
+    pip install autoawq==0.2.9 hqq==0.2.8.post1 accelerate transformers==4.51.3 datasets==3.6.0
+    python tests/data/quantized/make_models.py autoawq-gemm autoawq-gemv hqq-4 hqq-3 hqq-8
 
 GPTQModel needs GPTQMODEL_CPU_WORKERS=2 on a machine with two cores. Each file has the checkpoint's tensors, the logits
 [tokens, vocabulary] of `PROMPT` as "expected", and in its metadata the configuration and the tool's version.
@@ -107,6 +112,38 @@ def transformers(source: Path, folder: Path, config: Callable[[], Any]) -> Tenso
     return logits_of(AutoModelForCausalLM.from_pretrained(folder, device_map="cpu"))
 
 
+def autoawq(source: Path, folder: Path, layout: str) -> Tensor:
+    """Return the logits in the layout gemm, of the same numbers: AutoAWQ computes gemv on GPUs only."""
+    from awq import AutoAWQForCausalLM
+    from awq.modules.linear import gemm
+    from transformers import AutoTokenizer
+
+    def quantized(version: str) -> Any:
+        model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", torch_dtype=torch.float16)
+        settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": version}
+        data = {"calib_data": samples(), "max_calib_samples": 16, "max_calib_seq_len": 48}
+        model.quantize(AutoTokenizer.from_pretrained(source), settings, apply_clip=False, **data)
+        return model
+
+    gemm.TRITON_AVAILABLE = False  # its kernels run on GPUs only
+    quantized(layout).save_quantized(str(folder))
+    return logits_of(quantized("GEMM").model)
+
+
+def hqq(source: Path, folder: Path, bits: int) -> Tensor:
+    """Write as Transformers does, whose own call of HQQ insists on a GPU."""
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
+    from transformers import HqqConfig
+
+    model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=torch.bfloat16)
+    settings = BaseQuantizeConfig(nbits=bits, group_size=GROUP, axis=1)
+    AutoHQQHFModel.quantize_model(model, settings, compute_dtype=torch.bfloat16, device="cpu")
+    model.config.quantization_config = HqqConfig(nbits=bits, group_size=GROUP)
+    model.save_pretrained(folder)
+    return logits_of(model)
+
+
 def torchao(kind: str) -> Any:
     from torchao import quantization as q
     from transformers import TorchAoConfig
@@ -171,6 +208,8 @@ MADE: dict[str, tuple[str, Make]] = {
     "bitsandbytes-nf4": ("bitsandbytes", by_transformers(bitsandbytes, **NF4)),
     "auto-round-4": ("auto-round", partial(auto_round, bits=4, layout="auto_round")),
     "auto-round-awq": ("auto-round", partial(auto_round, bits=4, layout="auto_awq")),
+    **{f"autoawq-{layout}": ("autoawq", partial(autoawq, layout=layout)) for layout in ("gemm", "gemv")},
+    **{f"hqq-{bits}": ("hqq", partial(hqq, bits=bits)) for bits in (3, 4, 8)},
 }
 
 
