@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gguf import GGMLQuantizationType
@@ -28,6 +29,9 @@ AT_LOAD = ("fp8", "w8a8", "w8a16", "w4a16")
 """Methods of `ONLINE` (nn/quant/online.py), which can be imported only with Triton."""
 _PACKED = ("auto-round", "awq", "gptq")
 """Methods whose matrices are all integers."""
+_GROWTH = {3: 1.5, 4: 1.25, 8: 1.25}
+"""Bits of packed integers on disk -> their bytes on a GPU, as a multiple of those on disk, at most."""
+_MOST_GROWTH = 2
 
 if TYPE_CHECKING:
     from octavo.nn.quant.online import Online
@@ -111,20 +115,33 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
     return ONLINE[wanted]
 
 
-def needed_bytes(wanted: int, config: ModelConfig, files: ModelFiles, device: Device) -> int:
-    """Return at most how many bytes the weights will take, of `wanted` bytes without quantization.
+def needed_bytes(wanted: int, whole: Callable[[], int], config: ModelConfig, files: ModelFiles, device: Device) -> int:
+    """Return how many bytes a rank's weights will take at most, as its share of all weights.
 
-    Packed integers take no more than twice their bytes on disk: those of 2 and 3 bits get 4. Weights of 8 bits keep
-    their bytes, and a sixteenth more for scales, also those of experts. GGUF's types are counted one by one.
+    Packed integers keep their bytes, but those of 2 and 3 bits get 4, and zero points become minima in float16. Other
+    weights of 8 bits take a sixteenth more for scales, also those of experts. GGUF's types are counted one by one.
+
+    Args:
+        wanted: bytes of the rank's weights without quantization.
+        whole: returns those of all weights of the checkpoint; 0 if it has none.
     """
     if not device.resident or config.dtype != "auto" or not files.weight_bytes:
         return wanted
+    packed = _packed_bytes(files)
+    if packed is None:
+        return wanted
+    return min(wanted, -(-packed * wanted // max(whole(), wanted, 1)))
+
+
+def _packed_bytes(files: ModelFiles) -> int | None:
+    """Return at most how many bytes all weights of a checkpoint take on a GPU; None if some may be expanded."""
     if method_name(files) in _PACKED:
-        return min(wanted, 2 * files.weight_bytes)
+        settings = _settings(files)
+        return int(files.weight_bytes * _GROWTH.get(settings.get("bits", settings.get("w_bit")), _MOST_GROWTH))
     if files.format == "gguf":
-        return min(wanted, _gguf_bytes(files))
+        return _gguf_bytes(files)
     keeps = rounds_activations(files.config) and _has_8_bits(files)
-    return min(wanted, files.weight_bytes * 17 // 16) if keeps else wanted
+    return files.weight_bytes * 17 // 16 if keeps else None
 
 
 def _gguf_bytes(files: ModelFiles) -> int:
@@ -155,8 +172,7 @@ def _fused(name: str) -> str:
 
 def _has_8_bits(files: ModelFiles) -> bool:
     """Return whether all quantized weights of a checkpoint have 8 bits."""
-    settings = files.config.get("quantization_config") or {}
-    groups = settings.get("config_groups") or {}
+    groups = _settings(files).get("config_groups") or {}
     return method_name(files) == "fp8" or (
         bool(groups) and all((group.get("weights") or {}).get("num_bits") == 8 for group in groups.values())
     )
@@ -166,5 +182,8 @@ def method_name(files: ModelFiles) -> str | None:
     """Return the method by which a checkpoint is quantized; None if it is not."""
     if files.format == "gguf":
         return "gguf"
-    settings = files.config.get("quantization_config") or files.config.get("compression_config") or {}
-    return settings.get("quant_method")
+    return _settings(files).get("quant_method")
+
+
+def _settings(files: ModelFiles) -> dict[str, Any]:
+    return files.config.get("quantization_config") or files.config.get("compression_config") or {}

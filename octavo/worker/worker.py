@@ -25,7 +25,7 @@ from octavo.models.hf_config import Config
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.load import open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.weights import load_weights, replace_weights, wanted_bytes
+from octavo.models.load.weights import load_weights, plain_bytes, replace_weights, wanted_bytes
 from octavo.models.model import LayeredModel, Model, ModelSpec, compiled
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.spec import DecoderSpec
@@ -175,7 +175,8 @@ class Worker:
     def load(self) -> None:
         """Build the model and pull its weights."""
         device = self.device.torch_device
-        loaded = self.read(self.checkpoint(), device, self._before_weights)
+        checkpoint = self.checkpoint()
+        loaded = self.read(checkpoint, device, partial(self._before_weights, checkpoint))
         self.model, self._stored_scales, self.weight_version = loaded.model, loaded.scales, self.files_version
         model, report = loaded.source, loaded.report
         self.weight_bytes = report.nbytes
@@ -229,13 +230,14 @@ class Worker:
         whole, exchanges = self.parallel.enable_expert_parallel, self.parallel.exchanges_rows
         return replace(build, whole_experts=whole, exchanges_rows=exchanges, exchange=self._exchange)
 
-    def _before_weights(self, model: LayeredModel, layers: Sequence[CachedLayer]) -> None:
+    def _before_weights(self, checkpoint: Checkpoint, model: LayeredModel, layers: Sequence[CachedLayer]) -> None:
         groups = self._groups_of(layers)
         self.cache_groups = groups if self.stage.count == 1 else own_groups(groups, layers, model.cached_layers)
         if all(isinstance(layer, StateCache) for layer in layers):
             self._state_bytes = states.largest(layers)
         states.check(layers, self.block_size, self._block_bytes)
-        needed = needed_bytes(wanted_bytes(model), self.config, self.files, self.device)
+        whole = partial(plain_bytes, checkpoint, self.dtype)
+        needed = needed_bytes(wanted_bytes(model), whole, self.config, self.files, self.device)
         self.device.check_fits(needed, self.files.weight_bytes, self._utilization)
         self._compile_ahead(model)
 

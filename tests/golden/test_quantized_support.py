@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from test_quantized_golden import PROMPT, logits_of
 from tiny import load_model, make_checkpoint, model_files
 from tiny_adapters import merged, save_adapter
 from torch import Tensor
+from toy_models import Behind
 
 from octavo import LLM, SamplingParams
+from octavo.config import ModelConfig
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.gguf_blocks import CODES, INTEGERS
 from octavo.models.load.quantized.table import rounds_activations
+from octavo.models.load.weights import plain_bytes, wanted_bytes, weight_layers
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import spec_of
 from octavo.native.bindings import Dtype
@@ -43,7 +47,10 @@ from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.quant.gpu_packed_experts import PackedStack
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.packed_gpu import PackedOnGpu
+from octavo.nn.rope import Rope
 from octavo.nn.weights import TensorSpec
+from octavo.parallel.mesh import Mesh
+from octavo.worker.schemes import needed_bytes
 
 ALWAYS = ("awq-gemm", "fp8-tiles", "nvfp4", "Q6_K")
 KINDS = {kind.name: kind for kind in sorted(CODES.keys() | INTEGERS.keys())}
@@ -142,6 +149,24 @@ def test_ranks_on_cpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = make(name, tmp_path)
     found = read(model.path, is_packed=packs(name), tensor_parallel_size=2)
     torch.testing.assert_close(found, read(model.plain, dtype="float32"), rtol=1e-2, atol=6e-2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is loaded into host memory")
+@pytest.mark.parametrize("name", ["gptq-4", "gptq-3", "awq-gemm", "fp8-channel", "Q4_0"])
+def test_the_memory_that_a_rank_on_a_gpu_needs(name: str, tmp_path: Path) -> None:
+    """The estimate before the weights are loaded is that of the rank's part, and at least what they take then."""
+    made, dtype = make(name, tmp_path), torch.bfloat16
+    whole = partial(plain_bytes, open_checkpoint(made.files), dtype)
+
+    def sizes(mesh: Mesh) -> tuple[int, int]:
+        scheme = partial(PackedOnGpu, rounds=rounds_activations(made.config))
+        model = load_model(made.files, ReferenceAttention(), dtype, scheme, mesh)
+        kept = sum(layer.nbytes for layer in weight_layers(model) if not isinstance(layer, Rope))
+        return kept, needed_bytes(wanted_bytes(model), whole, ModelConfig(), made.files, Behind())
+
+    (kept, needed), (kept_by_one, needed_by_one) = sizes(Mesh(1, 2)), sizes(Mesh())
+    assert kept <= needed < 0.65 * needed_by_one  # both ranks have the only head of keys and values
+    assert kept_by_one <= needed_by_one < whole()
 
 
 @pytest.mark.parametrize("name", NAMES)

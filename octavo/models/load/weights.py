@@ -139,6 +139,12 @@ def wanted_bytes(model: HasModules) -> int:
     return sum(_kept_bytes(layer, want) for layer in layers for want in layer.wanted() if not want.optional)
 
 
+def plain_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Return the size in bytes of all tensors of a checkpoint in this dtype; 0 for one that generates tensors."""
+    shapes = (checkpoint.shape(name) for name in checkpoint.names())
+    return sum(math.prod(shape) * dtype.itemsize for shape in shapes if shape is not None)
+
+
 def _kept_bytes(layer: WeightLayer, want: Wanted) -> int:
     shape, scheme = local_shape(want.spec.shape, want.index), getattr(layer, "scheme", None)
     kept = scheme.kept_bytes(shape) if isinstance(scheme, QuantizingAtLoad) else None

@@ -42,8 +42,8 @@ def test_a_packed_model_fits_where_an_expanded_one_would_not(
 ) -> None:
     given = files(tmp_path, method)
     assert given.weight_bytes == 100
-    assert needed_bytes(400, ModelConfig(**settings), given, Behind()) == needed
-    assert needed_bytes(400, ModelConfig(**settings), given, CpuDevice()) == 400
+    assert needed_bytes(400, lambda: 400, ModelConfig(**settings), given, Behind()) == needed
+    assert needed_bytes(400, lambda: 400, ModelConfig(**settings), given, CpuDevice()) == 400
 
 
 @pytest.mark.parametrize(("weights", "needed"), [(EIGHT, 106), (FOUR, 400)])
@@ -51,11 +51,23 @@ def test_weights_of_8_bits_keep_their_bytes(weights: dict[str, int], needed: int
     groups = {"all": {"weights": weights, "input_activations": EIGHT}}
     settings = {"quant_method": "compressed-tensors", "config_groups": groups}
     given = files(tmp_path, None, quantization_config=settings)
-    assert needed_bytes(400, ModelConfig(), given, Behind()) == needed
+    assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
+
+
+@pytest.mark.parametrize(("bits", "needed"), [(2, 200), (3, 150), (4, 125), (8, 125)])
+def test_packed_integers_keep_about_their_bytes(bits: int, needed: int, tmp_path: Path) -> None:
+    given = files(tmp_path, None, quantization_config={"quant_method": "gptq", "bits": bits})
+    assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
+
+
+@pytest.mark.parametrize(("method", "needed"), [("gptq", 50), ("fp8", 27), ("modelopt", 100)])
+def test_a_rank_needs_its_share(method: str, needed: int, tmp_path: Path) -> None:
+    """Of 400 bytes without quantization and 100 on disk, a quarter."""
+    assert needed_bytes(100, lambda: 400, ModelConfig(), files(tmp_path, method), Behind()) == needed
 
 
 def test_experts_stay_packed(tmp_path: Path) -> None:
-    assert needed_bytes(400, ModelConfig(), files(tmp_path, "fp8", num_experts=4), Behind()) == 106
+    assert needed_bytes(400, lambda: 400, ModelConfig(), files(tmp_path, "fp8", num_experts=4), Behind()) == 106
 
 
 def test_types_of_a_gguf_are_counted_one_by_one(tmp_path: Path) -> None:
@@ -72,5 +84,5 @@ def test_types_of_a_gguf_are_counted_one_by_one(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     given = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=LLAMA)
     needed = 512 * (3 * 10 + 6 + 2 * 16) // 8
-    assert needed_bytes(10000, ModelConfig(), given, Behind()) == needed
-    assert needed_bytes(100, ModelConfig(), given, Behind()) == 100
+    assert needed_bytes(10000, lambda: 10000, ModelConfig(), given, Behind()) == needed
+    assert needed_bytes(100, lambda: 100, ModelConfig(), given, Behind()) == 100
