@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -29,12 +30,15 @@ from safetensors.torch import save_file
 
 HIDDEN, INNER, HEADS, VOCAB = 2048, 5632, 32, 32000
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+POOL = VOCAB * HIDDEN + (1 << 20)
+"""Random numbers, from which each tensor copies a slice."""
 
 
 def write(folder: Path, gib: float, shards: int) -> int:
     """Write a checkpoint of about this size; return its bytes."""
     layers = max(shards, round(gib * (1 << 29) / LAYER))
     torch.manual_seed(0)
+    pool = torch.randn(POOL, dtype=torch.bfloat16) * 0.02  # drawing each tensor would take minutes
     ends = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
         "lm_head.weight": (VOCAB, HIDDEN),
@@ -48,7 +52,11 @@ def write(folder: Path, gib: float, shards: int) -> int:
             shapes |= {f"{at}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
             shapes |= {f"{at}mlp.down_proj.weight": (HIDDEN, INNER)}
             shapes |= {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
-        tensors = {name: torch.randn(shape, dtype=torch.bfloat16) * 0.02 for name, shape in shapes.items()}
+        tensors = {}
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            start = int(torch.randint(POOL - size + 1, ()))
+            tensors[name] = pool[start : start + size].reshape(shape).clone()  # safetensors writes no views
         save_file(tensors, folder / f"model-{shard}.safetensors")
     config = {
         "model_type": "llama",
