@@ -1,19 +1,31 @@
 """Time to read an adapter from the page cache into host memory, laid out as pages.
 
-    python benchmarks/adapter_reading.py [--rank 16] [--repeat 10]
+    python benchmarks/adapter_reading.py [--rank 16] [--repeat 10] [--threads 4] [--output figures.json]
 
 The adapter changes all linear layers of a model of the 8B shape (32 layers, hidden size 4096); its numbers are random.
+Measured in turns: checking its files, reading with a second check (as when they have changed), reading without, reading
+without in several threads (as on a GPU's machine), and copying as many bytes into new memory and into memory in use.
+Processor time is that of the calling thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
+import platform
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -21,7 +33,7 @@ from octavo.core.errors import UnsupportedError
 from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.layout import Geometry, Target, TargetPart
 from octavo.features.lora.payload import Reading, Source
-from octavo.features.lora.reader import Reader
+from octavo.features.lora.reader import HELPERS, Reader
 from octavo.features.lora.targets import Targets
 from octavo.nn.shard import Cut
 
@@ -66,6 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=HELPERS)
+    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     every = targets()
     reader = Reader(
@@ -79,20 +93,50 @@ def main() -> None:
         torch.bfloat16,
         no_gains,
     )
-    checks, reads = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    times: dict[str, list[tuple[float, float]]] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        began, used = time.perf_counter(), time.thread_time()
+        result = work()
+        times.setdefault(name, []).append((time.perf_counter() - began, time.thread_time() - used))
+        return result
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.threads) as helpers:
         save(Path(folder), every, given.rank)
+        together = dataclasses.replace(reader, helpers=helpers)
         for uid in range(given.repeat):
-            began = time.perf_counter()
-            file = read_adapter(Path(folder), every, 256)
-            checked = time.perf_counter()
-            _, pages = reader.read(Reading(uid, (Source(folder, file.manifest),), file.manifest))
-            checks.append(checked - began)
-            reads.append(time.perf_counter() - checked)
-    size = pages.nbytes / 1e6
-    for name, times in (("check", checks), ("check and read", reads)):
-        print(f"{name}: median {statistics.median(times) * 1e3:.1f} ms, least {min(times) * 1e3:.1f} ms")
-    print(f"rank {given.rank}: {len(file.manifest.pieces)} pieces, {size:.1f} MB, {torch.get_num_threads()} threads")
+            file = timed("check", partial(read_adapter, Path(folder), every, 256))
+            again = Reading(uid, (Source(folder, file.manifest),), file.manifest)
+            once = Reading(uid, (Source(folder, file.manifest, file=file.packed()),), file.manifest)
+            timed("read, with a second check", partial(reader.read, again))
+            _, pages = timed("read", partial(reader.read, once))
+            timed(f"read in {given.threads} threads", partial(together.read, once))
+            into = torch.empty_like(pages).numpy()
+            timed("copy into new memory", partial(np.copyto, into, pages.numpy()))
+            timed("copy", partial(np.copyto, into, pages.numpy()))
+    figures = {
+        name: {
+            "median_ms": round(statistics.median(wall for wall, _ in found) * 1e3, 1),
+            "least_ms": round(min(wall for wall, _ in found) * 1e3, 1),
+            "median_processor_ms": round(statistics.median(used for _, used in found) * 1e3, 1),
+        }
+        for name, found in times.items()
+    }
+    for name, one in figures.items():
+        print(name, *(f"{key} {value}" for key, value in one.items()), sep=", ")
+    size = round(pages.nbytes / 1e6, 1)
+    print(f"rank {given.rank}: {len(file.manifest.pieces)} pieces, {size} MB")
+    if given.output is not None:
+        told = {"command": " ".join(["python", *sys.argv]), "rank": given.rank, "megabytes": size}
+        told |= {"machine": processor(), "torch": torch.__version__, "figures": figures}
+        given.output.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def processor() -> str:
+    """Return the processor's name and the number of cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.machine()}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

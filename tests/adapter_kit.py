@@ -81,7 +81,7 @@ class Adapted:
         placed = layout(targets, whole, Geometry(memory.shape[0], memory.shape[2], self.dtype.itemsize))
         blocks = [self.runner.free.pop() for _ in range(placed.num_blocks)]
         pages = torch.empty(len(blocks), self.blocks.page_bytes, dtype=torch.uint8)
-        assert not self.worker.load(page_names(uid, len(blocks)), pages).result()
+        assert not self.worker.load(page_names(uid, len(blocks)), lambda: pages).result()
         self.blocks.scatter(blocks, pages)
         self.indices[paths if len(paths) > 1 else paths[0]] = index
         return LoraStep([AdapterEntry(index, uid, blocks)], general=whole.general(targets))

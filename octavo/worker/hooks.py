@@ -236,13 +236,22 @@ class WorkerHook:
         """
         raise NotImplementedError
 
-    def load(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
-        """Fill `pages` [n, page bytes] with what `store` was given under these names; likewise.
+    def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
+        """Load what `store` was given under these names; likewise.
+
+        Args:
+            room: returns [n, page bytes] uint8, to be filled. Call it once, in a thread: on a GPU it may allocate
+                pinned memory, which takes longer than a step.
 
         Returns:
-            The indices of pages that could not be loaded, when nothing writes to `pages` any more.
+            The indices of pages that could not be loaded, when nothing writes to the room any more.
         """
         raise NotImplementedError
+
+    def rooms(self, page_bytes: int) -> tuple[int, int]:
+        """Return the pages of the largest usual load and how many loads go on at once: memory for them is reserved.
+        Called after `buffers`. Other loads' memory is allocated when they begin."""
+        return 0, 0
 
 
 class Hooks:

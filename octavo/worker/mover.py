@@ -2,7 +2,8 @@
 
 A store copies blocks to the host's memory on a stream of its own and hands them to the tier. A load has the tier fill
 the host's memory, and then copies it into blocks on that stream. Everything goes on between steps: whatever has ended
-by then takes its next step, and what has not is looked at again.
+by then takes its next step, and what has not is looked at again. No step waits for a load: its memory is reserved at
+the start, or else allocated in the tier's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
-from octavo.device.transfer import Copy, Link
+from octavo.device.transfer import Copier, Copy, Link
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import WorkerHook
 
@@ -37,12 +38,37 @@ class _Store:
     kept: Failed | None = None
 
 
+class _Room:
+    """Memory for the pages of a load, which the tier takes in a thread of its own."""
+
+    def __init__(self, copier: Copier, *shape: int) -> None:
+        self._copier = copier
+        self._shape = shape
+        self._pages: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._pages is not None:
+            raise AssertionError("a load has one room")
+        self._pages = self._copier.room(*self._shape)
+        return self._pages
+
+    @property
+    def pages(self) -> Tensor:
+        if self._pages is None:
+            raise AssertionError("a tier loaded pages without taking room for them")
+        return self._pages
+
+    def give_back(self) -> None:
+        if self._pages is not None:
+            self._copier.give_back(self._pages)
+
+
 @dataclass(slots=True)
 class _Load:
     """First `read` ends, then `copy`."""
 
     transfer: Transfer
-    pages: Tensor
+    room: _Room
     read: Failed
     copy: Copy | None = None
 
@@ -59,6 +85,9 @@ class Mover:
         self._blocks = blocks
         self._copier = link.copier()
         self._tiers = tiers
+        for tier in tiers.values():
+            pages, count = tier.rooms(blocks.page_bytes)
+            self._copier.reserve(pages * blocks.page_bytes, count)
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, _Load] = {}
         self._news: list[Moved] = []
@@ -95,9 +124,9 @@ class Mover:
         self._stores[transfer.ticket] = _Store(transfer, copy)
 
     def _begin_load(self, transfer: Transfer) -> None:
-        pages = self._copier.room(len(transfer.pages), self._blocks.page_bytes)
-        read = self._tiers[transfer.tier].load(transfer.pages, pages)
-        self._loads[transfer.ticket] = _Load(transfer, pages, read)
+        room = _Room(self._copier, len(transfer.pages), self._blocks.page_bytes)
+        read = self._tiers[transfer.tier].load(transfer.pages, room)
+        self._loads[transfer.ticket] = _Load(transfer, room, read)
 
     def _advance(self) -> None:
         for store in list(self._stores.values()):
@@ -121,13 +150,15 @@ class Mover:
             if failed:
                 self._end(transfer, failed)
                 return
-            load.copy = self._copier.into(load.pages, partial(self._blocks.scatter, transfer.blocks))
+            load.copy = self._copier.into(load.room.pages, partial(self._blocks.scatter, transfer.blocks))
         if load.copy is not None and load.copy.done():
             self._end(transfer)
 
     def _end(self, transfer: Transfer, failed: Collection[int] = ()) -> None:
         self._stores.pop(transfer.ticket, None)
-        self._loads.pop(transfer.ticket, None)
+        load = self._loads.pop(transfer.ticket, None)
+        if load is not None:
+            load.room.give_back()
         self._news.append(Moved(transfer.ticket, TransferState.ENDED, sorted(failed)))
 
     def _try(self, transfer: Transfer, work: Callable[[], None]) -> None:

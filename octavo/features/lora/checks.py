@@ -7,9 +7,12 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from octavo.core.errors import ModelFileError
 from octavo.features.lora.layout import Manifest, Piece, Target
@@ -42,6 +45,9 @@ _ROLES = {
 }
 """How PEFT's names of tensors end; the first match counts."""
 
+Stamp = tuple[int, int, int]
+"""A file's number, size and time of change."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
@@ -55,6 +61,7 @@ class AdapterFile:
         base: name of the base model that it was made for; "" if not stated.
         pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
         header: where a safetensors file has each tensor.
+        stamps: of the files that were read, by path, so that changes show without reading them again.
     """
 
     weights: Path
@@ -63,6 +70,29 @@ class AdapterFile:
     base: str = ""
     pairs: bool = False
     header: Mapping[str, StoredTensor] = field(default_factory=dict)
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
+
+    def packed(self) -> bytes:
+        """Return it for `unpacked`: a hundredth of its size as objects, since names of tensors are much alike."""
+        return zlib.compress(msgspec.msgpack.encode(self, enc_hook=str), level=1)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the files are still those that were checked."""
+        try:
+            return bool(self.stamps) and all(_stamp(Path(path)) == stamp for path, stamp in self.stamps.items())
+        except OSError:
+            return False
+
+
+def unpacked(file: bytes) -> AdapterFile:
+    """Return what `AdapterFile.packed` packed."""
+    return msgspec.msgpack.decode(zlib.decompress(file), type=AdapterFile, dec_hook=lambda kind, text: kind(text))
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
@@ -81,9 +111,11 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
         raise ModelFileError(f"{path} is not an adapter: give PEFT's folder ({CONFIG}, {WEIGHTS}) or a GGUF file.")
     if not (path / CONFIG).is_file():
         raise ModelFileError(f"{path} has no {CONFIG}; an adapter is a folder as PEFT saves it, or a GGUF file.")
+    stamps = {str(path / CONFIG): _stamp(path / CONFIG)}
     config = PeftConfig.of(read_json(path / CONFIG), path / CONFIG)
     if not (path / WEIGHTS).is_file():
         raise ModelFileError(_missing(path))
+    stamps[str(path / WEIGHTS)] = _stamp(path / WEIGHTS)
     shapes, header = {}, read_header(path / WEIGHTS)
     for name, tensor in header.items():
         if tensor.dtype not in _DTYPES:
@@ -95,7 +127,7 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
     matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base)
     found = matcher.find(shapes, config)
     manifest, tensors = matcher.checked(found, config, shapes)
-    return AdapterFile(path / WEIGHTS, manifest, tensors, config.base, header=header)
+    return AdapterFile(path / WEIGHTS, manifest, tensors, config.base, header=header, stamps=stamps)
 
 
 def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:

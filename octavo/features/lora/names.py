@@ -61,6 +61,7 @@ class _Found:
     manifest: Manifest
     base: str
     num_blocks: int
+    file: bytes
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ class Names:
                 f"{path} takes {num_blocks} blocks of the KV cache, which has {self._num_blocks}; start the "
                 "engine with a larger --kv-cache-memory-bytes."
             )
-        return _Found(path, file.manifest, file.base, num_blocks)
+        return _Found(path, file.manifest, file.base, num_blocks, file.packed())
 
     def _require_additions(self, path: Path, manifest: Manifest) -> None:
         """Raise ModelFileError unless the adapter changes linear layers only, by additions and gains."""
@@ -244,9 +245,8 @@ class Names:
 
     def _enter(self, name: str, found: _Found, parent: str) -> Known:
         before = self._known.get(name)
-        weights = self._weights(
-            (name,), name, (Source(str(found.path), found.manifest),), found.manifest, found.num_blocks
-        )
+        source = Source(str(found.path), found.manifest, file=found.file)
+        weights = self._weights((name,), name, (source,), found.manifest, found.num_blocks)
         self._known[name] = Known(name, found.path, parent or (before.parent if before else ""), found.base, weights)
         self.changes += 1
         if before is not None:

@@ -55,11 +55,14 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
         path: its folder or file.
         manifest: what it has, by itself.
         weight: factor of its addition.
+        file: what was found when its files were checked (`AdapterFile.packed`), so that they are not checked again
+            unless they have changed; b"" if not known.
     """
 
     path: str
     manifest: Manifest
     weight: float = 1.0
+    file: bytes = b""
 
 
 class Reading(msgspec.Struct, frozen=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,10 +15,10 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.checks import MAGNITUDE, STACKED, SWAPPED, WHOLE, A, AdapterFile, B, read_adapter
+from octavo.features.lora.checks import MAGNITUDE, STACKED, SWAPPED, WHOLE, A, AdapterFile, B, read_adapter, unpacked
 from octavo.features.lora.experts import pair_of
 from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
-from octavo.features.lora.payload import Reading
+from octavo.features.lora.payload import Reading, Source
 from octavo.features.lora.targets import Targets
 from octavo.hub.gguf_file import read_gguf
 from octavo.nn.linear import Linear
@@ -25,6 +27,8 @@ from octavo.nn.shard import Heads
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ANY_RANK = 1 << 30
+HELPERS = 4
+"""Threads that copy parts of an adapter at once."""
 _ALONE = 1 << 15
 """Most elements of an operation that torch does not divide over threads."""
 
@@ -46,12 +50,14 @@ class Reader:
     Attributes:
         dtype: of the elements in pages.
         gains: computes the gains of adapters with magnitudes.
+        helpers: threads that copy parts of an adapter at once; None to use the caller's only.
     """
 
     targets: Targets
     geometry: Geometry
     dtype: torch.dtype
     gains: Gains
+    helpers: Executor | None = None
 
     @torch.inference_mode()
     def read(self, reading: Reading) -> tuple[Layout, Tensor]:
@@ -66,19 +72,37 @@ class Reader:
         room = large(placed.num_blocks * geometry.block_bytes)[: placed.num_blocks * geometry.block_bytes]
         filled = dict.fromkeys(placed.spans, 0)
         for source in reading.sources:
-            file = read_adapter(Path(source.path), targets, _ANY_RANK)
-            if file.manifest != source.manifest:
-                raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
+            file = self._checked(source)
             tensors = _gguf(file.weights) if file.weights.suffix == ".gguf" else _safetensors(file)
+            fills: list[Callable[[], None]] = []
             for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
                 if piece.target not in own:
                     continue
                 place = piece.target, piece.part
                 span, first = placed.spans[place], filled[place]
-                # Not in several threads: they would take the interpreter's lock from each other and from the steps.
-                self._fill(room, span, first, piece, roles, file, tensors, source.weight)
+                fills.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
                 filled[place] += piece.rank
+            self._run(fills)
         return placed, room.view(placed.num_blocks, geometry.block_bytes)
+
+    def _checked(self, source: Source) -> AdapterFile:
+        """Return an adapter's file, which is checked again only if it has changed since it was checked."""
+        if source.file and (known := unpacked(source.file)).unchanged:
+            return known
+        file = read_adapter(Path(source.path), self.targets.targets, _ANY_RANK)
+        if file.manifest != source.manifest:
+            raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
+        return file
+
+    def _run(self, fills: Sequence[Callable[[], None]]) -> None:
+        """Run all, a share of them in each thread. Shares, since threads wait for the interpreter between tasks."""
+        if self.helpers is None:
+            _run_all(fills)
+            return
+        each = -(-len(fills) // HELPERS) or 1
+        shares = [fills[begin : begin + each] for begin in range(0, len(fills), each)]
+        for ended in [self.helpers.submit(_run_all, share) for share in shares]:
+            ended.result()
 
     def _fill(
         self,
@@ -142,6 +166,12 @@ class Reader:
         if isinstance(layer, Linear) and isinstance(layer.shard, Heads) and piece.part < 2:
             b = in_halves(b, len(b) // layer.shard.head_dim)
         return a, b
+
+
+@torch.inference_mode()
+def _run_all(fills: Sequence[Callable[[], None]]) -> None:
+    for fill in fills:
+        fill()
 
 
 def _store(values: Tensor, into: Tensor, factor: float = 1.0) -> None:

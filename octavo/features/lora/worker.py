@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
@@ -28,10 +28,10 @@ from octavo.features.lora import payload as messages
 from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights, by_rows
 from octavo.features.lora.experts import TorchExperts
 from octavo.features.lora.gains import BaseNorms
-from octavo.features.lora.layout import Geometry, Layout, Target, largest
+from octavo.features.lora.layout import Geometry, Layout, Manifest, Piece, Target, largest, layout
 from octavo.features.lora.native import NativeDelta, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
-from octavo.features.lora.reader import Reader
+from octavo.features.lora.reader import HELPERS, Reader
 from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import NONE, Batch, Crowd, Tables
 from octavo.features.lora.targets import Targets
@@ -50,6 +50,10 @@ from octavo.nn.step import StepInput
 from octavo.worker.hooks import Site, WorkerHook
 
 LOW_RANK, GENERAL = "lora", "general"
+_THREADS = 2
+_MOST_RESERVED = 256 << 20
+"""Most bytes reserved for the way of one adapter to the device, which takes pinned memory on a GPU. Larger adapters'
+memory is allocated when they are loaded."""
 _LAYOUTS_KEPT = 256
 """Layouts that are kept of adapters that are neither in host memory nor in the tables: some may be in blocks already,
 and be used for the first time later."""
@@ -68,7 +72,8 @@ class LoraWorker(WorkerHook):
     def __init__(self, max_adapters: int, max_rank: int) -> None:
         self._max_adapters, self._max_rank = max_adapters, max_rank
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="octavo-adapters")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-adapters")
+        self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="octavo-adapter-parts")
         self._pages: dict[int, Tensor] = {}
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
         self._uids: dict[int, int] = {}
@@ -108,7 +113,8 @@ class LoraWorker(WorkerHook):
         self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
         norms = BaseNorms(self._targets, partial(_arranged, site, model.spec))
-        self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains)
+        helpers = self._helpers if site.device.resident else None  # a CPU's cores compute
+        self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains, helpers)
         self._norms = norms
         if not native and (self._attached is None or self._attached() is not model):
             self._attached = weakref.ref(model)
@@ -288,14 +294,26 @@ class LoraWorker(WorkerHook):
                 del self._layouts[uid]
         return {}
 
-    def load(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
-        return self._threads.submit(self._load, names, pages)
+    def rooms(self, page_bytes: int) -> tuple[int, int]:
+        targets = self._targets.targets
+        pieces = [
+            Piece(i, part, self._max_rank)
+            for i in sorted(self._targets.own)
+            for part in range(len(targets[i].parts))
+            if not targets[i].embedding
+        ]
+        largest = layout(targets, Manifest(tuple(pieces)), self._geometry).num_blocks
+        return min(largest, _MOST_RESERVED // page_bytes), _THREADS
 
-    def _load(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
+    def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
+        return self._threads.submit(self._load, names, room)
+
+    def _load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Collection[int]:
         uid, numbers = pages_of(names)
         kept = self._pages.get(uid)
         if kept is None:
             return range(len(names))
+        pages = room()
         if numbers == list(range(len(kept))):
             pages.copy_(kept)
         else:

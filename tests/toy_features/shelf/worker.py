@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -33,14 +33,15 @@ class ShelfWorker(WorkerHook):
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
         return self._threads.submit(self._store, names, pages)
 
-    def load(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
-        return self._threads.submit(self._load, names, pages)
+    def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
+        return self._threads.submit(self._load, names, room)
 
     def _store(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
         PAGES.update(((self._rank, name), page) for name, page in zip(names, pages.clone(), strict=True))
         return ()
 
-    def _load(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
+    def _load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Collection[int]:
+        pages = room()
         missing = [i for i, name in enumerate(names) if (self._rank, name) not in PAGES]
         for i, name in enumerate(names):
             if i not in missing:

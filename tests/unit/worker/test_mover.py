@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,15 +56,15 @@ class Slow(WorkerHook):
     def __init__(self) -> None:
         self.kept: dict[bytes, Tensor] = {}
         self.futures: list[Future[Collection[int]]] = []
-        self.rooms: list[Tensor] = []
 
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
         self.kept.update(zip(names, pages, strict=True))
         return self._later()
 
-    def load(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
+    def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
         if b"odd" in names:
             raise KeyError("odd")
+        pages = room()
         for i, name in enumerate(names):
             if name in self.kept:
                 pages[i] = self.kept[name]
@@ -152,3 +153,69 @@ def test_a_load_that_fails_writes_nothing() -> None:
     assert mover.take() == [moved(1, TransferState.ENDED, 0, 1)]
     assert torch.equal(raw, before)
     assert mover.take() == []
+
+
+class Held(HostCopier):
+    """Allocates when the test says so, and counts the rooms that are given back."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+        self.reserved: list[tuple[int, int]] = []
+        self.back = 0
+
+    def reserve(self, size: int, count: int) -> None:
+        self.reserved.append((size, count))
+
+    def room(self, *shape: int) -> Tensor:
+        self.asked.set()
+        assert self.go.wait(10), "nothing goes on while memory is allocated"
+        return super().room(*shape)
+
+    def give_back(self, room: Tensor) -> None:
+        self.back += 1
+
+
+class HeldLink(HostLink):
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.held = Held()
+
+    def copier(self) -> Any:
+        return self.held
+
+
+class Threaded(Slow):
+    """Loads in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads = ThreadPoolExecutor(1)
+
+    def rooms(self, page_bytes: int) -> tuple[int, int]:
+        return 3, 2
+
+    def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
+        return self.threads.submit(self._load, names, room)
+
+    def _load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Collection[int]:
+        pages = room()
+        for i, name in enumerate(names):
+            pages[i] = self.kept[name]
+        return ()
+
+
+def test_no_step_waits_while_a_load_allocates_memory() -> None:
+    blocks, raw = blocks_of(torch.float32)
+    link, hook = HeldLink(), Threaded()
+    mover = Mover(blocks, link, {"slow": hook})
+    assert link.held.reserved == [(3 * blocks.page_bytes, 2)]
+    hook.kept[b"a"] = raw[:, 3].flatten().clone()
+    mover.begin(Transfers(loads=[Transfer(1, "slow", [b"a"], [6])]))
+    assert link.held.asked.wait(10)
+    for _ in range(3):
+        assert mover.take() == []
+    link.held.go.set()
+    hook.threads.shutdown()
+    assert mover.take() == [moved(1, TransferState.ENDED)]
+    assert torch.equal(raw[:, 6], raw[:, 3])
+    assert link.held.back == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -43,15 +43,15 @@ class Shelf(WorkerHook):
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
         return self._threads.submit(self._store, names, pages)
 
-    def load(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
-        return self._threads.submit(self._load, names, pages)
+    def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
+        return self._threads.submit(self._load, names, room)
 
     def _store(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
         self.pages.update(zip(names, pages, strict=True))
         return ()
 
-    def _load(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
-        for page, name in zip(pages, names, strict=True):
+    def _load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Collection[int]:
+        for page, name in zip(room(), names, strict=True):
             page.copy_(self.pages[name])
         return ()
 

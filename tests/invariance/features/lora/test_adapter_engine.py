@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from octavo.core.output import FinishReason
 from octavo.core.params import SamplingParams
 from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
+from octavo.device.transfer import HostCopier
 from octavo.engine.loop import EngineLoop
 from octavo.features.lora.payload import NAME
+from octavo.features.lora.reader import Reader
 from octavo.features.lora.requests import Part, encode
 from octavo.models.load import open_checkpoint
 from octavo.models.save.folder import quantize
@@ -200,6 +203,38 @@ def test_keys_and_values_in_int8(model: Path, adapters: dict[str, Path], tmp_pat
     assert found["x", 0] == tokens_of(drive(plain, [asking("x", 2)]))["x", 0]
     adapted.close()
     plain.close()
+
+
+@pytest.mark.parametrize("held", [(Reader, "read"), (HostCopier, "room")], ids=["reading", "allocating"])
+def test_no_step_waits_for_a_cold_adapter(
+    held: tuple[type, str], model: Path, adapters: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of the base model begins and ends while an adapter is read, or memory for it is allocated."""
+    owner, name = held
+    ordinary, began, go = getattr(owner, name), threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        began.set()
+        assert go.wait(10), "no step is computed meanwhile"
+        return ordinary(*args)
+
+    monkeypatch.setattr(owner, name, slow)
+    loop = engine(model, adapters)
+    loop.add(asking("cold", 1, ("a", 1.0)))
+    while not began.wait(0.001):
+        loop.step()
+    loop.add(asking("base", 2))
+    found: dict[str, list[int]] = {"base": [], "cold": []}
+    for _ in range(20):
+        for delta in loop.step():
+            found[delta.id] += delta.tokens
+    assert found == {"base": expected(2), "cold": []}
+    go.set()
+    while loop.busy:
+        for delta in loop.step():
+            found[delta.id] += delta.tokens
+    assert found["cold"] == expected(1, ("a", 1.0))
+    loop.close()
 
 
 def test_a_sleep_and_new_weights_bring_adapters_back(model: Path, adapters: dict[str, Path], expected: Any) -> None:
