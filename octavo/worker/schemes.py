@@ -29,7 +29,7 @@ AT_LOAD = ("fp8", "w8a8", "w8a16", "w4a16")
 """Methods of `ONLINE` (nn/quant/online.py), which can be imported only with Triton."""
 _PACKED = ("auto-round", "awq", "gptq")
 """Methods whose matrices are all integers."""
-_GROWTH = {3: 1.5, 4: 1.25, 8: 1.25}
+_GROWTH: dict[int | None, float] = {3: 1.5, 4: 1.25, 8: 1.25}
 """Bits of packed integers on disk -> their bytes on a GPU, as a multiple of those on disk, at most."""
 _MOST_GROWTH = 2
 
