@@ -16,6 +16,7 @@ from octavo.build_sizes import encoder_limits, sizes_of, steps_ahead
 from octavo.build_worker import build_worker, implementation_of
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
+from octavo.core.cache_fit import check_positions
 from octavo.core.cache_groups import GroupKind, blocks_held
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
@@ -61,7 +62,7 @@ def build_core(
             f"--data-parallel-size {replicas}: replicas are for octavo serve and AsyncLLM, which run engines in "
             "processes of their own. Leave it out."
         )
-    config.parallel.check()
+    config.check()
     if config.parallel.node_rank:
         raise ConfigError(
             f"--node-rank {config.parallel.node_rank}: the engine runs on node 0. Start others with octavo serve."
@@ -100,6 +101,7 @@ def _with_worker(
 ) -> tuple[EngineLoop, ModelInfo]:
     """Build the scheduler and the loop around a worker."""
     encodes = is_encoder(files.config)
+    check_positions(config.model.max_model_len, worker.facts.max_position)
     hooks = build_engine_halves(context)
     tasks = _tasks(files, hooks, generates=context.generates)
     loaded = worker.load(timer, most_drafts(hooks))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 
 from octavo.config import EngineConfig
-from octavo.core.cache_groups import blocks_held
+from octavo.core.cache_fit import CacheFit
 from octavo.core.errors import ConfigError
 from octavo.core.worker_info import LoadedFacts, WorkerFacts
 from octavo.hub.files import ModelFiles
@@ -45,14 +44,9 @@ def sizes_of(config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts) -> t
 
 
 def encoder_limits(config: EngineConfig, files: ModelFiles, facts: WorkerFacts) -> Limits:
-    """Return the limits of an encoder: prompts are not divided, so one of full length fits a step.
-
-    Raises:
-        ConfigError: `max_model_len` exceeds the model's positions.
-    """
+    """Return the limits of an encoder: prompts are not divided, so one of full length fits a step."""
     longest = facts.max_position
-    stated = _checked_length(config.model.max_model_len, longest)
-    max_model_len = stated or min(longest, max_sequence_length(files) or longest)
+    max_model_len = config.model.max_model_len or min(longest, max_sequence_length(files) or longest)
     num_seqs, step_tokens = config.scheduler.limits(*facts.default_limits)
     return Limits(
         max_num_seqs=num_seqs,
@@ -77,33 +71,23 @@ def _fit(
     Args:
         in_flight: most tokens of one request in launched steps.
     """
-
-    def held(tokens: int) -> int:
-        return blocks_held(loaded.groups, tokens, block_size, in_flight)
-
-    stated, block_size = config.cache.memory_bytes, loaded.block_size
-    longest = facts.max_position
-    wanted = _checked_length(config.model.max_model_len, longest)
-    block_bytes = loaded.block_bytes
+    stated, block_size, block_bytes = config.cache.memory_bytes, loaded.block_size, loaded.block_bytes
+    longest, wanted = facts.max_position, config.model.max_model_len
     asked = _asked_blocks(config, block_bytes)
     if asked is not None:
         cache_bytes: int | None = asked * block_bytes
     else:
         cache_bytes = loaded.kv_budget if stated is None else stated
     assert cache_bytes is not None, "without a stated size the worker measures its budget"
-    num_blocks = asked or min(cache_bytes // block_bytes, max(held(2 * block_size), num_seqs * held(wanted or longest)))
-    tokens = bisect.bisect_right(range(longest + 1), num_blocks, key=held) - 1
-    if wanted is not None and tokens < wanted:
-        need = held(wanted) * block_bytes
-        raise ConfigError(
-            f"One request of --max-model-len {wanted} needs {need} bytes of KV cache, but there are only "
-            f"{cache_bytes}. Lower --max-model-len to {max(tokens, 1)}, raise {_to(asked, need, block_bytes)}, or use "
-            "--dtype bfloat16 if it runs in float32."
-        )
+    fit = CacheFit(loaded.groups, block_size, block_bytes, in_flight, cache_bytes, asked)
+    if wanted is not None:
+        fit.check(wanted)
+    num_blocks = asked or min(fit.most_blocks, max(fit.held(2 * block_size), num_seqs * fit.held(wanted or longest)))
+    tokens = fit.longest(num_blocks, longest)
     if tokens < 2 * block_size:
         raise ConfigError(
             f"The KV cache of {cache_bytes} bytes holds {tokens} tokens, which is too few to serve anything; raise "
-            f"{_to(asked, held(2 * block_size) * block_bytes, block_bytes)}."
+            f"{fit.to(fit.held(2 * block_size))}."
         )
     if wanted is None and tokens < longest:
         log.warning(
@@ -125,23 +109,3 @@ def _asked_blocks(config: EngineConfig, block_bytes: int) -> int | None:
             f"{stated}. Lower the first to {stated // block_bytes}, or leave one of them out."
         )
     return asked
-
-
-def _to(asked: int | None, num_bytes: int, block_bytes: int) -> str:
-    """Return the setting that sized the cache, with a sufficient value."""
-    if asked is None:
-        return f"--kv-cache-memory-bytes to {num_bytes}"
-    return f"--num-gpu-blocks-override to {num_bytes // block_bytes}"
-
-
-def _checked_length(wanted: int | None, longest: int) -> int | None:
-    """Return the set `max_model_len`, or None.
-
-    Raises:
-        ConfigError: it exceeds the model's positions.
-    """
-    if wanted is not None and wanted > longest:
-        raise ConfigError(
-            f"--max-model-len {wanted} is more than the model's own maximum of {longest} positions; use at most that."
-        )
-    return wanted

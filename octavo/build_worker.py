@@ -15,11 +15,13 @@ from hashlib import blake2b
 
 import msgspec
 
+from octavo.build_sizes import steps_ahead
 from octavo.config import EngineConfig
+from octavo.core.cache_fit import CacheFit
 from octavo.core.errors import ConfigError
 from octavo.core.log import FORM
 from octavo.core.worker_info import CacheSizes, LoadedFacts, RankPlace, WorkerFacts
-from octavo.device.visible import environment_of
+from octavo.device.visible import check_enough, environment_of
 from octavo.engine.executor import WorkerBuild
 from octavo.engine.multiproc import RankBuild
 from octavo.engine.node import run_node
@@ -40,10 +42,12 @@ from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.hf_config import CLASSIFIER
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.overrides import blamed
+from octavo.models.spec import DecoderSpec
 from octavo.parallel.join import LOCAL, MeetingPoint
 from octavo.text.sources import model_files, tokenizer_files
 from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.version import __version__
+from octavo.worker.division import check_division
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.hooks import Reserved, WorkerHook
 from octavo.worker.port import LocalWorker
@@ -100,6 +104,8 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
     for own in config.features.values():
         own.check_sendable(why if size == 1 else f"with {size} devices the model runs in separate processes")
     if size > 1:
+        if config.device.device != "cpu" and backend != "ray":
+            check_enough(config.parallel.ranks_per_node, config.parallel.division)
         _check_divisible(config, files)
     contexts = config.parallel.prefill_context_parallel_size
     places = (RankPlace(rank, size, stages=stages, contexts=contexts) for rank in range(size))
@@ -207,17 +213,14 @@ def settings_digest(config: EngineConfig, files: ModelFiles) -> str:
 
 
 def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:
-    """Raise ConfigError for what runs on one device only; what depends on shapes is refused when layers are made."""
+    """Raise ConfigError for what runs on one device only, and for layers that the ranks can't divide."""
     if is_encoder(files.config):
         raise ConfigError(
             f"{config.parallel.division}: {files.name} is an encoder, which runs on one device. Leave it out."
         )
-    stages, layers = config.parallel.pipeline_parallel_size, files.config.get("num_hidden_layers")
-    if isinstance(layers, int) and stages > layers:  # before a process for each stage is started
-        raise ConfigError(
-            f"--pipeline-parallel-size {stages}: the model has {layers} layers, and each stage needs one. Use at most "
-            f"{layers} stages."
-        )
+    spec = implementation_of(config, files).spec_of(files.config)
+    if isinstance(spec, DecoderSpec):  # models of transformers are refused by the ranks
+        check_division(spec, config.parallel)
 
 
 def _check_experts(config: EngineConfig, files: ModelFiles) -> None:
@@ -305,7 +308,7 @@ class DecoderBuild:
         worker.prepare_kernels()
         timer.begin("weights")
         with blamed(config.model.config_overrides):
-            worker.load()
+            worker.load(self._check_length)
         if not worker.device.resident:
             self._check_products()
         halves = build_worker_halves(self.context)
@@ -327,6 +330,20 @@ class DecoderBuild:
             groups=worker.cache_groups,
             kv_budget=None if stated else worker.kv_budget(*limits, max_drafts),
         )
+
+    def _check_length(self) -> None:
+        """Raise ConfigError before the weights are loaded if the KV cache will not hold one request of the set
+        length. What features add to blocks is not known yet."""
+        worker, wanted, cache = self._worker, self._config.model.max_model_len, self._config.cache
+        if wanted is None:
+            return
+        _, step_tokens = self._config.scheduler.limits(*self.facts.default_limits)
+        in_flight = (steps_ahead(self._config, self.facts) + 1) * step_tokens
+        size, block = worker.block_size, worker.block_size * worker.kv_bytes_per_token
+        room = worker.most_kv if cache.memory_bytes is None else cache.memory_bytes
+        if cache.num_blocks is not None:
+            room = cache.num_blocks * block
+        CacheFit(worker.cache_groups, size, block, in_flight, room, cache.num_blocks).check(wanted)
 
     def allocate(self, sizes: CacheSizes) -> LocalWorker:
         worker, cache = self._worker, self._config.cache

@@ -10,6 +10,7 @@ from octavo.cli.flags.parser import say
 from octavo.cli.flags.units import show_bytes
 from octavo.cli.progress import open_display
 from octavo.config import EngineConfig, ServerConfig
+from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ async def open_frontend(config: EngineConfig, server: ServerConfig | None = None
     from octavo.server.process.log import log_settings
 
     settings = server or ServerConfig(log_level="warning")
+    if settings.api_server_count > 1 and config.parallel.replicas > 1:
+        raise ConfigError(
+            f"--api-server-count {settings.api_server_count}: several API processes share one engine, and with "
+            f"--data-parallel-size {config.parallel.replicas} there are several. Leave one of them out."
+        )
     with open_display() as display:
         llm = await AsyncLLM.start(
             config,

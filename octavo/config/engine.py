@@ -87,6 +87,22 @@ class EngineConfig:
         floors = {name: msgspec.convert(plain[name], kinds[name]) for name in plain if name != "features"}
         return cls(**floors, features=features)
 
+    def check(self) -> None:
+        """Raise ConfigError for settings that can't be used together."""
+        self.parallel.check()
+        on_ray = self.device.distributed_executor_backend == "ray"
+        for flag, given in self.parallel.meeting.items():
+            if on_ray:
+                raise ConfigError(
+                    f"--{flag} {given}: with --distributed-executor-backend ray the engine chooses where its machines "
+                    "meet. Leave it out."
+                )
+            if self.parallel.nnodes == 1:
+                raise ConfigError(
+                    f"--{flag} {given}: with --nnodes 1 no other machine joins. Set --nnodes to the number of "
+                    f"machines, or leave --{flag} out."
+                )
+
     @property
     def needs_weights(self) -> bool:
         """Whether weight files are read."""

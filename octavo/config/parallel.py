@@ -7,6 +7,8 @@ from octavo.core import quantities
 from octavo.core.errors import ConfigError
 from octavo.core.flag import setting
 
+_LAST_PORT = 65535
+
 
 def _layer_counts(text: str) -> tuple[int, ...]:
     return tuple(quantities.count(part) for part in text.split(","))
@@ -124,6 +126,8 @@ class ParallelConfig:
             raise ConfigError(
                 f"--node-rank {self.node_rank}: nodes have numbers from 0 to {self.nnodes - 1} ({nodes})."
             )
+        if self.master_port > _LAST_PORT:
+            raise ConfigError(f"--master-port {self.master_port}: ports have numbers from 1 to {_LAST_PORT}.")
         if self.num_ranks % self.nnodes:
             raise ConfigError(
                 f"{nodes}: the number of ranks, {self.num_ranks}, must be a multiple of it. It is the product of "
@@ -205,6 +209,16 @@ class ParallelConfig:
     def sends_rows(self) -> bool:
         """Whether ranks send each other single rows, instead of sums of all."""
         return self.exchanges_rows or self.divides_requests
+
+    @property
+    def meeting(self) -> dict[str, str | int]:
+        """The flags that say where machines meet, with their values if these are set."""
+        usual, found = ParallelConfig(), dict[str, str | int]()
+        if self.master_addr != usual.master_addr:
+            found["master-addr"] = self.master_addr
+        if self.master_port != usual.master_port:
+            found["master-port"] = self.master_port
+        return found
 
     @property
     def num_ranks(self) -> int:

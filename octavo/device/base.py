@@ -57,6 +57,14 @@ class Device(Link, Protocol):
         """
         ...
 
+    def most_kv(self, utilization: float | None, weights: int) -> int:
+        """Return at most how many bytes `kv_budget` will return; call before the weights are loaded.
+
+        Args:
+            weights: at least how many bytes they will take.
+        """
+        ...
+
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Return the bytes for the KV cache, next to the weights and a step's workspace."""
         ...

@@ -63,6 +63,10 @@ class CpuDevice(HostLink):
                 "memory are free. Take a smaller model or one with smaller weights (a quantized GGUF), or free memory."
             )
 
+    def most_kv(self, utilization: float | None, weights: int) -> int:
+        budget = max(0, int(self._available * (utilization or _DEFAULT_UTILIZATION)) - weights)
+        return budget if utilization else min(budget, _DEFAULT_KV_LIMIT)
+
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Return half of the available memory less the weights, at most 4 GiB; with a utilization, that fraction.
 

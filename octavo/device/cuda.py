@@ -72,6 +72,9 @@ class CudaDevice(CudaLink):
                 f"can be used. {_WAYS_OUT}"
             )
 
+    def most_kv(self, utilization: float | None, weights: int) -> int:
+        return max(0, self._room(utilization) - weights - _GRAPHS)
+
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Return what the utilization leaves besides memory in use now, with weights, and the workspace of steps."""
         budget = self._room(utilization) - workspace - _GRAPHS

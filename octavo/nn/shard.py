@@ -53,8 +53,8 @@ class Heads:
         if not self._divide(mesh.size):
             sizes = (size for size in range(1, heads + 1) if self._divide(size))
             raise ConfigError(
-                f"{heads} attention heads on {kv_heads} kv heads can't be divided over {mesh.size} devices. Set "
-                f"--tensor-parallel-size to one of {', '.join(map(str, sizes))}."
+                f"--tensor-parallel-size {mesh.size}: {heads} attention heads on {kv_heads} kv heads can't be divided "
+                f"over {mesh.size} devices. Set it to one of {', '.join(map(str, sizes))}."
             )
         return Heads(heads // mesh.size, max(1, kv_heads // mesh.size), self.head_dim, self.kv_dim)
 
@@ -93,8 +93,8 @@ class Run:
         """
         if self.count % mesh.size and mesh.size % self.count:
             raise ConfigError(
-                f"{self.count} heads or groups can't be divided over {mesh.size} devices; use a number that divides "
-                "them."
+                f"--tensor-parallel-size {mesh.size}: {self.count} heads or groups can't be divided over {mesh.size} "
+                "devices; use a number that divides them."
             )
         first, count = mesh.rank * self.count // mesh.size, max(1, self.count // mesh.size)
         return range(first * self.width, (first + count) * self.width)
@@ -195,7 +195,8 @@ def share(features: int, mesh: Mesh) -> range:
     """
     if features % mesh.size:
         raise ConfigError(
-            f"{features} features can't be divided over {mesh.size} devices; use a number that divides them."
+            f"--tensor-parallel-size {mesh.size}: {features} features can't be divided over {mesh.size} devices; use a "
+            "number that divides them."
         )
     size = features // mesh.size
     return range(mesh.rank * size, (mesh.rank + 1) * size)

@@ -27,7 +27,7 @@ from octavo.features import methods
 from octavo.hub.progress import Progress, silent
 from octavo.python_api.async_worker import AsyncWorkerMethods
 from octavo.python_api.inputs import feature_arguments, no_running_reset, refuse, tokenization
-from octavo.python_api.replicas import replica_process
+from octavo.python_api.replicas import check_replicas, replica_process
 from octavo.python_api.tokenizer import ScriptTokenizer
 from octavo.text.chat.content_format import ContentFormat
 from octavo.text.frontend import Frontend
@@ -111,7 +111,8 @@ class AsyncLLM(OnlineMethods, AsyncWorkerMethods):
             config = model
         else:
             config = EngineConfig.of(model=model, **settings) if model else EngineConfig.of(**settings)
-        config.parallel.check()
+        config.check()
+        check_replicas(config)
         for own in config.features.values():
             own.check_sendable("the engine runs in a separate process")
         files = await asyncio.to_thread(model_files, config.model, weights=config.needs_weights, progress=progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.config import EngineConfig
 from octavo.core.log import LogSettings
 from octavo.device.binding import NODES, divided
-from octavo.device.visible import environment_of
+from octavo.device.visible import check_enough, environment_of
 from octavo.engine.process import CoreProcess
 from octavo.hub.files import ModelFiles
 
@@ -24,6 +24,14 @@ def replica_process(number: int, count: int, config: EngineConfig, files: ModelF
     if count > 1 and _on_cpu(config) and config.device.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(process.pid, divided(os.sched_getaffinity(0), NODES, number, count))
     return process
+
+
+def check_replicas(config: EngineConfig) -> None:
+    """Raise ConfigError if this machine has fewer GPUs than the replicas need together."""
+    count = config.parallel.replicas
+    if count > 1 and not _on_cpu(config) and config.device.distributed_executor_backend != "ray":
+        settings = f"--data-parallel-size {count} {config.parallel.division}".rstrip()
+        check_enough(count * config.parallel.num_ranks, settings)
 
 
 def _on_cpu(config: EngineConfig) -> bool:

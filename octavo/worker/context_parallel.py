@@ -21,11 +21,10 @@ from octavo.core.errors import ConfigError
 from octavo.device.transfer import upload_parts
 from octavo.models.decoder import CausalLM
 from octavo.models.model import Model
-from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.token_exchange import TokenExchange
 from octavo.parallel.mesh import Mesh
-from octavo.worker.micro_batches import micro_batches_of
+from octavo.worker.micro_batches import has_only_attention, micro_batches_of
 from octavo.worker.parts import Forward, Prepares
 
 
@@ -198,15 +197,21 @@ def forward_of(
     """
     if mesh.context is None:
         return micro_batches_of(model, attention, block_size, parallel)
-    if not isinstance(model, CausalLM) or any(isinstance(layer, StateCache) for layer in model.cached_layers):
-        size = parallel.prefill_context_parallel_size
+    check_contexts(model, parallel)
+    assert isinstance(model, CausalLM)
+    least = parallel.prefill_context_parallel_threshold
+    return ContextParallel(model, attention, block_size, mesh.context, least).forward
+
+
+def check_contexts(model: object, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if ranks are to divide the tokens of a model where they can't."""
+    size = parallel.prefill_context_parallel_size
+    if size > 1 and not has_only_attention(model):
         raise ConfigError(
             f"--prefill-context-parallel-size {size}: ranks can't divide the tokens of models with recurrent layers, "
             "whose states follow from one token to the next, or of models of transformers. Leave it out, or set "
             "--tensor-parallel-size, which divides heads and channels."
         )
-    least = parallel.prefill_context_parallel_threshold
-    return ContextParallel(model, attention, block_size, mesh.context, least).forward
 
 
 def chosen_alike(choose: Callable[[], Collection[int]], context: Mesh | None, device: torch.device) -> Collection[int]:

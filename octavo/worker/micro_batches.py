@@ -120,9 +120,20 @@ def micro_batches_of(model: Model, attention: Prepares, block_size: int, paralle
     """
     if not parallel.enable_dbo:
         return None
-    if not isinstance(model, CausalLM) or any(isinstance(layer, StateCache) for layer in model.cached_layers):
+    check_micro_batches(model, parallel)
+    assert isinstance(model, CausalLM)
+    return MicroBatches(model, attention, block_size, parallel.dbo_prefill_token_threshold).forward
+
+
+def check_micro_batches(model: object, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if steps of a model are to be computed in two parts where they can't."""
+    if parallel.enable_dbo and not has_only_attention(model):
         raise ConfigError(
             "--enable-dbo: native programs on CPUs, and models with recurrent layers or of transformers, don't compute "
             "steps in two parts. Leave it out."
         )
-    return MicroBatches(model, attention, block_size, parallel.dbo_prefill_token_threshold).forward
+
+
+def has_only_attention(model: object) -> bool:
+    """Whether a model has Octavo's own layers and no recurrent ones, so that parts of a step can be computed apart."""
+    return isinstance(model, CausalLM) and not any(isinstance(layer, StateCache) for layer in model.cached_layers)

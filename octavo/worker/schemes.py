@@ -144,6 +144,12 @@ def _packed_bytes(files: ModelFiles) -> int | None:
     return files.weight_bytes * 17 // 16 if keeps else None
 
 
+def least_bytes(wanted: int, config: ModelConfig, files: ModelFiles) -> int:
+    """Return at least how many bytes the weights will take, of `wanted` bytes without quantization."""
+    packed = config.quantization is not None or method_name(files) is not None or files.format == "gguf"
+    return 0 if packed else wanted
+
+
 def _gguf_bytes(files: ModelFiles) -> int:
     """Return at most how many bytes a GGUF's tensors take on a GPU.
 

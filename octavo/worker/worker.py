@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,15 +50,17 @@ from octavo.worker import states
 from octavo.worker.attention import choose_attention
 from octavo.worker.blocks import Blocks
 from octavo.worker.context_parallel import chosen_alike, forward_of
+from octavo.worker.division import with_experts
 from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, WorkerHook
 from octavo.worker.host_parts import host_parts
 from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
 from octavo.worker.loaded import LoadedModel
+from octavo.worker.micro_batches import check_micro_batches
 from octavo.worker.own_rows import OwnRows, own_rows_of
 from octavo.worker.parts import NoReplay
 from octavo.worker.relay import NO_RELAY, relay_of
 from octavo.worker.runner import Runner
-from octavo.worker.schemes import needed_bytes, online_of, schemes_of
+from octavo.worker.schemes import least_bytes, needed_bytes, online_of, schemes_of
 
 if TYPE_CHECKING:
     from octavo.device.ahead import Ahead
@@ -75,6 +76,7 @@ class Worker:
     Attributes:
         block_size: tokens of a KV block: as set, or as fits the model.
         cache_groups: groups of layers that share a block table; known once the model is built.
+        most_kv: bytes that the KV cache can have at most; known before the weights are loaded.
         reserved: memory that features need besides the model's.
 
     Raises:
@@ -129,7 +131,7 @@ class Worker:
         self.model: Model | None = None
         self._relay = NO_RELAY
         self._ahead: Ahead | None = None
-        self.weight_bytes = 0
+        self.weight_bytes = self.most_kv = 0
         self.reserved = Reserved()
         self.step_parameters = 0
         self.files_version = self.weight_version = "default"
@@ -172,11 +174,11 @@ class Worker:
             libraries=libraries,
         )
 
-    def load(self) -> None:
-        """Build the model and pull its weights."""
+    def load(self, check: Callable[[], None] = lambda: None) -> None:
+        """Build the model and pull its weights; before they are read, when the cache's shape is known, call `check`."""
         device = self.device.torch_device
         checkpoint = self.checkpoint()
-        loaded = self.read(checkpoint, device, partial(self._before_weights, checkpoint))
+        loaded = self.read(checkpoint, device, partial(self._before_weights, checkpoint, check))
         self.model, self._stored_scales, self.weight_version = loaded.model, loaded.scales, self.files_version
         model, report = loaded.source, loaded.report
         self.weight_bytes = report.nbytes
@@ -227,18 +229,22 @@ class Worker:
 
     def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
         build = Build(self.dtype, device, self.attention, schemes, keep=keep, mesh=self.mesh)
-        whole, exchanges = self.parallel.enable_expert_parallel, self.parallel.exchanges_rows
-        return replace(build, whole_experts=whole, exchanges_rows=exchanges, exchange=self._exchange)
+        return with_experts(build, self.parallel, self._exchange)
 
-    def _before_weights(self, checkpoint: Checkpoint, model: LayeredModel, layers: Sequence[CachedLayer]) -> None:
+    def _before_weights(
+        self, checkpoint: Checkpoint, check: Callable[[], None], model: LayeredModel, layers: Sequence[CachedLayer]
+    ) -> None:
         groups = self._groups_of(layers)
         self.cache_groups = groups if self.stage.count == 1 else own_groups(groups, layers, model.cached_layers)
         if all(isinstance(layer, StateCache) for layer in layers):
             self._state_bytes = states.largest(layers)
         states.check(layers, self.block_size, self._block_bytes)
-        whole = partial(plain_bytes, checkpoint, self.dtype)
-        needed = needed_bytes(wanted_bytes(model), whole, self.config, self.files, self.device)
-        self.device.check_fits(needed, self.files.weight_bytes, self._utilization)
+        check_micro_batches(None if self._takes_native else model, self.parallel)
+        whole, wanted = partial(plain_bytes, checkpoint, self.dtype), wanted_bytes(model)
+        most = needed_bytes(wanted, whole, self.config, self.files, self.device)
+        self.device.check_fits(most, self.files.weight_bytes, self._utilization)
+        self.most_kv = self.device.most_kv(self._utilization, least_bytes(wanted, self.config, self.files))
+        check()
         self._compile_ahead(model)
 
     def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:

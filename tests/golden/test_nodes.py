@@ -110,9 +110,16 @@ def test_the_other_node_ends_with_the_engine(model: str) -> None:
         (("--nnodes", "2"), "--nnodes 2: the number of ranks, 1, must be a multiple of it"),
         (("--node-rank", "1"), "--node-rank 1: nodes have numbers from 0 to 0"),
         (("--pipeline-layers", "1,2"), "--pipeline-layers 1,2: .*-size 1 is one stage.* Set it to 2, or leave out"),
+        (("--master-addr", "10.0.0.1"), "--master-addr 10.0.0.1: with --nnodes 1 no other machine joins. Set --nnodes"),
+        (("--master-port", "29000"), "--master-port 29000: with --nnodes 1 .*, or leave --master-port out"),
+        (("-tp", "2", "--nnodes", "2", "--master-port", "65536"), "--master-port 65536: ports have numbers from 1 to"),
+        (
+            ("-tp", "2", "--distributed-executor-backend", "ray", "--master-addr", "10.0.0.1"),
+            "--master-addr 10.0.0.1: with --distributed-executor-backend ray the engine chooses where",
+        ),
         (("-tp", "2", "--nnodes", "2", "-dp", "2"), "a model on several machines .--nnodes 2. has one replica"),
     ],
 )
 def test_machines_that_do_not_fit_are_refused(flags: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_of("model", *flags).parallel.check()
+        config_of("model", *flags).check()

@@ -12,6 +12,7 @@ from octavo.build import build_core
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
+from octavo.device import host
 from octavo.hub.files import ModelFiles
 
 
@@ -56,6 +57,24 @@ def test_a_number_of_blocks_is_the_size_of_the_cache():
 def test_a_number_of_blocks_that_can_not_be(settings, says):
     with pytest.raises(ConfigError, match=says):
         sized(**{"num_gpu_blocks_override": 9} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_model_len": 257}, "--max-model-len 257 is more than the model's own maximum of 256 positions"),
+        ({"max_model_len": 200, "num_gpu_blocks_override": 9}, "raise --num-gpu-blocks-override to 13"),
+        ({"max_model_len": 200, "kv_cache_memory_bytes": 1 << 15}, "raise --kv-cache-memory-bytes to"),
+        ({"max_model_len": 200, "gpu_memory_utilization": 0.001}, "raise --kv-cache-memory-bytes to"),
+    ],
+)
+def test_too_long_requests_are_refused_before_the_weights_are_loaded(
+    settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "available_memory", lambda: 1 << 25)
+    monkeypatch.setattr("octavo.worker.worker.load_weights", lambda *_, **__: pytest.fail("weights are loaded"))
+    with pytest.raises(ConfigError, match=says):
+        sized(device="cpu", **settings)
 
 
 @pytest.mark.parametrize(

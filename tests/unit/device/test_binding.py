@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import pytest
 
 from octavo.core.errors import ConfigError
 from octavo.device.binding import bind, format_cores, parse_cores
-from octavo.device.visible import environment_of
+from octavo.device.visible import check_enough, environment_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -113,3 +115,25 @@ def test_ranks_on_one_node_share_no_physical_core(tmp_path, affinity):
     for rank in range(2):
         bind("auto", nodes, rank, 2)
     assert affinity == [{0, 1, 4, 5}, {2, 3, 6, 7}]
+
+
+@pytest.mark.parametrize(
+    ("needed", "stated", "says"),
+    [
+        (3, None, "-tp 3 needs 3 GPUs, but this machine has 2. Lower the number"),
+        (2, "1", "-tp 3 needs 2 GPUs, but CUDA_VISIBLE_DEVICES=1 names 1"),
+        (2, None, ""),
+        (2, "0,0", ""),
+        (4, "", ""),  # the model runs on the CPU
+    ],
+)
+def test_more_gpus_than_there_are_are_refused(needed: int, stated: str | None, says: str, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    refused = pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext()
+    with refused:
+        check_enough(needed, "-tp 3", {} if stated is None else {VISIBLE: stated}, tmp_path)
+
+
+def test_gpus_that_can_not_be_counted_are_not_refused(tmp_path: Path) -> None:
+    check_enough(2, "-tp 2", {}, tmp_path)

@@ -71,6 +71,15 @@ def test_the_kv_cache_gets_what_is_left():
         Small().kv_budget(0.5, 5 << 30, 4 << 30)
 
 
+def test_what_the_kv_cache_can_have_is_known_before_the_weights_are_loaded(monkeypatch):
+    assert Small().most_kv(None, 5 << 30) == int(10 * 2**30 * 0.92) - (1 << 30) - (5 << 30) - (1 << 30)
+    assert Small().most_kv(0.5, 5 << 30) == 0
+    monkeypatch.setattr(host, "available_memory", lambda: 12 << 30)
+    assert CpuDevice().most_kv(None, 5 << 30) == 1 << 30
+    assert CpuDevice().most_kv(None, 1 << 30) == 4 << 30
+    assert CpuDevice().most_kv(0.75, 1 << 30) == 8 << 30
+
+
 def test_a_cpu_keeps_room_for_steps(monkeypatch):
     free = [10 << 30]
     monkeypatch.setattr(host, "available_memory", lambda: free[0])

@@ -1,0 +1,44 @@
+"""What ranks can't divide is refused before their processes start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import toy_models
+import transformers
+
+from octavo.build import build_core
+from octavo.config import EngineConfig, ParallelConfig
+from octavo.core.errors import ConfigError
+from octavo.engine.rank_group import RankGroup
+from octavo.models.registry import spec_of
+from octavo.worker.division import check_division
+
+MAMBA = transformers.MambaConfig(vocab_size=131, hidden_size=64, num_hidden_layers=2).to_dict()
+MAMBA |= {"architectures": ["MambaForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "says"),
+    [
+        (toy_models.LLAMA, {"tensor_parallel_size": 3}, "--tensor-parallel-size 3: 4 attention heads .*one of 1, 2, 4"),
+        (toy_models.LLAMA, {"pipeline_parallel_size": 9}, "--pipeline-parallel-size 9: the model has 2 layers"),
+        (toy_models.LLAMA, {"pipeline_parallel_size": 2, "pipeline_layers": (3, 1)}, "--pipeline-layers 3,1 does not"),
+        (MAMBA, {"prefill_context_parallel_size": 2}, "recurrent layers.*or set --tensor-parallel-size"),
+        (MAMBA, {"tensor_parallel_size": 2, "enable_dbo": True}, "--enable-dbo: .*recurrent layers.* Leave it out"),
+    ],
+)
+def test_divisions_that_can_not_be(
+    config: dict[str, Any], settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankGroup, "__init__", lambda *_: pytest.fail("ranks are started"))
+    asked = EngineConfig.of(load_format="dummy", device="cpu", threads=1, **settings)
+    with pytest.raises(ConfigError, match=says):
+        build_core(asked, toy_models.model_files(config))
+
+
+@pytest.mark.parametrize("config", [toy_models.LLAMA, toy_models.LATENT, MAMBA], ids=["heads", "latents", "channels"])
+@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_divisions_that_can_be(config: dict[str, Any], settings: dict[str, Any]) -> None:
+    check_division(spec_of(toy_models.model_files(config).config), ParallelConfig(**settings))
