@@ -21,7 +21,7 @@ from octavo.engine import wire
 from octavo.engine.frames import Frames, frame
 from octavo.engine.inbox import Inbox
 from octavo.engine.phases import OnPhase
-from octavo.engine.process import CoreElsewhere, CoreProcess
+from octavo.engine.process import CoreElsewhere, CoreProcess, is_stopped
 
 log = logging.getLogger(__name__)
 
@@ -223,6 +223,17 @@ class CoreClient:
     def dead(self) -> str | None:
         """Why the core has stopped; None if it has not."""
         return self._dead
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped the core's process."""
+        return is_stopped(self._process.pid)
+
+    async def end(self, reason: str) -> None:
+        """Kill a core that does not go on. Open streams end with EngineDeadError, which gives the reason."""
+        self._die(reason)
+        if isinstance(self._process, CoreProcess):
+            await asyncio.to_thread(self._process.kill)
 
     def kill(self) -> None:
         """Kill the core's process, if this client owns it. Open streams end with EngineDeadError."""

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from octavo.engine.connections import listen_at
@@ -133,6 +134,15 @@ class CoreElsewhere:
 
     def stop(self) -> None:
         """Do nothing: the owner does it."""
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process (Linux only)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def receive_payload() -> tuple[socket.socket, Any]:

@@ -13,13 +13,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 from octavo.core.errors import DeviceLostError
 from octavo.engine import rank_wire as wire
 from octavo.engine.frames import Frames
-from octavo.engine.process import receive_start
+from octavo.engine.process import is_stopped, receive_start
 from octavo.engine.ring import RingHandles, RingReader
 
 log = logging.getLogger(__name__)
@@ -111,11 +110,7 @@ class RankProcess:
     @property
     def stopped(self) -> bool:
         """Whether a signal such as SIGSTOP has stopped the process (Linux only)."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        return is_stopped(self.pid)
 
     def lost(self, reason: str) -> DeviceLostError:
         """Return the error for this rank's loss, with its last log lines."""

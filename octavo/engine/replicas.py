@@ -24,6 +24,7 @@ from octavo.engine.client import CoreClient
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_MOST_LOOKS = 5
 _MOST_RESTARTS = 3
 _WITHIN_S = 600.0
 
@@ -34,8 +35,8 @@ Start = Callable[[int], Awaitable[CoreClient]]
 class ReplicaClient:
     """Sends each request to one replica, and every other command to all.
 
-    A replica that dies is started again, at most three times in ten minutes. Its requests that have no output yet are
-    moved to another one; the others end with an EngineDeadError.
+    A replica that dies or hangs is started again, at most three times in ten minutes. Its requests that have no output
+    yet are moved to another one; the others end with an EngineDeadError.
     """
 
     def __init__(self, start: Start, clients: Sequence[CoreClient]) -> None:
@@ -230,11 +231,16 @@ class ReplicaClient:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def _watch(self) -> None:
-        """Start replicas again that have died."""
+        """End replicas that hang, and start those again that have died."""
         given_up: set[int] = set()
+        looks_stopped = [0] * len(self._clients)
         while True:
             await asyncio.sleep(_LOOK_S)
             for number, client in enumerate(self._clients):
+                looks_stopped[number] = looks_stopped[number] + 1 if client.stopped else 0
+                if client.dead is None and (why := _hanging(client, looks_stopped[number])):
+                    log.error("replica %d is ended: %s", number, why)
+                    await client.end(f"Replica {number} was ended: {why}")
                 if client.dead is None or number in self._starting or number in given_up:
                     continue
                 if (reason := self._reason_against(number)) is not None:
@@ -266,6 +272,19 @@ class ReplicaClient:
             log.error("replica %d could not be started again: %s", number, error)
         finally:
             self._starting.discard(number)
+
+
+def _hanging(client: CoreClient, looks_stopped: int) -> str:
+    """Return why a replica counts as hanging; "" if it does not.
+
+    Args:
+        looks_stopped: successive looks at which its process was stopped. They are counted, not timed: this process may
+            have stood still as well.
+    """
+    if looks_stopped > _MOST_LOOKS:
+        return "its process was stopped by a signal (SIGSTOP) and does not go on."
+    health = client.health()
+    return "" if health.ok or health.final else health.reason
 
 
 _GREATEST = ("block_size", "last_step_s", "paused", "sleep_level")

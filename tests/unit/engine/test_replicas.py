@@ -13,6 +13,7 @@ from typing import Any, ParamSpec
 import pytest
 
 from octavo.core.errors import EngineDeadError, UnsupportedError
+from octavo.core.info import Health
 from octavo.core.output import TokenDelta
 from octavo.core.params import SamplingParams
 from octavo.core.pausing import PauseMode
@@ -119,16 +120,19 @@ async def test_requests_are_spread_and_counted() -> None:
         assert client.health().ok
 
 
+@pytest.mark.parametrize(
+    ("blow", "said"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, r"stopped by a signal \(SIGSTOP\)")]
+)
 @in_loop
-async def test_what_a_dead_replica_had_begun_ends_and_the_rest_is_moved() -> None:
+async def test_what_a_lost_replica_had_begun_ends_and_the_rest_is_moved(blow: signal.Signals, said: str) -> None:
     async with replicas(step_s=0.01) as (client, made):
         begun = [client.generate(asking(str(i), [i], max_tokens=10**6)) for i in range(2)]
         for stream in begun:
             await anext(stream)
         fresh = asyncio.create_task(tokens_of(client, asking("fresh", [3])))
         await asyncio.sleep(0)  # it is at replica 0 now
-        os.kill(made[0].pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+        os.kill(made[0].pid, blow)
+        with pytest.raises(EngineDeadError, match=said):
             await drained(begun[0])
         assert await fresh == [7, 8, 7, 8]
         assert (await anext(begun[1])).tokens
@@ -149,6 +153,19 @@ async def test_a_dead_replica_is_started_again() -> None:
         await until(client, 1)
         await until(client, 2)
         assert len(made) == 3
+        assert await tokens_of(client, asking("x", [3])) == [7, 8, 7, 8]
+
+
+@in_loop
+async def test_a_replica_that_makes_no_progress_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with replicas() as (client, made):
+        stuck = client._clients[1]
+        monkeypatch.setattr(stuck, "health", lambda: Health(ok=False, reason="no step has completed"))
+        async with asyncio.timeout(60):
+            while client._clients[1] is stuck:
+                await asyncio.sleep(0.01)
+        assert stuck.dead == "Replica 1 was ended: no step has completed"
+        assert not made[1].alive
         assert await tokens_of(client, asking("x", [3])) == [7, 8, 7, 8]
 
 
