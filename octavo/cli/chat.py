@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 
 from octavo.cli.flags.args import add_engine_settings, engine_config, values
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.flags.sampling import add_sampling_flags, sampling_fields
 from octavo.cli.talk import ChatMessages, LocalSpeaker, RemoteSpeaker, Speaker, StreamedAnswer
 from octavo.core.errors import OctavoError
+from octavo.core.terminal import say
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = """\

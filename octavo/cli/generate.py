@@ -10,11 +10,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.flags.args import add_engine_settings, engine_config
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.flags.sampling import add_sampling_flags, sampling_fields
 from octavo.cli.talk import StreamedAnswer, generate
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
+from octavo.core.terminal import say
 
 if TYPE_CHECKING:
     from octavo.text.frontend import Frontend

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
-import os
 import sys
 from typing import Protocol, cast
 
+from octavo.core.terminal import drop_unwritten, say
 from octavo.version import __version__
 
 COMMANDS = {
@@ -23,6 +24,8 @@ COMMANDS = {
 
 WITH_ENGINE = {"serve", "generate", "run-batch", "replay-steps", "eval", "quantize"}
 """Commands that always start an engine, in this process or in another with the same limits."""
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def commands() -> dict[str, str]:
@@ -52,6 +55,22 @@ class Subcommand(Protocol):
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return its exit status: 0 done, 1 failed, 2 misused, 128 + N ended by signal N."""
     words = sys.argv[1:] if argv is None else argv
+    try:
+        status = _main(words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output has closed (`octavo ... | head`)
+        drop_unwritten(sys.stdout)
+        return 1
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        drop_unwritten(sys.stdout)
+        say(f"error: {error.filename or 'the output'} can't be written: {error.strerror}. Make room there.")
+        return 1
+
+
+def _main(words: list[str]) -> int:
     if len(words) > 1 and words[0] == "help":
         words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
@@ -61,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"octavo {__version__}")
         return 0
     if words[0] not in COMMANDS and words[0] not in commands():
-        print(f"octavo: error: {_unknown(words[0])}", file=sys.stderr)
+        say(f"error: {_unknown(words[0])}")
         return 2
     return _run(words[0], words[1:])
 
@@ -92,15 +111,11 @@ def _run(name: str, argv: list[str]) -> int:
                 check_address_space()  # first, since the command's libraries may abort instead of raising
             return _module(name).run(argv)
     except OctavoError as error:
-        print(f"octavo: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of our output has closed (`octavo ... | head`). Keep the interpreter from flushing into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 if __name__ == "__main__":

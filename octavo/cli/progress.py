@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from octavo.cli.flags.parser import say
+from octavo.core.terminal import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 
 from octavo.cli.flags import units
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.progress import open_display
 from octavo.core.errors import ConfigError
+from octavo.core.terminal import say
 
 
 def run(argv: list[str]) -> int:

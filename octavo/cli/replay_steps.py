@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
+from octavo.core.terminal import say
 
 
 def run(argv: list[str]) -> int:

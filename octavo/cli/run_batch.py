@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from octavo.cli.flags import units
 from octavo.cli.flags.args import add_engine_settings, add_settings, engine_from, server_from, values
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.flags.table import SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
+from octavo.core.terminal import say
 
 if TYPE_CHECKING:
     from octavo.server.batch.offline import Tally

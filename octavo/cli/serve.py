@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from octavo.cli.flags.args import add_engine_settings, add_settings, engine_from, server_from, values
 from octavo.cli.flags.environment import notices
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.start import open_frontend
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.log import FORM
+from octavo.core.terminal import say, write_line
 from octavo.hub.catalogue import CATALOGUE
 
 
@@ -54,8 +56,8 @@ def refuse_swallowed_model(parser: OctavoParser, found: Mapping[str, Any]) -> No
 
 
 def announce(text: str) -> None:
-    """Write a line to standard error and flush, for processes that read it through a pipe."""
-    print(text, flush=True)
+    """Write a line to standard output at once, for processes that read it through a pipe."""
+    write_line(text, sys.stdout)
 
 
 def make_parser() -> OctavoParser:

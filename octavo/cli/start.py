@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from octavo.cli.flags.parser import say
 from octavo.cli.flags.units import show_bytes
 from octavo.cli.progress import open_display
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
+from octavo.core.terminal import say
 
 if TYPE_CHECKING:
     from octavo.text.frontend import Frontend

@@ -13,7 +13,8 @@ from octavo.bench.report import percentile, save
 from octavo.cli.bench.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.flags import units
 from octavo.cli.flags.args import add_engine_settings
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
+from octavo.core.terminal import say
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

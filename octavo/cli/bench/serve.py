@@ -18,8 +18,9 @@ from octavo.bench.report import TITLES, Summary, save
 from octavo.bench.samples import Sample, TextTokens
 from octavo.cli.bench.data import add_data_flags, make_samples
 from octavo.cli.flags import units
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
 from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.terminal import say
 
 ENDPOINTS = {
     "openai": "/v1/completions",

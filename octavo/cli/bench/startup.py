@@ -15,7 +15,8 @@ from octavo.bench.report import save
 from octavo.cli.bench.offline import open_llm
 from octavo.cli.flags import units
 from octavo.cli.flags.args import add_engine_settings
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
+from octavo.core.terminal import say
 
 _CHILD = "OCTAVO_BENCH_STARTUP_CHILD"
 _READY = "ready: "

@@ -12,10 +12,11 @@ from octavo.bench.report import save
 from octavo.cli.bench.data import add_data_flags, make_samples
 from octavo.cli.bench.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.flags.args import add_engine_settings
-from octavo.cli.flags.parser import OctavoParser, say
+from octavo.cli.flags.parser import OctavoParser
 from octavo.core.info import ModelInfo
 from octavo.core.output import RequestOutput
 from octavo.core.stats import EngineStats
+from octavo.core.terminal import say
 
 
 def run(argv: list[str]) -> int:

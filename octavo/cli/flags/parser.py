@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from octavo.config.foreign import FLAGS, SHORT, Needless
 from octavo.core.keywords import near
 from octavo.core.params import SamplingParams
+from octavo.core.terminal import say
 
 _ELSEWHERE = {
     "-c": "--max-model-len",
@@ -25,11 +26,6 @@ _ELSEWHERE = {
     "--parallel": "--max-num-seqs",
 }
 """Flags of other engines -> equivalent flags of Octavo."""
-
-
-def say(text: str) -> None:
-    """Write a line that is not the command's output to the terminal."""
-    print(f"octavo: {text}", file=sys.stderr, flush=True)
 
 
 class _Formatter(argparse.HelpFormatter):

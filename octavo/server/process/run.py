@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, OctavoError
 from octavo.core.memory import memory_errors
+from octavo.core.terminal import say
 from octavo.server.fingerprint import check_fingerprint
 from octavo.server.middleware import load_middleware
 from octavo.server.process.address import bind_all, release
@@ -62,7 +62,7 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: A
             runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
             return runner.run(_run(open_frontend, config, socks, announce))
     except OctavoError as exc:
-        print(f"octavo: error: {exc}", file=sys.stderr)
+        say(f"error: {exc}")
         return 1
 
 
@@ -83,7 +83,7 @@ async def _run(
         except asyncio.CancelledError:
             if not stop.first.is_set():
                 raise
-            print("octavo: stopped before the server was ready.", file=sys.stderr)
+            say("stopped before the server was ready.")
             return 128 + stop.number
     return 0
 

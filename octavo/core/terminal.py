@@ -1,0 +1,35 @@
+"""Lines for the terminal or the log that a command's output goes to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TextIO
+
+
+def say(text: str) -> None:
+    """Write a line that is not the command's output to standard error; see `write_line`."""
+    write_line(f"octavo: {text}", sys.stderr)
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Write a line at once. If that fails (a full disk, a reader that is gone), drop it, since a server must go on."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        drop_unwritten(stream)
+
+
+def drop_unwritten(stream: TextIO) -> None:
+    """Drop what `stream` failed to write; it would fail again with the next line, or when the process ends."""
+    with contextlib.suppress(OSError, ValueError):  # not every stream has a descriptor
+        number = stream.fileno()
+        own, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, number)
+            stream.flush()
+        finally:
+            os.dup2(own, number)
+            os.close(own)
+            os.close(null)
