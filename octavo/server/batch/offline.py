@@ -83,8 +83,7 @@ async def run_file(
         progress: called after every answer.
 
     Raises:
-        ConfigError: the journal belongs to another input.
-        OSError: the output can't be written.
+        ConfigError: the journal belongs to another input, or output or journal can't be written.
     """
     path = output.with_name(output.name + ".journal")
     answered: dict[int, tuple[int, int]] = {}
@@ -107,13 +106,23 @@ async def run_file(
             raise ConfigError(f"{reason} The answers so far are kept; the same command resumes from there.")
 
         async def run_all() -> None:
-            async with asyncio.TaskGroup() as group:
-                for number in range(len(lines)):
-                    if number not in answered:
-                        group.create_task(run_line(number))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number in range(len(lines)):
+                        if number not in answered:
+                            group.create_task(run_line(number))
+            except ExceptionGroup as group:
+                if unwritten := group.subgroup(OSError):  # one for each line that found the disk full
+                    raise unwritten.exceptions[0] from None
+                raise
 
         await _first(run_all(), watch())
         _write(output, journal, [answered[number] for number in range(len(lines))])
+    except OSError as exc:
+        raise ConfigError(
+            f"--output-file {output} can't be written ({exc.strerror}). Make room there; the {len(answered)} answers "
+            f"so far are in {path}, and the same command resumes from there."
+        ) from exc
     finally:
         journal.close()
     path.unlink()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.server
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -219,3 +221,26 @@ def test_files_may_be_urls(tmp_path: Path, engine: FakeEngine, store: str, monke
     with pytest.raises(ConfigError, match=r"did not take.*output\.jsonl"):
         run_batch.run(["-i", f"{store}/in", "-o", f"{store}/forbidden"])
     assert json.loads((tmp_path / "output.jsonl").read_text())["custom_id"] == "c1"
+
+
+def test_a_full_disk_is_one_error_and_the_answers_so_far_are_kept(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = write(tmp_path / "in", [line(n) for n in range(8)]), tmp_path / "out"
+    room, pwrite = iter(range(4)), os.pwrite  # for the journal's source, and three answers
+
+    def write_while_there_is_room(descriptor: int, data: bytes, offset: int) -> int:
+        if next(room, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", write_while_there_is_room)
+        with pytest.raises(ConfigError, match="No space left on device") as caught:
+            run_batch.run(["-i", source, "-o", str(output)])
+    assert str(output) in str(caught.value)
+    assert f"the 3 answers so far are in {output}.journal" in str(caught.value)
+    before = len(engine.requests)
+    assert run_batch.run(["-i", source, "-o", str(output)]) == 0
+    assert len(engine.requests) - before == 5
+    assert texts(output) == [f"say {n}" for n in range(8)]
