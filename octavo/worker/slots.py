@@ -58,6 +58,7 @@ class HostSlots:
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), dtype=np.int32)
         self.sampling = np.zeros(num_slots, dtype=STRUCT)
+        self._known = torch.from_numpy(self.tokens), torch.from_numpy(self.length)
         self._vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._held: list[Held | None] = [None] * num_slots
@@ -166,27 +167,24 @@ class HostSlots:
 
     def drafting(self, plan: StepPlan) -> Drafting:
         rows = list(plan.proposals)
-        slots, limits = np.array(plan.slots)[rows], np.array(list(plan.proposals.values()))
-        tensors = (torch.from_numpy(part) for part in (slots, limits, self.tokens, self.length))
-        return Drafting(plan, rows, *tensors)
+        slots, limits = np.array([plan.slots[row] for row in rows]), np.array(list(plan.proposals.values()))
+        return Drafting(plan, rows, torch.from_numpy(slots), torch.from_numpy(limits), *self._known)
 
     def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
-        slots, limits = drafting.slots.numpy(), drafting.limits.numpy()
-        counts = np.zeros_like(limits)
-        row, order = np.nonzero(np.arange(limits.max()) < limits[:, None])
-        chosen = np.zeros(len(row), dtype=np.int32)  # padding must be a token, too
-        if drafts is not None:
-            counts = np.minimum(drafts.counts.numpy(), limits)
-            proposed = drafts.tokens.numpy().clip(0, self._vocab_size - 1)
-            meant = order < counts[row]
-            chosen[meant] = proposed[row[meant], order[meant]]
-        self.tokens[slots[row], self.length[slots[row]] + order] = chosen
-        self.num_drafts[slots] = counts
-        stored = Stored(dict(zip(drafting.rows, counts.tolist(), strict=True)))
-        if drafting.plan.reports_drafts:
-            for at, (place, count) in enumerate(stored.counts.items()):
-                start = self.length[slots[at]]
-                stored.tokens[place] = self.tokens[slots[at], start : start + count].tolist()
+        stored = Stored({})
+        plan = drafting.plan
+        found = [0] * len(drafting.rows) if drafts is None else drafts.counts.tolist()
+        tokens = None if drafts is None else drafts.tokens.numpy()
+        for at, (row, limit) in enumerate(plan.proposals.items()):
+            slot, count = plan.slots[row], min(found[at], limit)
+            start = self.length[slot]
+            room = self.tokens[slot, start : start + limit]
+            room[:] = 0  # padding must be a token, too
+            if tokens is not None and count:
+                room[:count] = np.minimum(np.maximum(tokens[at, :count], 0), self._vocab_size - 1)
+            self.num_drafts[slot] = stored.counts[row] = count
+            if plan.reports_drafts:
+                stored.tokens[row] = room[:count].tolist()
         return lambda: stored
 
     def follow(self, where: Following) -> None:
@@ -195,7 +193,7 @@ class HostSlots:
 
     def known(self) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `length` as tensors on the device, which must not be changed."""
-        return torch.from_numpy(self.tokens), torch.from_numpy(self.length)
+        return self._known
 
     def retract(self, slots: Sequence[int]) -> None:
         """Drop the last token of each of these slots."""

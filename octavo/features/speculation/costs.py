@@ -10,6 +10,8 @@ from statistics import median
 _FEW, _MEMORY = 3, 15
 """Steps that are few, and the last ones that count. Medians leave out steps that something else delayed, such as the
 loading of kernels or a pause of the process."""
+_RENEWAL = 4
+"""Steps after which the line of steps with drafts is computed again, once `_MEMORY` of these are known."""
 _PRIOR = 0.4
 """Until measured: cost of a draft, as a share of a step's cost for each row."""
 
@@ -22,11 +24,15 @@ class _Measured:
         times: seconds of the last steps without drafts.
         drafted: drafts and seconds of the last steps with drafts.
         slope: seconds for each draft, from the last steps whose numbers of drafts differed; None before these.
+        known: the result of `line` when it was last computed.
+        unread: steps noted since then.
     """
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     drafted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     slope: float | None = None
+    known: tuple[float, float] = (0.0, 0.0)
+    unread: int = 0
 
     @property
     def plain(self) -> float:
@@ -34,15 +40,11 @@ class _Measured:
         return median(self.times) if self.times else 0.0
 
     def add(self, drafts: float, seconds: float) -> None:
-        """Note a step with drafts. The slope is the median of those between two steps (Theil and Sen)."""
-        self.drafted.append((drafts, seconds))
-        slopes = [
-            (late - early) / (more - fewer)
-            for (fewer, early), (more, late) in combinations(self.drafted, 2)
-            if abs(more - fewer) >= 1
-        ]
-        if slopes:
-            self.slope = max(0.0, median(slopes))
+        if drafts:
+            self.drafted.append((drafts, seconds))
+        else:
+            self.times.append(seconds)
+        self.unread += 1
 
     def line(self, plain: float, slope: float) -> tuple[float, float]:
         """Return seconds without drafts and seconds for each draft, of a step with drafts.
@@ -51,6 +53,22 @@ class _Measured:
             plain: seconds of a step without drafts: the least that one with drafts takes without them.
             slope: the second result, until the measurements say it.
         """
+        if self.unread >= (_RENEWAL if len(self.drafted) == _MEMORY else 1):
+            self._find_slope()
+            self.known, self.unread = self._line(plain, slope), 0
+        return self.known
+
+    def _find_slope(self) -> None:
+        """Set the slope to the median of those between two steps (Theil and Sen)."""
+        slopes = [
+            (late - early) / (more - fewer)
+            for (fewer, early), (more, late) in combinations(self.drafted, 2)
+            if abs(more - fewer) >= 1
+        ]
+        if slopes:
+            self.slope = max(0.0, median(slopes))
+
+    def _line(self, plain: float, slope: float) -> tuple[float, float]:
         drafts, seconds = (median(values) for values in zip(*self.drafted, strict=True))
         slope = slope if self.slope is None else self.slope
         slope = min(slope, max(0.0, seconds - plain) / drafts)
@@ -65,11 +83,7 @@ class StepCosts:
 
     def add(self, rows: int, drafts: float, seconds: float) -> None:
         """Note that a step of `rows` rows, with `drafts` drafts in all of them together, took `seconds`."""
-        one = self._measured.setdefault(size_class(rows), _Measured())
-        if drafts:
-            one.add(drafts, seconds)
-        else:
-            one.times.append(seconds)
+        self._measured.setdefault(size_class(rows), _Measured()).add(drafts, seconds)
 
     def needs_plain(self, rows: int) -> bool:
         """Return whether steps of this many rows were measured with drafts, but hardly any without."""

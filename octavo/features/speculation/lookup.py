@@ -8,6 +8,7 @@ keeps no state that rejected drafts or preempted requests could make wrong.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -36,18 +37,26 @@ def longest(text: Tokens, known: Tokens, most: int) -> Matches:
 
     An occurrence at the end of `text` has no continuation and is not found.
     """
-    size, ends = 0, np.empty(0, dtype=np.intp)
-    for length in range(1, min(most, len(known)) + 1):
-        token = known[-length]
-        if length == 1:
-            found = np.flatnonzero(text[:-1] == token)
-        else:
-            found = ends[ends >= length - 1]
-            found = found[text[found - length + 1] == token]
+    most = min(most, len(known))
+    ends = np.flatnonzero(text[:-1] == known[-1]) if most else np.empty(0, dtype=np.intp)
+    size = min(len(ends), 1)
+    while len(ends) > 1 and size < most:
+        found = ends[ends >= size] if ends[0] < size else ends
+        found = found[text[found - size] == known[-1 - size]]
         if not len(found):
-            break
-        size, ends = length, found
+            return Matches(text, ends, size)
+        size, ends = size + 1, found
+    if len(ends) == 1:
+        size = _agreeing(text[: ends[0] + 1], known, most)
     return Matches(text, ends, size)
+
+
+def _agreeing(text: Tokens, known: Tokens, most: int) -> int:
+    """Return how many of the last tokens of two texts are the same, up to `most`; neither text is empty."""
+    count = min(most, len(text), len(known))
+    differs = (text[-count:] != known[-count:])[::-1]
+    first = int(differs.argmax())
+    return first if differs[first] else count
 
 
 def last(matches: Matches, count: int) -> Tokens:
@@ -76,16 +85,17 @@ def voted(matches: Matches, count: int, least_chance: float) -> Tokens:
     for ahead in range(1, count + 1):
         if len(ends) == 1:  # no more to vote about
             rest = matches.text[ends[0] + 1 :]
-            return np.concatenate([np.array(chosen, dtype=np.int32), np.resize(rest, count)[ahead - 1 :]])
+            rest = rest[:count] if len(rest) >= count else np.resize(rest, count)
+            return np.array([*chosen, *rest[ahead - 1 :].tolist()], dtype=np.int32)
         ends = ends[ends + ahead < len(matches.text)]
         if not len(ends):
             break
         following = matches.text[ends + ahead]
-        tokens, firsts, counts = np.unique(following[::-1], return_index=True, return_counts=True)
-        best = np.lexsort((firsts, -counts))[0]  # of equally frequent ones the last
-        chance *= counts[best] / len(ends)
+        votes = Counter(following[::-1].tolist())
+        token = max(votes, key=votes.__getitem__)  # of equally frequent ones the last
+        chance *= votes[token] / len(ends)
         if chance < least_chance:
             break
-        chosen.append(int(tokens[best]))
-        ends = ends[following == tokens[best]]
+        chosen.append(token)
+        ends = ends[following == token]
     return np.array(chosen, dtype=np.int32)

@@ -59,18 +59,16 @@ class HostDrafter(WorkerHook):
                     self._outputs.setdefault(slot, []).extend(tokens)
 
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
-        slots, limits = drafting.slots.tolist(), drafting.limits.tolist()
-        tokens, length = drafting.tokens.numpy(), drafting.length.numpy()
-        found = [
-            self._draft(slot, tokens[slot, : length[slot]], limit) for slot, limit in zip(slots, limits, strict=True)
-        ]
+        plan, tokens, length = drafting.plan, drafting.tokens.numpy(), drafting.length.numpy()
+        rows = ((plan.slots[row], limit) for row, limit in plan.proposals.items())
+        found = [self._draft(slot, tokens[slot, : length[slot]], limit) for slot, limit in rows]
         counts = [len(one) for one in found]
         if not any(counts):
             return None
         drafts = np.zeros((len(found), max(counts)), dtype=np.int64)
         for row, one in enumerate(found):
             drafts[row, : len(one)] = one
-        return Drafts(torch.from_numpy(drafts), torch.tensor(counts))
+        return Drafts(torch.from_numpy(drafts), torch.from_numpy(np.array(counts)))
 
     def _draft(self, slot: int, known: Tokens, limit: int) -> Tokens:
         config = self._config
