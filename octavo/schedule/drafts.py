@@ -34,8 +34,11 @@ class DraftBounds:
         bounds = (hook.drafts(request) for hook in self._hooks)
         return max(0, min((bound for bound in bounds if bound is not None), default=self.most))
 
-    def following(self, request: Request, num_running: int) -> int:
+    def following(self, request: Request, num_running: int, wanted: int | None = None) -> int:
         """Return the number of drafts for a request whose row has just been planned.
+
+        Args:
+            wanted: the result of that function, if it is known.
 
         If all of them are accepted, the output is at most `max_tokens` long, so no position beyond the request's last
         is written. If all running requests have as many, their rows fit into one step, and so do their logits.
@@ -43,7 +46,9 @@ class DraftBounds:
         left = request.max_tokens - request.num_output - request.pending - 1
         share = min(self._step_tokens // num_running - 1, MOST_DRAFTED * self.most // num_running)
         most = min(self.most, left, share)
-        return min(most, self.wanted(request)) if most > 0 else 0
+        if most <= 0:
+            return 0
+        return min(most, self.wanted(request) if wanted is None else wanted)
 
     def reads(self, request: Request) -> bool:
         """Return whether a feature must see the request's drafts before they are verified."""

@@ -357,7 +357,7 @@ class Scheduler:
             self._tiers.committed(plan.id, output.moved)
         if output.moved:
             self._loads.committed(output.moved)
-        if steady is not None and steady is self._steady and not (output.errors or output.logprobs):
+        if steady is not None and steady is self._steady and not (output.errors or output.logprobs or output.drafts):
             self.counters.stats.generation_tokens += len(rows)
             steady.take(output.tokens, self._news, self._append, self._fail)
             return self._take_news()

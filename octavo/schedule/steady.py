@@ -1,5 +1,8 @@
 """`Steady`: repeat a step that decodes one token of every running request, for as long as nothing else can happen.
 
+A repeated step may ask for drafts where the next plan is made after its tokens are known; if some are found, the next
+step is planned from scratch.
+
 Most steps are such steps, and the scheduler need not examine each request again: none waits, none is about to reach its
 limit, and a request needs a KV block only when it fills one. The block being written is never shared: a sharer copies
 it on its first write. Features are called only for requests with options for them.
@@ -48,6 +51,7 @@ class Steady:
         self._growing = sum(group.grows for group in cache.groups)
         self._kv = kv
         self._drafts = drafts if drafts.most else None
+        self._searches = max_ahead == 1 and not drafts.writes_ahead and not any(drafts.reads(r) for r in self.rows)
         watched = {request for request in self.rows if request.spec.options}
         self.hooks = hooks if watched else ()
         reading = [hook for hook in self.hooks if type(hook).on_commit is not EngineHook.on_commit]
@@ -80,14 +84,15 @@ class Steady:
     ) -> Steady | None:
         """Return the steps that repeat `step`, if it decodes one token of each running request in order; else None.
 
-        None also while drafts wait or are in flight, since their number changes from step to step.
+        None also while drafts are in flight, or may be once this step's tokens are known.
         """
         rows, draft = step.rows, step.draft
         if rows != running or draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
             return None
-        if any(r.num_drafts or r.unsure or r.siblings.lockstep for r in rows):
+        if any(r.unsure or r.siblings.lockstep for r in rows):
             return None
-        return cls(step, unfilled, cache, kv, max_ahead, hooks, drafts)
+        steady = cls(step, unfilled, cache, kv, max_ahead, hooks, drafts)
+        return steady if steady._searches or not draft.proposals else None
 
     def next(self) -> PlanDraft | None:
         """Return the next step and count it as launched; None if the scheduler must plan from scratch."""
@@ -95,7 +100,8 @@ class Steady:
         grown = sum(begins for _, begins in borders)
         if self._left <= 0 or grown * len(self._cache.groups) > self._cache.least_free or not self._admitted():
             return None
-        if self._drafts is not None and self._begins_to_draft(self._drafts):
+        wanted = [] if self._drafts is None else self._wanted(self._drafts)
+        if wanted is None or (any(wanted) and not self._searches):
             return None
         draft = PlanDraft(
             slots=self._draft.slots,
@@ -108,6 +114,8 @@ class Steady:
             request.num_computed += 1
             request.inflight += 1
             request.pending += 1
+        if any(wanted):
+            self._propose(draft, wanted)
         for request, begins in borders:
             if begins:
                 self._grow(request, draft)
@@ -124,12 +132,23 @@ class Steady:
         except Exception:
             return False
 
-    def _begins_to_draft(self, drafts: DraftBounds) -> bool:
-        """Return whether a feature asks for drafts now. True also if it fails; planning from scratch reports that."""
+    def _wanted(self, drafts: DraftBounds) -> list[int] | None:
+        """Return the most drafts that features want after each row. None if drafts wait, so that rows differ from now
+        on, or if a feature fails; planning from scratch reports that."""
+        if any(request.num_drafts for request in self.rows):
+            return None
         try:
-            return any(drafts.wanted(request) for request in self.rows)
+            return [drafts.wanted(request) for request in self.rows]
         except Exception:
-            return True
+            return None
+
+    def _propose(self, draft: PlanDraft, wanted: list[int]) -> None:
+        """Ask for drafts after the tokens of the rows. While none are found, steps continue to repeat."""
+        assert self._drafts is not None
+        for row, (request, most) in enumerate(zip(self.rows, wanted, strict=True)):
+            request.num_drafts = self._drafts.following(request, len(self.rows), most)
+            if request.num_drafts:
+                draft.proposals[row] = request.num_drafts
 
     def _grow(self, request: Request, draft: PlanDraft) -> None:
         growth = self._cache.grow(request.table, request.num_computed - 1, request.num_computed)

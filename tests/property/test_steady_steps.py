@@ -212,6 +212,46 @@ def test_steps_are_repeated_until_a_feature_drafts_and_after_it(depth):
         assert drafter.rejected
 
 
+class Fruitless(Planned):
+    """Finds no drafts, and says so."""
+
+    def _sample(self, step):
+        super()._sample(step)
+        step.output = msgspec.structs.replace(step.output, drafts=dict.fromkeys(step.plan.proposals, 0))
+
+    def _draft(self, state, count):
+        return []
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_steps_that_search_for_drafts_in_vain_are_repeated(depth):
+    """Where a step's tokens are known before the next is planned."""
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60, max_ahead=depth + 1)
+    drafter = Drafter(10, 30)
+    scheduler = Scheduler(KVCache(60, BLOCK), limits, make_policy("fcfs"), eos_token_ids=[EOS], hooks=[drafter])
+    scheduler.recover = None
+    device = Fruitless(60)
+    loop = EngineLoop(scheduler, device, depth)
+    said = {}
+    for i in range(3):
+        tokens, params = [5, 6, i], SamplingParams(max_tokens=50, ignore_eos=True, seed=i)
+        loop.add(GenerateRequest(id=f"r{i}", tokens=tokens, params=params))
+        said[f"r{i}"] = toy_generate(tokens, 50, stop_ids=(), seed=i)
+    told: dict[str, list[int]] = {}
+    while loop.busy:
+        for delta in loop.step():
+            told.setdefault(delta.id, []).extend(delta.tokens)
+    scheduler.check_idle()
+    assert told == said
+    searching = [plan for plan in device.kept if plan.proposals]
+    assert len(searching) == 20
+    assert all(set(plan.proposals) == {0, 1, 2} for plan in searching)
+    if depth == 0:
+        assert all(plan.repeats and not any(plan.num_drafts) for plan in searching)
+    else:
+        assert not any(plan.repeats for plan in searching)
+
+
 def test_who_admits_for_good_is_asked_once_and_told_of_each_token():
     witness = Witness()
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60, max_ahead=1)

@@ -110,6 +110,8 @@ class SpeculationEngine(EngineHook):
         """Drafts since steps with drafts were last measured, and how many of them were accepted."""
         self._most: int | None = 0 if config.adaptive else None
         """Most drafts of any row in the next step; None if each row decides."""
+        self._searching = False
+        """The last step was to be followed by drafts."""
         self._prices: tuple[float, float, float] | None = None
         """Seconds that an accepted draft saves, and that a row with drafts and each of them cost; None if unknown."""
 
@@ -129,8 +131,9 @@ class SpeculationEngine(EngineHook):
         if self._adaptive:
             self._rows = len(rows)
             self._most = self._limit(len(rows))
-            if not draft.repeats:
+            if not draft.repeats or draft.proposals or self._searching:
                 self._note_misses(draft, rows)
+                self._searching = bool(draft.proposals)
 
     def _measure(self, step: Planned, now: float) -> None:
         plain = self._costs.plain(step.rows)

@@ -181,7 +181,8 @@ def test_acceptance_forgets() -> None:
     assert Acceptance(one).share == pytest.approx(0.3)
 
 
-def test_searches_that_find_nothing_become_rare_together() -> None:
+@pytest.mark.parametrize("repeats", [False, True])
+def test_searches_that_find_nothing_become_rare_together(repeats: bool) -> None:
     """Two requests that began to search at different times soon search in the same eighth of the steps."""
     world = World(2, 1.0, 0.001)
     hook, (first, second) = world.hook, world.requests
@@ -191,7 +192,7 @@ def test_searches_that_find_nothing_become_rare_together() -> None:
         wishes = [row for row, request in enumerate(rows) if hook.drafts(request)]
         count = len(rows)
         plan = PlanDraft(num_tokens=[1] * count, num_drafts=[0] * count, samples=[True] * count)
-        plan.proposals = dict.fromkeys(wishes, 3)
+        plan.proposals, plan.repeats = dict.fromkeys(wishes, 3), repeats and step > 5
         hook.on_plan(plan, rows)
         asked.append(wishes)
     assert all(wishes in ([], [0, 1]) for wishes in asked[-100:])
