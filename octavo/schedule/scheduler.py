@@ -328,7 +328,7 @@ class Scheduler:
     def payload(self, plan: StepPlan) -> dict[str, Any]:
         """Return the features' payloads for sampling the plan; called after its forward pass was launched."""
         rows, steady = self._launched[plan.id]
-        hooks = self._hooks if steady is None else steady.hooks
+        hooks = self._hooks if steady is None else steady.senders
         if not rows:
             return {}
         asked = ((hook.name, hook.before_sample(plan, rows)) for hook in hooks)

@@ -31,6 +31,7 @@ class Steady:
     Attributes:
         rows: the requests, in the order of the batch.
         hooks: the features to call for these steps.
+        senders: those of them that may have payloads for sampling.
         unfilled: token slots in their blocks that hold no token.
     """
 
@@ -54,6 +55,7 @@ class Steady:
         self._searches = max_ahead == 1 and not drafts.writes_ahead and not any(drafts.reads(r) for r in self.rows)
         watched = {request for request in self.rows if request.spec.options}
         self.hooks = hooks if watched else ()
+        self.senders = [hook for hook in self.hooks if type(hook).before_sample is not EngineHook.before_sample]
         reading = [hook for hook in self.hooks if type(hook).on_commit is not EngineHook.on_commit]
         self._watched = {request for request in watched if hooks_of(request, reading)}
         """Requests whose tokens features must see."""

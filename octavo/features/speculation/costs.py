@@ -22,6 +22,7 @@ class _Measured:
 
     Attributes:
         times: seconds of the last steps without drafts.
+        plain: their median; 0.0 before the first.
         drafted: drafts and seconds of the last steps with drafts.
         slope: seconds for each draft, from the last steps whose numbers of drafts differed; None before these.
         known: the result of `line` when it was last computed.
@@ -29,21 +30,18 @@ class _Measured:
     """
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    plain: float = 0.0
     drafted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     slope: float | None = None
     known: tuple[float, float] = (0.0, 0.0)
     unread: int = 0
-
-    @property
-    def plain(self) -> float:
-        """Seconds of a step without drafts; 0.0 before the first."""
-        return median(self.times) if self.times else 0.0
 
     def add(self, drafts: float, seconds: float) -> None:
         if drafts:
             self.drafted.append((drafts, seconds))
         else:
             self.times.append(seconds)
+            self.plain = median(self.times)
         self.unread += 1
 
     def line(self, plain: float, slope: float) -> tuple[float, float]:

@@ -36,6 +36,8 @@ _PLAIN = 5
 """Steps without drafts in a row, to measure what drafts save. The first one may overlap with a step before."""
 _MANY = 8
 """Rows from which on requests draft together or not at all: one row with drafts makes the whole step dear."""
+_MEASURED = 4
+"""Steps without drafts of which one is measured, while they repeat."""
 _PATIENCE, _LONGEST_PERIOD = 2, 8
 """Each time that this many searches in a row found nothing, the next ones are twice as many steps apart, up to the
 second number: a step that may be followed by drafts is planned anew, which takes longer than to repeat the last one."""
@@ -119,6 +121,10 @@ class SpeculationEngine(EngineHook):
         """Measure the steps before."""
         now, last = self._clock(), self._last
         self._steps += 1
+        if last is not None and self._is_usual(last, draft, rows):
+            self._counters.step(now - last.began, last.rows, self._costs.plain(last.rows))
+            self._last = last._replace(began=now)
+            return
         if last is None:
             self._pace.interrupt()
         else:
@@ -134,6 +140,12 @@ class SpeculationEngine(EngineHook):
             if not draft.repeats or draft.proposals or self._searching:
                 self._note_misses(draft, rows)
                 self._searching = bool(draft.proposals)
+
+    def _is_usual(self, last: Planned, draft: PlanDraft, rows: Sequence[Request]) -> bool:
+        """Whether a step and the one before neither have nor search drafts, and need not be measured."""
+        if not draft.repeats or draft.proposals or self._searching or self._plain or not self._steps % _MEASURED:
+            return False
+        return last.rows == len(rows) < _MANY and not (last.drafts or last.ahead or rows[0].inflight > 1)
 
     def _measure(self, step: Planned, now: float) -> None:
         plain = self._costs.plain(step.rows)
