@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,8 @@ from hypothesis import settings
 # Without a GPU the tests run Triton's kernels in its interpreter, which must be asked for before they are defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from quick_interpreter import quicken
 
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import resolve
@@ -58,27 +59,5 @@ settings.register_profile("octavo", deadline=None)
 settings.load_profile("octavo")
 
 
-def patch_language_once() -> None:
-    """Spare a quarter of the interpreter's time.
-
-    It patches `triton.language` before a kernel runs, and once more for every call of a function within the kernel. The
-    latter is needed only once for each module that such functions come from.
-    """
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    known: set[int] = set()
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = id(self.fn.__globals__)
-        if module not in known:
-            interpreter._patch_lang(self.fn)
-            known.add(module)
-        return self.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_language_once()
+    quicken()
