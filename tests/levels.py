@@ -1,4 +1,7 @@
-"""The instruction set levels of the CPU kernels, for tests of each that this machine has."""
+"""The instruction set levels of the CPU kernels, for tests of each that this machine has.
+
+By default these are the best one, AVX2 and the portable one: a level takes half a minute to compile.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,17 @@ import subprocess
 import pytest
 
 from octavo.native.build import COMPILERS, NativeBuildError, load_library
-from octavo.native.isa import LEVELS, usable
+from octavo.native.isa import LEVELS, Isa, usable
 
-ISAS = [isa.name for isa in LEVELS]
+_DEFAULT = {usable()[0].name, "avx2", "portable"}
+
+
+def is_slow(isa: Isa) -> bool:
+    """Whether this machine has the level, but only `make test-all` tests it."""
+    return isa in usable() and isa.name not in _DEFAULT
+
+
+ISAS = [pytest.param(isa.name, marks=pytest.mark.slow) if is_slow(isa) else isa.name for isa in LEVELS]
 
 
 def needs_isa(name: str) -> str:

@@ -9,6 +9,7 @@ import random
 import pytest
 import ragged
 import torch
+from levels import is_slow
 
 from octavo.native.build import NativeBuildError, load_library
 from octavo.native.isa import LEVELS, usable
@@ -35,6 +36,8 @@ BACKENDS = {
     **{f"native-{isa.name}": functools.partial(native, isa) for isa in LEVELS},
 }
 INT8 = {name: functools.partial(make, int8=True) for name, make in BACKENDS.items()}
+_SLOW = {f"native-{isa.name}" for isa in LEVELS if is_slow(isa)}
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in BACKENDS]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -58,12 +61,12 @@ def block_size(backend) -> int:
     return random.choice([16, 32, 64] if backend.name == "native" else [8, 16, 32])
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=NAMES)
 def backend(request):
     return BACKENDS[request.param]()
 
 
-@pytest.fixture(params=INT8)
+@pytest.fixture(params=NAMES)
 def int8_backend(request):
     return INT8[request.param]()
 

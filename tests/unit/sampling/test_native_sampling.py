@@ -14,6 +14,7 @@ from levels import ISAS, needs_isa
 from test_sampler import fresh_rng, random_logits, random_params
 
 from octavo.core.params import SamplingParams
+from octavo.native.isa import NAMES
 from octavo.native.program import Pool
 from octavo.native.sampling import sample
 from octavo.sampling.allowed import Allowed, forbid, num_words
@@ -178,7 +179,7 @@ def test_a_row_depends_on_nothing_else(pool):
 
 
 def pool_isa(pool: Pool) -> str:
-    return next(name for name in ISAS if f"octavo-{name}-" in pool.kernels._name)
+    return next(name for name in NAMES if f"octavo-{name}-" in pool.kernels._name)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_k=5), SamplingParams(top_p=0.5)])
