@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,9 @@ _ROOM = 4 << 20
 _WORK_PREFIX = "build-"
 _building = threading.Lock()
 _built: dict[str, _Built | NativeBuildError] = {}
+_ELF_HEADER = struct.Struct("<40xQ10xHH2x")
+"""Of a 64-bit file: the place of the table of sections, the size of an entry, and their number."""
+
 _SELF_TEST = "import ctypes, sys; sys.exit(getattr(ctypes.CDLL(sys.argv[1]), 'octavo_self_test', int)())"
 
 
@@ -174,15 +178,28 @@ _Units = list[list[str]]
 
 
 def _provide(command: list[str], folder: Path, libraries: Mapping[str, _Units]) -> dict[str, Path]:
-    """Return the paths of libraries by name, compiling those that are missing."""
+    """Return the paths of libraries by name, compiling those that are missing or cut short."""
     found = {name: folder / name for name in libraries}
-    lacking = [name for name, path in found.items() if not path.exists()]
+    lacking = [name for name, path in found.items() if not _is_whole(path)]
     if lacking:
         parent = _writable(folder)
         found |= {name: parent / name for name in lacking}
         # If an earlier start could not write to `folder` either, they may be in `parent` already.
-        _compile(command, parent, {name: libraries[name] for name in lacking if not found[name].exists()})
+        _compile(command, parent, {name: libraries[name] for name in lacking if not _is_whole(found[name])})
     return found
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether a library is there with all of its bytes. After a power failure it may not be; to load it then
+    fails, or kills the process (SIGBUS). An ELF file ends with its table of sections, or after it (elf(5))."""
+    with contextlib.suppress(OSError), library.open("rb") as file:
+        head, size = file.read(_ELF_HEADER.size), os.fstat(file.fileno()).st_size
+        if not sys.platform.startswith("linux"):
+            return size > 0
+        if head.startswith(b"\x7fELF") and len(head) == _ELF_HEADER.size:
+            place, each, number = _ELF_HEADER.unpack(head)
+            return bool(place + each * number <= size)
+    return False
 
 
 def _compile(command: list[str], parent: Path, libraries: Mapping[str, _Units]) -> None:
@@ -206,6 +223,8 @@ def _compile(command: list[str], parent: Path, libraries: Mapping[str, _Units]) 
             made = str(Path(work) / name)
             _run([*command, "-shared", *(str(each.result()) for each in objects), "-o", made])
             _run([sys.executable, "-c", _SELF_TEST, made])
+            with open(made, "rb") as library:
+                os.fsync(library.fileno())
             os.replace(made, parent / name)
 
 

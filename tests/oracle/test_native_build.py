@@ -141,6 +141,21 @@ def test_a_second_load_compiles_nothing(fresh, monkeypatch):
     native_build.load_library()
 
 
+@has_compiler
+@pytest.mark.parametrize("kept", [0, 1000, -1], ids=["nothing", "the beginning", "all but a byte"])
+def test_a_library_that_was_cut_short_is_compiled_again(fresh, kept):
+    """By a power failure. To load it would fail or, if the loader reads behind its end, kill the process."""
+    native_build.load_library()
+    (library,) = (fresh / "cache").rglob("*.so")
+    whole = library.read_bytes()
+    library.unlink()  # it is mapped
+    library.write_bytes(whole[:kept])
+    native_build._built.clear()
+    native_build.load_library()
+    assert library.read_bytes() == whole
+    assert list((fresh / "cache").rglob("*.so")) == [library]  # and none for a lesser instruction set
+
+
 @pytest.fixture
 def separate(fresh):
     """Sources of three libraries of their own, each with a function of its number."""
