@@ -111,7 +111,8 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content, written = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -121,6 +122,7 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
     names = {alias: flag for flag in known.values() for alias in (flag.name, *flag.aliases)}
+    _refuse_repeated(path, ((key.value, key.start_mark.line + 1) for key, _ in written.value), names)
     found: dict[str, Any] = {}
     for key, value in content.items():
         head, _, below = str(key).partition(".")
@@ -135,6 +137,17 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
         else:
             raise ConfigError(f"--config {path}: unknown setting {key!r}{near(name, names, most=3)}")
     return found
+
+
+def _refuse_repeated(path: Path, keys: Iterable[tuple[str, int]], names: Mapping[str, Flag]) -> None:
+    """Refuse a setting that is in two lines, also under two names: the last would silently win."""
+    lines: dict[str, int] = {}
+    for key, line in keys:
+        word = key.replace("_", "-").removeprefix("--")
+        name = names[word].name if word in names else word
+        if name in lines:
+            raise ConfigError(f"--config {path}: {key} is set in lines {lines[name]} and {line}; remove one of them.")
+        lines[name] = line
 
 
 def read_value(flag: Flag, raw: Any, where: str) -> Any:
