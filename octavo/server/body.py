@@ -29,7 +29,8 @@ async def parse_body(request: Request, model: type[M], max_bytes: int) -> M:
     """Parse the body as `model`. If it has no `priority`, the header's is used.
 
     Raises:
-        ApiError: 413 for a body over `max_bytes`, 415 for a content type other than JSON, 400 for malformed JSON.
+        ApiError: 413 for a body over `max_bytes`, 415 for a content type other than JSON or a compressed body, 400 for
+            malformed JSON.
         InvalidRequestError: a field is missing, unknown, of the wrong type or out of range.
     """
     _check_content_type(request)
@@ -109,6 +110,11 @@ def _check_content_type(request: Request) -> None:
     if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(
             415, f"The content type must be application/json, got {kind}. Set 'Content-Type: application/json'."
+        )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415, f"Compressed bodies are not supported, got Content-Encoding: {coding}. Send the JSON uncompressed."
         )
 
 

@@ -218,13 +218,14 @@ class Preparer:
         limit = self.info.max_logprobs
         named = bool(params.logprob_token_ids)  # these have a separate limit
         for name, what in (("prompt_logprobs", "prompt"), *(() if named else (("logprobs", "sample"),))):
-            count = getattr(params, name)
-            count = self.info.vocab_size if count == -1 else count
+            given = getattr(params, name)
+            count = self.info.vocab_size if given == -1 else given
             if count is not None and 0 <= limit < count:
                 raise InvalidRequestError(
-                    f"Requested {what} logprobs of {count}, which is greater than max allowed: {limit}",
+                    f"Requested {what} logprobs of {count}, which is greater than max allowed: {limit}. Ask for fewer, "
+                    "or start the server with a larger --max-logprobs.",
                     param=name,
-                    value=count,
+                    value=given,
                 )
 
     def _with_bad_tokens(self, params: SamplingParams) -> SamplingParams:

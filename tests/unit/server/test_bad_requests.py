@@ -310,6 +310,14 @@ def test_only_json_is_read() -> None:
             assert "application/json" in answer.error()["message"]
 
 
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 200), ("", 200)])
+def test_a_compressed_body_is_refused_as_such(coding: str, status: int) -> None:
+    answer = ask_now(APP, CHAT, HELLO, headers={"content-encoding": coding})
+    assert answer.status == status
+    if status == 415:
+        assert f"got Content-Encoding: {coding}. Send the JSON uncompressed." in answer.error()["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -137,3 +137,4 @@ def test_the_limit_of_logprobs_is_the_servers(limit: int, asked: int, status: in
     if status == 400:
         message = "Requested sample logprobs of 6, which is greater than max allowed: 5"
         assert answer.error()["message"].startswith(message)
+        assert "larger --max-logprobs. (parameter=logprobs, value=6)" in answer.error()["message"]
