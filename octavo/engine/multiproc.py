@@ -77,7 +77,7 @@ class RankExecutor:
         self._ranks.send(wire.SampleStep(step.plan.id, self._codec.encode_payload(payload)))
 
     def watch(self, spans: Spans) -> None:
-        """Do nothing: the steps run in another process, which the trace covers."""
+        """Do nothing: the steps run in another process, which adds its own spans to the trace."""
 
 
 class RankBuild:
@@ -255,7 +255,7 @@ class RankTracer:
         self._settings = settings
 
     def start(self) -> None:
-        self._ranks.call(type(None), "start_trace", msgspec.to_builtins(self._settings))
+        self._ranks.call(type(None), "start_trace", msgspec.to_builtins(self._settings, enc_hook=str))
 
     def stop(self, path: Path) -> None:
         self._ranks.call(type(None), "stop_trace", str(path))

@@ -102,7 +102,7 @@ class Profiler:
             seen, whole = Path(folder) / "seen.json", Path(folder) / path.name
             self._tracer.stop(seen)
             with seen.open(encoding="utf-8") as source, _open(whole) as out:
-                _merge(source, spans, out)
+                merge(source, spans, out)
             whole.replace(path)
         log.info("a profile of %d steps was written to %s", self._steps, path)
         return str(path)
@@ -155,7 +155,7 @@ def _open(path: Path) -> IO[str]:
     return path.open("w", encoding="utf-8")
 
 
-def _merge(source: IO[str], spans: Iterable[Span], out: IO[str]) -> None:
+def merge(source: IO[str], spans: Iterable[Span], out: IO[str]) -> None:
     """Copy a trace and insert the spans before its events. Times are microseconds since a base given in its header."""
     head = source.read(_HEAD)
     base, events = _BASE.search(head), _EVENTS.search(head)

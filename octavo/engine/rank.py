@@ -19,6 +19,7 @@ from octavo.core.futures import done
 from octavo.core.memory import memory_errors
 from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
+from octavo.core.spans import Spans
 from octavo.core.worker_info import CacheSizes
 from octavo.engine import rank_wire as wire
 from octavo.engine.executor import AnyExecutor, LaunchedStep, Staged, Tracer, WorkerBuild, WorkerPort
@@ -27,6 +28,7 @@ from octavo.engine.frames import Frames, frame
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.process import keep_freed_memory
+from octavo.engine.profile import merge
 from octavo.engine.ring import RingReader
 
 log = logging.getLogger(__name__)
@@ -191,6 +193,7 @@ class _RankMethods:
         self._port: WorkerPort | None = None
         self._executor: AnyExecutor | None = None
         self._tracer: Tracer | None = None
+        self._spans = Spans()
         self._staged: dict[int, Staged] = {}
 
     @property
@@ -268,13 +271,25 @@ class _RankMethods:
     def start_trace(self, settings: dict[str, Any]) -> None:
         if not self._traces:
             return
-        self._tracer = self._there().tracer(msgspec.convert(settings, ProfileSettings))
+        given = msgspec.convert(settings, ProfileSettings, dec_hook=lambda kind, value: kind(value))  # a path is a text
+        self._tracer = self._there().tracer(given)
         self._tracer.start()
+        self._spans = Spans()
+        if self._executor is not None:
+            self._executor.watch(self._spans)
 
     def stop_trace(self, path: str) -> None:
+        """Write the trace to a path, with the spans of the executor."""
         tracer, self._tracer = self._tracer, None
-        if tracer is not None:
-            tracer.stop(Path(path))
+        if tracer is None:
+            return
+        self._spans.release()
+        whole = Path(path)
+        seen = whole.with_suffix(".seen")
+        tracer.stop(seen)
+        with seen.open(encoding="utf-8") as source, whole.open("w", encoding="utf-8") as out:
+            merge(source, self._spans, out)
+        seen.unlink()
 
     def call_hook(self, feature: str, method: str, args: dict[str, Any]) -> Future[list[Any]]:
         return self._there().call_hook(feature, method, args)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import toy_tokenizers
 import transformers
+from rank_kit import TWO_RANKS, ranks_in_threads
 
 from octavo import LLM, SamplingParams
 
@@ -64,6 +65,23 @@ def test_where_the_time_went(model: Path, tmp_path: Path, backend: str) -> None:
         each = {"embed": 1, "norm": 2 * 2 + 1, "linear": 4 * 2 + 1, "rope": 2, "attend": 2, "merge": 2}
         assert counts == {name: 6 * count for name, count in each.items()}
         assert sum(one["args"] == {"rows": VOCAB, "columns": 64, "dtype": "float"} for one in kernels) == 6
+
+
+def test_where_the_time_went_in_a_rank(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace has the operations and the kernels of the rank that samples."""
+    ranks_in_threads(monkeypatch)
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    with LLM(str(model), **TWO_RANKS, threads=1, kv_cache_memory_bytes=1 << 20, profiler_config=profiler) as llm:
+        before = tokens(llm)
+        llm.start_profile()
+        assert tokens(llm) == before
+        trace = llm.stop_profile()
+        assert list(tmp_path.iterdir()) == [Path(trace)]
+    with gzip.open(trace, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    kernels = Counter(one["name"] for one in events if one.get("cat") == "octavo" and one["tid"] == 2)
+    assert kernels["attend"] == 6 * 2, "two layers in each of 6 steps"
+    assert any(one.get("cat") == "cpu_op" for one in events)
 
 
 def tokens(llm: LLM) -> list[list[int]]:
