@@ -394,8 +394,11 @@ class CoreClient:
                 call.set_exception(EngineDeadError(self._dead))
 
     def _send(self, message: wire.ToCore) -> None:
-        """Send a message without waiting; the event loop buffers what the core can't read yet, without a limit."""
-        if self._dead is None and self._transport is not None:
+        """Send a message without waiting; the event loop buffers what the core can't read yet, without a limit.
+
+        A message to a core that has disconnected is dropped: `_die` soon ends what waits for its answer.
+        """
+        if self._dead is None and self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(wire.encode(message)))
 
 

@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import Future
 
 import pytest
+import uvloop
 from core_kit import Turnstile, ask, client_of, run, tokens_of, until
 
 from octavo.core.errors import (
@@ -381,3 +382,19 @@ def test_calls_of_a_feature_reach_it_and_come_back(short_path):
                 await owner.call("missing", "add", {})
 
     run(main())
+
+
+def test_a_request_between_the_loss_of_the_connection_and_the_end_of_the_process_ends_as_others_do(short_path):
+    """On the server's event loop, whose closed connections refuse to be written to."""
+
+    async def main():
+        async with client_of(short_path) as (client, process):
+            client._transport.abort()
+            await until(client._disconnected.is_set)
+            waiting = asyncio.create_task(tokens_of(client, ask("r")))
+            await asyncio.sleep(0)  # it is sent now
+            process.killed.set()
+            with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+                await waiting
+
+    uvloop.run(main())
