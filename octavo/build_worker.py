@@ -21,7 +21,8 @@ from octavo.core.cache_fit import CacheFit
 from octavo.core.errors import ConfigError
 from octavo.core.log import FORM
 from octavo.core.worker_info import CacheSizes, LoadedFacts, RankPlace, WorkerFacts
-from octavo.device.visible import check_enough, environment_of
+from octavo.device.select import check_gpus
+from octavo.device.visible import environment_of
 from octavo.engine.executor import WorkerBuild
 from octavo.engine.multiproc import RankBuild
 from octavo.engine.node import run_node
@@ -104,8 +105,8 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
     for own in config.features.values():
         own.check_sendable(why if size == 1 else f"with {size} devices the model runs in separate processes")
     if size > 1:
-        if config.device.device != "cpu" and backend != "ray":
-            check_enough(config.parallel.ranks_per_node, config.parallel.division)
+        if backend != "ray":
+            check_gpus(config.device.device, config.parallel.ranks_per_node, config.parallel.division)
         _check_divisible(config, files)
     contexts = config.parallel.prefill_context_parallel_size
     places = (RankPlace(rank, size, stages=stages, contexts=contexts) for rank in range(size))

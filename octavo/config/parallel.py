@@ -128,6 +128,11 @@ class ParallelConfig:
             )
         if self.master_port > _LAST_PORT:
             raise ConfigError(f"--master-port {self.master_port}: ports have numbers from 1 to {_LAST_PORT}.")
+        if self.nnodes > 1 and self.replicas > 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size}: a model on several machines ({nodes}) has one "
+                "replica. Start a server for each, behind a load balancer."
+            )
         if self.num_ranks % self.nnodes:
             raise ConfigError(
                 f"{nodes}: the number of ranks, {self.num_ranks}, must be a multiple of it. It is the product of "
@@ -155,11 +160,6 @@ class ParallelConfig:
             raise ConfigError(
                 f"--all2all-backend {self.all2all_backend} is for --enable-expert-parallel: without it, each rank has "
                 "a part of every expert. Set that flag, or leave this one out."
-            )
-        if self.nnodes > 1 and self.replicas > 1:
-            raise ConfigError(
-                f"--data-parallel-size {self.data_parallel_size}: a model on several machines ({nodes}) has one "
-                "replica. Start a server for each, behind a load balancer."
             )
 
     def _check_requests(self) -> None:

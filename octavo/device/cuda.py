@@ -27,6 +27,17 @@ _WAYS_OUT = (
 )
 
 
+def check_usable() -> None:
+    """Raise ConfigError if this machine can't compute on a GPU. No memory of a GPU is taken."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda needs an NVIDIA GPU, its driver and a torch built for CUDA, and torch finds none; "
+            "use --device cpu."
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("--device cuda needs the package triton; install octavo[gpu], or use --device cpu.")
+
+
 class CudaDevice(CudaLink):
     """Launches only enqueue, so one step is always launched ahead.
 
@@ -35,13 +46,7 @@ class CudaDevice(CudaLink):
     """
 
     def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "--device cuda needs an NVIDIA GPU, its driver and a torch built for CUDA, and torch finds none; "
-                "use --device cpu."
-            )
-        if importlib.util.find_spec("triton") is None:
-            raise ConfigError("--device cuda needs the package triton; install octavo[gpu], or use --device cpu.")
+        check_usable()
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.default_depth = 1

@@ -117,7 +117,7 @@ def test_the_other_node_ends_with_the_engine(model: str) -> None:
             ("-tp", "2", "--distributed-executor-backend", "ray", "--master-addr", "10.0.0.1"),
             "--master-addr 10.0.0.1: with --distributed-executor-backend ray the engine chooses where",
         ),
-        (("-tp", "2", "--nnodes", "2", "-dp", "2"), "a model on several machines .--nnodes 2. has one replica"),
+        (("--nnodes", "2", "-dp", "2"), "a model on several machines .--nnodes 2. has one replica"),
     ],
 )
 def test_machines_that_do_not_fit_are_refused(flags: tuple[str, ...], said: str) -> None:

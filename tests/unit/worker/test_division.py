@@ -13,6 +13,7 @@ from octavo.config import EngineConfig, ParallelConfig
 from octavo.core.errors import ConfigError
 from octavo.engine.rank_group import RankGroup
 from octavo.models.registry import spec_of
+from octavo.python_api.replicas import check_replicas
 from octavo.worker.division import check_division
 
 MAMBA = transformers.MambaConfig(vocab_size=131, hidden_size=64, num_hidden_layers=2).to_dict()
@@ -42,3 +43,28 @@ def test_divisions_that_can_not_be(
 @pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_divisions_that_can_be(config: dict[str, Any], settings: dict[str, Any]) -> None:
     check_division(spec_of(toy_models.model_files(config).config), ParallelConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "says"),
+    [
+        ("cuda", 0, "--device cuda needs an NVIDIA GPU"),
+        ("auto", 1, "--tensor-parallel-size 2 needs 2 GPUs, but CUDA_VISIBLE_DEVICES=0 names 1"),
+    ],
+)
+def test_ranks_need_a_gpu_each(device: str, gpus: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankGroup, "__init__", lambda *_: pytest.fail("ranks are started"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    asked = EngineConfig.of(load_format="dummy", device=device, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=says):
+        build_core(asked, toy_models.model_files())
+
+
+def test_replicas_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    asked = EngineConfig.of(device="cuda", data_parallel_size=2, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="--data-parallel-size 2 --tensor-parallel-size 2 needs 4 GPUs"):
+        check_replicas(asked)
+    check_replicas(EngineConfig.of(device="cpu", data_parallel_size=4))
