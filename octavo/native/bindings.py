@@ -32,6 +32,8 @@ class OpKind(IntEnum):
     ROUND = 15
     REDUCE = 16
     COMBINE = 17
+    SHRINK_EXPAND = 18
+    SHRINK_REDUCE = 19
     LATENT_STORE = 20
     ABSORB = 21
     LATENT_ATTEND = 22
@@ -127,6 +129,7 @@ class LowRank(ctypes.Structure):
         *((name, c_void_p) for name in ("memory", "blocks", "places", "outputs", "of_tokens", "of_logits")),
         ("slice_stride", c_int64),
         *((name, c_int32) for name in ("slice_bytes", "slices", "tile_bytes", "block_stride", "parts", "dtype")),
+        *((name, c_int32) for name in ("top_k", "choices", "shrunk")),
     )
 
 
@@ -177,6 +180,8 @@ _APART = {
     OpKind.ROUND: "experts",
     OpKind.REDUCE: "experts",
     OpKind.COMBINE: "experts",
+    OpKind.SHRINK_EXPAND: "experts",
+    OpKind.SHRINK_REDUCE: "experts",
     OpKind.LATENT_STORE: "latent",
     OpKind.ABSORB: "latent",
     OpKind.LATENT_ATTEND: "latent",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.native.bindings import Dtype, LowRank
 from octavo.native.builder import ProgramBuilder
+from octavo.native.experts import ExpertAdditions
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import silu_mul
 
@@ -51,6 +52,10 @@ class ExpertsDelta(ABC):
             rows: [N], the step's rows that these are.
             down: y is the product after the gate, not the one before it.
         """
+
+    def in_program(self, owned: range) -> ExpertAdditions:
+        """Return the additions to the experts of this rank for a native program, which computes them."""
+        raise NotImplementedError
 
 
 class Delta(ABC):

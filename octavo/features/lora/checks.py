@@ -398,9 +398,8 @@ class _Matcher:
     def _unknown(self, name: str) -> ModelFileError:
         if "experts" in name.split("."):
             return ModelFileError(
-                f"{self._path}: tensor {name} belongs to experts, which adapters can't change here: the CPU's kernels "
-                "and experts that are quantized on a GPU lack it. On a CPU, set --attention-backend torch. Otherwise "
-                "merge the adapter into its base model."
+                f"{self._path}: tensor {name} belongs to experts, which adapters can't change here, since they are "
+                "quantized on a GPU. Merge the adapter into its base model."
             )
         return ModelFileError(
             f"{self._path}: tensor {name} belongs to no layer of the model that adapters can change. {self._other_base}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,8 @@ from octavo.features.lora.layout import Geometry, Target
 from octavo.features.lora.tables import Batch, Tables
 from octavo.native.bindings import Dtype, LowRank
 from octavo.native.builder import ProgramBuilder
-from octavo.nn.delta import Addition, Delta
+from octavo.native.experts import ExpertAdditions
+from octavo.nn.delta import Addition, Delta, ExpertsDelta
 from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.quant.panels import PANEL
@@ -44,8 +47,15 @@ class NativeDelta(Delta):
         raise AssertionError("the layers of a native program are not computed one by one")
 
     def emit(self, b: ProgramBuilder, source: int, given: Dtype, columns: int, norm: Norm | None = None) -> LowRank:
+        addition = self.table()
+        b.kept.append(self)
+        b.shrink(source, given, columns, addition, norm=None if norm is None else norm.kernel_args())
+        return addition
+
+    def table(self) -> LowRank:
+        """Return the additions as the kernels read them, through addresses that this object keeps valid."""
         tables, batch, geometry = self._tables, self._batch, self._tables.geometry
-        addition = LowRank(
+        return LowRank(
             memory=self._memory.data_ptr(),
             blocks=tables.blocks.data_ptr(),
             places=self._places.data_ptr(),
@@ -60,9 +70,30 @@ class NativeDelta(Delta):
             parts=len(self._outputs),
             dtype=self._dtype,
         )
-        b.kept.append(self)
-        b.shrink(source, given, columns, addition, norm=None if norm is None else norm.kernel_args())
-        return addition
+
+
+class NativeExperts(ExpertsDelta):
+    """The additions of all adapters to the experts of one layer; see `TorchExperts`.
+
+    Args:
+        products: (expert, whether it is the product after the gate) -> its additions and its target.
+        max_rank: largest rank of a part.
+    """
+
+    def __init__(self, products: Mapping[tuple[int, bool], tuple[NativeDelta, Target]], max_rank: int) -> None:
+        self._products = products
+        self._max_rank = max_rank
+
+    def add_to(self, y: Tensor, x: Tensor, expert: int, rows: Tensor, *, down: bool) -> None:
+        raise AssertionError("the layers of a native program are not computed one by one")
+
+    def in_program(self, owned: range) -> ExpertAdditions:
+        first, second = ([self._products[expert, down] for expert in owned] for down in (False, True))
+        ranks = self._max_rank * len(first[0][1].parts)
+        inner = second[0][1].parts[0].own_inputs
+        return ExpertAdditions(
+            [delta.table() for delta, _ in first], [delta.table() for delta, _ in second], ranks, inner
+        )
 
 
 def native_dtype(dtype: torch.dtype, geometry: Geometry, targets: tuple[Target, ...]) -> Dtype:
@@ -77,7 +108,8 @@ def native_dtype(dtype: torch.dtype, geometry: Geometry, targets: tuple[Target, 
     elif geometry.tile_bytes < _MIN_TILE:
         reason = f"blocks of the KV cache have {geometry.slice_bytes} bytes in a layer, no multiple of {_MIN_TILE}"
     else:
-        fused = [part for target in targets if len(target.parts) > 1 for part in target.parts]
+        several = [target for target in targets if len(target.parts) > 1 and target.expert < 0]  # experts' have a gate
+        fused = [part for target in several for part in target.parts]
         odd = next((part for part in fused if part.own_outputs % PANEL), None)
         if odd is not None:
             reason = f"{odd.name} has {odd.own_outputs} outputs, no multiple of {PANEL}"

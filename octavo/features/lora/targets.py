@@ -38,12 +38,12 @@ class Targets:
     orders: tuple[tuple[tuple[int, ...] | None, ...], ...]
 
     @classmethod
-    def of(cls, model: nn.Module, whole: nn.Module | None = None, *, experts: bool = True) -> Targets:
-        """Return the targets of a model, in the order of its modules.
+    def of(cls, model: nn.Module, whole: nn.Module | None = None) -> Targets:
+        """Return the targets of a model, in the order of its modules, with the products of experts where their weights
+        allow it.
 
         Args:
             whole: a model with the layers of all stages, without weights, if `model` has those of one.
-            experts: include the products of experts, where their weights allow it.
         """
         own = None if whole is None else _own_layers(model)
         model = model if whole is None else whole
@@ -61,7 +61,7 @@ class Targets:
         for layer in model.modules():
             if isinstance(layer, Linear | TiedHead | Embedding):
                 add(_target(layer, head=layer is getattr(model, "head", None), late=layer in late), layer, _cuts(layer))
-            elif experts and isinstance(layer, ExpertLayer) and isinstance(layer.scheme, SingleExperts):
+            elif isinstance(layer, ExpertLayer) and isinstance(layer.scheme, SingleExperts):
                 for target, cut in _of_experts(layer, late=layer in late):
                     add(target, layer, cut)
         return cls(tuple(targets), tuple(layers), tuple(cuts), tuple(_orders(target, spec) for target in targets))

@@ -2,8 +2,8 @@
 
 Steps have these variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
 additions to linear layers, by kernels where there are some; on a GPU with a `Crowd`, by the number of adapters), and
-"general" (also gains, saved modules, embeddings and experts; in torch, never recorded). A native program computes
-"lora" only, gains included.
+"general" (also gains, saved modules, embeddings and experts; in torch, never recorded). A native program computes gains
+in "lora", experts in "general", and neither saved modules nor embeddings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights, by_r
 from octavo.features.lora.experts import TorchExperts
 from octavo.features.lora.gains import BaseNorms
 from octavo.features.lora.layout import Geometry, Layout, Manifest, Piece, Target, largest, layout
-from octavo.features.lora.native import NativeDelta, native_dtype
+from octavo.features.lora.native import NativeDelta, NativeExperts, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
 from octavo.features.lora.reader import HELPERS, Reader
 from octavo.features.lora.settings import LoraSettings
@@ -81,7 +81,7 @@ class LoraWorker(WorkerHook):
         self._logits = self._rows
         self._deltas: dict[Hashable, list[tuple[Projection, Delta]]] = {}
         self._embeddings: list[TorchEmbedding] = []
-        self._experts: list[tuple[ExpertLayer, TorchExperts]] = []
+        self._experts: list[tuple[ExpertLayer, TorchExperts | NativeExperts]] = []
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
         self._native: Dtype | None = None
@@ -103,7 +103,7 @@ class LoraWorker(WorkerHook):
         self._site = site
         divided = isinstance(layers, CausalLM) and not layers.is_whole
         whole = type(layers)(site.build, layers.spec) if divided else None
-        self._targets = Targets.of(layers, whole, experts=not native)
+        self._targets = Targets.of(layers, whole)
         memory = site.blocks.memory
         if divided and not memory.shape[0]:
             raise ConfigError(
@@ -171,15 +171,28 @@ class LoraWorker(WorkerHook):
                 self._embeddings.append(TorchEmbedding(i, target, weights, self._batch))
                 continue
             if self._native is not None:
-                memory = self._site.blocks.memory
-                native = NativeDelta(memory, self._tables, target, i, self._batch, self._native)
-                self._deltas[LOW_RANK].append((layer, native))
+                for variant in (LOW_RANK, GENERAL):
+                    self._deltas[variant].append((layer, self._in_program(i, target)))
                 continue
             plain = TorchDelta(i, target, layer, weights, self._batch)
             self._deltas[GENERAL].append((layer, plain))
             self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._site.device.resident else plain))
 
-        self._experts = [(layer, TorchExperts(own, weights, self._batch)) for layer, own in experts.items()]
+        self._experts = [(layer, self._of_experts(products, weights)) for layer, products in experts.items()]
+
+    def _of_experts(
+        self, products: Mapping[tuple[int, bool], tuple[int, Target]], weights: Weights
+    ) -> TorchExperts | NativeExperts:
+        """Return the additions to the experts of a layer."""
+        if self._native is None:
+            return TorchExperts(products, weights, self._batch)
+        return NativeExperts(
+            {place: (self._in_program(*product), product[1]) for place, product in products.items()}, self._max_rank
+        )
+
+    def _in_program(self, index: int, target: Target) -> NativeDelta:
+        assert self._native is not None, "the model is a native program"
+        return NativeDelta(self._site.blocks.memory, self._tables, target, index, self._batch, self._native)
 
     def _on_gpu(self, index: int, target: Target) -> Delta:
         """Return the kernels' addition to a layer."""
@@ -204,15 +217,15 @@ class LoraWorker(WorkerHook):
             return None
         if payload.rows is not None:
             self._crowd = Crowd.of(len({*payload.rows} - {NONE}))
+        if payload.general and (self._native is None or self._experts):
+            return GENERAL
         if self._native is not None:
             return LOW_RANK
-        if payload.general:
-            return GENERAL
         return (LOW_RANK, self._crowd) if self._site.device.resident else LOW_RANK
 
     def variants(self) -> Sequence[Hashable]:
         if self._native is not None:
-            return [LOW_RANK]
+            return [LOW_RANK, GENERAL] if self._experts else [LOW_RANK]
         most = Crowd.of(self._max_adapters)
         return [(LOW_RANK, crowd) for crowd in Crowd if crowd <= most] if self._site.device.resident else []
 

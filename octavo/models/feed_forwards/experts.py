@@ -102,11 +102,13 @@ class Experts(FeedForward):
         correction = self.correction.bias if self.correction else None
         args = routing_args(self.routing, self.experts.form.num_experts, correction, beside)
         norm_args, mesh = None if after is None else after.kernel_args(), self.experts.mesh
+        delta = self.experts.delta
+        additions = None if delta is None else delta.in_program(self.experts.form.owned)
         if norm_args is None and mesh.size == 1:
-            self.experts.packed.emit(b, args, logits, x, RESIDUAL, add=scale)
+            self.experts.packed.emit(b, args, logits, x, RESIDUAL, add=scale, additions=additions)
             return
         total = b.scratch("product", self.hidden_size * 4)
-        self.experts.packed.emit(b, args, logits, x, total)
+        self.experts.packed.emit(b, args, logits, x, total, additions=additions)
         emit_sum(b, total, self.hidden_size, mesh, norm_args, scale)
 
 

@@ -129,6 +129,44 @@ void round(Program& program, const OctavoOp& op, int64_t task, int thread) {
     });
 }
 
+// --- the first half of low-rank additions: s = A x -----------------------------------------------------------------
+
+// Returns a row of floats, widened into `wide` if it is narrow.
+const float* floats(const Program& program, const OctavoOp& op, int64_t row, float* wide) {
+    if (op.dtype == kFloat) return program.at<const float>(op.input, row);
+    const bf16* narrow = program.at<const bf16>(op.input, row);
+    for (int c = 0; c < op.columns; c += W) store(wide + c, load(narrow + c));
+    return wide;
+}
+
+// For the rows of an expert's product whose tokens have an addition. `of_tokens`: the inputs are the tokens' rows.
+void shrink(Program& program, const OctavoOp& op, const OctavoOp* products, int64_t task, int thread, bool of_tokens) {
+    const OctavoExperts& experts = experts_of(op);
+    const int32_t* choices = numbers<const int32_t>(program, experts.choices);
+    float* const wide = wide_row(program, op, thread, 1);
+    for_rows(task, experts.begin[experts.owned], [&](int64_t row) {
+        const int32_t choice = choices[row], token = choice / experts.top_k;
+        const OctavoLowRank& table = *products[expert_of(program, experts, choice)].low_rank;
+        const int index = index_of(table, program.step().of_logits)[token];
+        if (index < 0) return;
+        const float* x = floats(program, op, of_tokens ? token : row, wide);
+        if (of_tokens && experts.on_inputs) {
+            const float factor = numbers<const float>(program, experts.weights)[choice];
+            for (int c = 0; c < op.columns; c++) wide[c] = x[c] * factor;
+            x = wide;
+        }
+        program.shrink_row(table, index, x, op.columns, program.at<float>(op.output, row));
+    });
+}
+
+void shrink_expand(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    shrink(program, op, experts_of(op).expand, task, thread, true);
+}
+
+void shrink_reduce(Program& program, const OctavoOp& op, int64_t task, int thread) {
+    shrink(program, op, experts_of(op).reduce, task, thread, false);
+}
+
 // --- products ------------------------------------------------------------------------------------------------------
 
 int64_t product_tasks(Program&, const OctavoOp& op) {
@@ -189,7 +227,8 @@ void combine(Program& program, const OctavoOp& op, int64_t task, int) {
 
 const OpCode kCodes[] = {{tasks_by_tokens, route},   {one_task, place},      {tasks_by_choices, gather},
                          {product_tasks, expand},    {tasks_by_choices, round}, {product_tasks, reduce},
-                         {combine_tasks, combine}};
+                         {combine_tasks, combine},   {tasks_by_choices, shrink_expand},
+                         {tasks_by_choices, shrink_reduce}};
 
 }  // namespace
 

@@ -34,8 +34,10 @@ namespace octavo {
 enum Scores { kSoftmax, kSigmoid, kChosen, kMixer };
 
 // In this order: choose experts; sort the choices; collect each expert's rows; multiply them; round what the second
-// products multiply; multiply; sum.
-enum ExpertsKind { kRoute = kKinds, kPlace, kGather, kExpand, kRound, kReduce, kCombine };
+// products multiply; multiply; sum. Low-rank additions to either product are begun before it (low_rank.h).
+enum ExpertsKind {
+    kRoute = kKinds, kPlace, kGather, kExpand, kRound, kReduce, kCombine, kShrinkExpand, kShrinkReduce
+};
 
 inline const OctavoExperts& experts_of(const OctavoOp& op) { return *static_cast<const OctavoExperts*>(op.details); }
 

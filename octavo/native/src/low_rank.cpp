@@ -160,9 +160,10 @@ struct GroupInputs {
     }
 };
 
-// Multiplies a group's rows with `count` rows of A, from `a` on; results from `place` on.
+// Multiplies rows with `count` rows of A, from `a` on; results from `place` on.
 template <class T>
-void shrink_rows(const GroupInputs& inputs, int rows, Walk a, int64_t stride, int count, int columns, int place) {
+void shrink_rows(const float* const* rows_x, float* const* rows_to, int rows, Walk a, int64_t stride, int count, int columns,
+                 int place) {
     for (int r = 0; r < count;) {
         Walk next[4] = {a, a, a, a};
         const int taken = count - r < 4 ? 1 : 4;
@@ -170,9 +171,9 @@ void shrink_rows(const GroupInputs& inputs, int rows, Walk a, int64_t stride, in
         for (int m = 0; m < rows;) {
             float* to[4];
             const int together = std::min(rows - m, 4) == 3 ? 2 : std::min(rows - m, 4);
-            const float* const* x = inputs.x + m;
+            const float* const* x = rows_x + m;
             for (int i = 0; i < taken;) {
-                for (int k = 0; k < together; k++) to[k] = inputs.to[m + k] + place + r + i;
+                for (int k = 0; k < together; k++) to[k] = rows_to[m + k] + place + r + i;
                 const bool pair = together == 2 && i + 2 <= taken;
                 if (together == 1 && taken == 4)
                     dot_products<T, 1, 4>(x, next, columns, to), i += 4;
@@ -203,8 +204,8 @@ void run_shrink(Program& program, const OctavoOp& op, int64_t task, int thread) 
         const int from = std::max(begin, first), to = std::min(end, first + places[part][kRank]);
         if (from >= to) continue;
         const Walk a(table, group.index, places[part][kA] * (int64_t)table.tile_bytes + (from - first) * stride);
-        (table.dtype == kBfloat ? shrink_rows<bf16> : shrink_rows<float>)(inputs, group.count, a, stride, to - from,
-                                                                         op.columns, from);
+        (table.dtype == kBfloat ? shrink_rows<bf16> : shrink_rows<float>)(inputs.x, inputs.to, group.count, a, stride,
+                                                                         to - from, op.columns, from);
     }
 }
 
@@ -242,16 +243,33 @@ void expand_rows(Walk b, int64_t stride, int rank, const float* const* s, float*
         for (int v = 0; v < VP; v++) store(sums[m] + v * W, load(sums[m] + v * W) + added[m][v]);
 }
 
-// Calls body(index, row, count) for runs of rows with the same addition.
-template <class Body>
-void for_runs(const RowsByAddition& by, int first, int count, int most, const Body& body) {
-    for (int row = first; row < first + count;) {
-        int end = row + 1;
-        while (end < first + count && end - row < most && by.index[end] == by.index[row]) end++;
-        if (by.index[row] >= 0) body(by.index[row], row, end - row);
-        row = end;
+// The additions of a product's rows, and where s of each is.
+struct ProductRows {
+    const Program& program;
+    const OctavoLowRank& table;
+    const int32_t* of_tokens;  // the index of each token's addition
+    const int32_t* choices;    // of each row of an expert's product; null if rows are tokens
+
+    ProductRows(const Program& program, const OctavoLowRank& table)
+        : program(program), table(table), of_tokens(index_of(table, program.step().of_logits)),
+          choices(table.top_k > 0 ? program.at<const int32_t>(table.choices, 0) : nullptr) {}
+
+    int index(int row) const { return of_tokens[choices ? choices[row] / table.top_k : row]; }
+
+    const float* shrunk(int row) const { return choices ? program.at<const float>(table.shrunk, row) : program.shrunk(row); }
+
+    // Calls body(index, row, count) for runs of rows with the same addition.
+    template <class Body>
+    void for_runs(int first, int count, int most, const Body& body) const {
+        for (int row = first; row < first + count;) {
+            const int own = index(row);
+            int end = row + 1;
+            while (end < first + count && end - row < most && index(end) == own) end++;
+            if (own >= 0) body(own, row, end - row);
+            row = end;
+        }
     }
-}
+};
 
 }  // namespace
 
@@ -279,12 +297,23 @@ void RowsByAddition::find(const OctavoOp* op, const OctavoOp* end, const OctavoS
     width = (widest + kPanel - 1) / kPanel * kPanel;
 }
 
+void shrink_row(const OctavoLowRank& table, int index, const float* x, int columns, float* to) {
+    const int32_t(*places)[kPlaces] = places_of(table, index);
+    for (int part = 0, first = 0; part < table.parts; first += places[part++][kRank]) {
+        if (places[part][kRank] == 0) continue;
+        const Walk a(table, index, places[part][kA] * (int64_t)table.tile_bytes);
+        (table.dtype == kBfloat ? shrink_rows<bf16> : shrink_rows<float>)(&x, &to, 1, a, row_stride(table, columns),
+                                                                         places[part][kRank], columns, first);
+    }
+}
+
 void expand(const Program& program, const OctavoOp& op, int panel, int panels, int first, int count, float* sums) {
     const OctavoLowRank& table = *op.low_rank;
+    const ProductRows product(program, table);
     for (int p = 0; p < panels; p++) {
         const PanelSource source(op, panel + p);
         const int64_t stride = row_stride(table, table.outputs[source.part]);
-        for_runs(program.by_addition(), first, count, 4, [&](int index, int row, int rows) {
+        product.for_runs(first, count, 4, [&](int index, int row, int rows) {
             const int32_t(*places)[kPlaces] = places_of(table, index);
             const int32_t* place = places[source.part];
             int before = 0;
@@ -292,7 +321,7 @@ void expand(const Program& program, const OctavoOp& op, int panel, int panels, i
             const float* s[4];
             float* to[4];
             for (int m = 0; m < rows; m++) {
-                s[m] = program.shrunk(row + m) + before;
+                s[m] = product.shrunk(row + m) + before;
                 to[m] = sums + ((int64_t)(row - first + m) * panels + p) * kPanel;
             }
             const int64_t column = source.column * (int64_t)element_bytes(table);
@@ -321,7 +350,7 @@ void prefetch_low_rank(const Program& program, const OctavoOp& op, int panel, in
         const int64_t column = source.column * (int64_t)element_bytes(table);
         if (p > 0 && source.part == PanelSource(op, panel).part && column % 64) continue;  // in the same line
         int runs = 0;
-        for_runs(program.by_addition(), first, count, count, [&](int index, int, int) {
+        ProductRows(program, table).for_runs(first, count, count, [&](int index, int, int) {
             const int32_t* place = places_of(table, index)[source.part];
             if (runs++ >= kMostRuns || place[kRank] == 0) return;
             Walk b(table, index, place[kB] * (int64_t)table.tile_bytes + column);

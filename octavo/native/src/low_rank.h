@@ -2,8 +2,8 @@
 // a model are such additions (Hu et al. 2021).
 //
 // kShrink computes s = A x; the product's epilogue adds B s before its bias and its gate, so the addition takes no
-// barrier of its own where it can run beside the operation that prepares the product's input. A row's result does not
-// depend on the other rows.
+// barrier of its own where it can run beside the operation that prepares the product's input. For the products of
+// experts, operations of experts.cpp compute s. A row's result does not depend on the other rows.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,9 @@ struct OctavoLowRank {
     int64_t slice_stride;       // bytes between slices
     int32_t slice_bytes, slices, tile_bytes, block_stride, parts;
     int32_t dtype;              // of A and B
+    // Of an expert's product, whose rows are choices of experts (experts.h): choices of each token, the buffer with the
+    // choice of each row, and that of s. `top_k` is 0 for products whose rows are the step's.
+    int32_t top_k, choices, shrunk;
 };
 
 }  // extern "C"
@@ -51,6 +54,14 @@ struct RowsByAddition {
     // For the operations [op, end) in this step.
     void find(const OctavoOp* op, const OctavoOp* end, const OctavoStep& step);
 };
+
+// Returns the index of each token's addition in a step.
+inline const int32_t* index_of(const OctavoLowRank& table, bool of_logits) {
+    return of_logits ? table.of_logits : table.of_tokens;
+}
+
+// Computes s = A x for one row of the addition with this index.
+void shrink_row(const OctavoLowRank& table, int index, const float* x, int columns, float* to);
 
 // Adds the additions of rows [first, first + count) to sums [count][panels * kPanel], of the product's panels from
 // `panel` on.

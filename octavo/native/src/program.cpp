@@ -25,6 +25,7 @@ const OpCode& code_of(const OctavoOp& op) {
 Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widths, const int32_t* rows, int buffers)
     : add_low_rank(expand),
       map_results(octavo::map_results),
+      shrink_row(octavo::shrink_row),
       quantize_row(octavo::quantize_row),
       pool_(pool),
       ops_(ops, ops + count),

@@ -190,10 +190,11 @@ public:
     // Returns the results of kShrink for one token.
     float* shrunk(int64_t token) const { return static_cast<float*>(shrunk_.get()) + token * by_addition_.width; }
 
-    // Functions for kernels in separate libraries: `expand` of low_rank.cpp, `map_results` of results.cpp and
-    // `quantize_row` of quantize.cpp.
+    // Functions for kernels in separate libraries: `expand` and `shrink_row` of low_rank.cpp, `map_results` of results.cpp
+    // and `quantize_row` of quantize.cpp.
     using OfSums = void (*)(const Program&, const OctavoOp&, int panel, int panels, int first, int count, float* sums);
     const OfSums add_low_rank, map_results;
+    void (*const shrink_row)(const OctavoLowRank& table, int index, const float* x, int columns, float* to);
     void (*const quantize_row)(const float* x, int columns, int planes, int zero_point, void* row);
 
     float* partials(int64_t floats) { return static_cast<float*>(partials_.need(floats * sizeof(float))); }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.native.bindings import Dtype, Epilogue, Function
 from octavo.native.builder import ProgramBuilder, Results, activated, row_bytes
-from octavo.native.experts import ExpertProducts, ExpertsArgs, Scores, emit_experts
+from octavo.native.experts import ExpertAdditions, ExpertProducts, ExpertsArgs, Scores, emit_experts
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.quant.packed import Matrix, packed
 
@@ -69,7 +69,15 @@ class PackedExperts:
         return sum(matrix.nbytes for matrix in (*self.expand, *self.reduce))
 
     def emit(
-        self, b: ProgramBuilder, args: ExpertsArgs, logits: int, source: int, output: int, *, add: float | None = None
+        self,
+        b: ProgramBuilder,
+        args: ExpertsArgs,
+        logits: int,
+        source: int,
+        output: int,
+        *,
+        add: float | None = None,
+        additions: ExpertAdditions | None = None,
     ) -> None:
         """Add the experts to a native program; see `emit_experts`."""
         rows, dtype, rounds = args.top_k, *self._between(b)
@@ -86,10 +94,10 @@ class PackedExperts:
             for op, matrix in zip(builder.ops, matrices, strict=True):
                 op.third = 0 if matrix.order is None else matrix.order.data_ptr()
         products = ExpertProducts(
-            first, second, gathered, inner, rounded, reduced, self.form.hidden_size, self.reduce[0].columns
+            first, second, gathered, inner, rounded, reduced, self.form.hidden_size, self.reduce[0].columns, dtype
         )
         args.first = self.form.owned.start
-        emit_experts(b, args, products, logits, source, output, add=add)
+        emit_experts(b, args, products, logits, source, output, add=add, additions=additions)
 
     def _between(self, b: ProgramBuilder) -> tuple[Dtype, bool]:
         """Return the dtype of the inner values, and whether they must be rounded or reordered before the second
