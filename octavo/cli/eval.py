@@ -53,7 +53,7 @@ def judge(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
         value = getattr(args, name)
         if value is not None and value < 2:
             raise ConfigError(f"--{name} {value}: at least 2 tokens are needed, since the first is not predicted.")
-    text = bundled_text() if args.text is None else _read_text(args.text)
+    text = bundled_text() if args.text is None else read_text(args.text)
     questions = None if args.choices is None else questions_in(Path(args.choices))
     figures: dict[str, Any] = {}
 
@@ -87,7 +87,8 @@ def _open(settings: dict[str, Any]) -> LLM:
         return LLM(**settings, max_logprobs=TOP, progress=display.download)
 
 
-def _read_text(name: str) -> str:
+def read_text(name: str) -> str:
+    """Return a file's text. Raises ConfigError if it can't be read."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

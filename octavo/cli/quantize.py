@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.cli.flags import units
 from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.progress import open_display
 from octavo.core.errors import ConfigError
 from octavo.core.terminal import say
+
+if TYPE_CHECKING:
+    from octavo.hub.files import ModelFiles
 
 
 def run(argv: list[str]) -> int:
@@ -22,6 +26,9 @@ def run(argv: list[str]) -> int:
     args = make_parser(about).parse_args(argv)
     if (args.scheme in METHODS) != (args.calibration is not None):
         raise ConfigError(_wrong_calibration(args, list(METHODS)))
+    if args.dtype is not None and args.scheme not in ROUNDINGS:
+        raise ConfigError(f"--dtype {args.dtype} has no effect on {args.scheme}. Leave it out.")
+    _check_text(args)
     if args.scheme in METHODS:
         write_calibrated(args)
     elif args.scheme in STORAGES:
@@ -50,12 +57,34 @@ def make_parser(schemes: dict[str, str]) -> OctavoParser:
         "--ignore", action="append", default=[], metavar="PATTERN", help="modules to keep, such as '*.down_proj'"
     )
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of all else, in a folder (bfloat16)"
+        "--dtype", choices=("bfloat16", "float16"), help="of all else, in a folder that is rounded (bfloat16)"
     )
     parser.add_argument("--calibration", metavar="FILE", help="text for gptq and awq, samples separated by blank lines")
     parser.add_argument("--no-eval", action="store_true", help="do not compare it with the original")
     parser.add_argument("--text", metavar="FILE", help="text to compare on (default: that of octavo eval)")
     return parser
+
+
+def _check_text(args: argparse.Namespace) -> None:
+    """Read the text of the comparison, so that a wrong one is no news after the model is written."""
+    from octavo.cli.eval import read_text
+
+    if args.text is not None and args.no_eval:
+        raise ConfigError(f"--text {args.text} is for the comparison, which --no-eval leaves out. Give one of them.")
+    if args.text is not None:
+        read_text(args.text)
+
+
+def _note_rounded(files: ModelFiles) -> None:
+    """Say so if the source's own matrices are rounded: its loss stays, and the comparison does not show it."""
+    from octavo.models.save.places import rounded_types
+
+    types = rounded_types(files)
+    if types:
+        say(
+            f"{files.name} is rounded itself ({', '.join(types)}): what that lost is not regained, and is not part of "
+            "the comparison"
+        )
 
 
 def write(args: argparse.Namespace) -> None:
@@ -67,12 +96,15 @@ def write(args: argparse.Namespace) -> None:
 
     if args.group_size is not None and (args.group_size < 8 or args.group_size % 8):
         raise ConfigError(f"--group-size {args.group_size}: give a multiple of 8, such as 128.")
+    dtype = args.dtype or "bfloat16"
     with open_display() as display:
+        files = resolve(args.model, progress=display.download)
+        _note_rounded(files)
         written = quantize(
-            resolve(args.model, progress=display.download),
+            files,
             ROUNDINGS[args.scheme],
             Path(args.output).expanduser(),
-            dtype=getattr(torch, args.dtype),
+            dtype=getattr(torch, dtype),
             group_size=args.group_size,
             ignore=args.ignore,
             progress=display.download,
@@ -80,7 +112,7 @@ def write(args: argparse.Namespace) -> None:
     groups = f" in groups of {written.group_size}" if written.group_size else ""
     say(
         f"{args.output}: {written.matrices} matrices in {args.scheme}{groups}; {units.show_bytes(written.after)}, "
-        f"{units.show_bytes(written.before)} in {args.dtype}"
+        f"{units.show_bytes(written.before)} in {dtype}"
     )
 
 
@@ -112,6 +144,7 @@ def write_file(args: argparse.Namespace) -> None:
     """
     from octavo.hub.resolve import resolve
     from octavo.models.save.gguf import STORAGES, write_gguf
+    from octavo.models.save.places import check_source
     from octavo.text.tokenizers.gguf_keys import tokenizer_keys
 
     path = Path(args.output).expanduser()
@@ -121,6 +154,8 @@ def write_file(args: argparse.Namespace) -> None:
         raise ConfigError(f"--group-size and --ignore have no effect on {args.scheme}. Leave them out.")
     with open_display() as display:
         files = resolve(args.model, progress=display.download)
+        check_source(files)
+        _note_rounded(files)
         keys = {} if files.format == "gguf" else tokenizer_keys(files.path, files.config.get("vocab_size", 0))
         written = write_gguf(files, STORAGES[args.scheme], path, tokenizer=keys, progress=display.download)
     say(

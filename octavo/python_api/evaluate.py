@@ -117,10 +117,14 @@ def questions_in(path: Path) -> list[Question]:
     """Read questions, one JSON object a line: {"prompt": ..., "choices": [...], "answer": number of the right one}.
 
     Raises:
-        ConfigError: a line is no such object; the text names the line.
+        ConfigError: the file can't be read, or a line is no such object; the text names the line.
     """
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read as UTF-8: {error}. Give a file of questions.") from error
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             questions.append(_question(line, f"{path}, line {number}"))
     if not questions:

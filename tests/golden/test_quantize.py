@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,55 @@ def test_what_can_not_be_quantized(source: Path, tmp_path: Path) -> None:
         quantize(files, ROUNDINGS["fp8"], tmp_path / "b")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--scheme", "w8a16", "--no-eval", "--text", "t"], "--text t is for the comparison, which --no-eval leaves"),
+        (["--scheme", "w8a16", "--text", "missing"], "--text missing can't be read"),
+        (["--scheme", "gguf-q8_0", "--dtype", "float16"], "--dtype float16 has no effect on gguf-q8_0"),
+        (["--scheme", "gguf-q8_0", "--ignore", "*.nothing"], "--ignore have no effect on gguf-q8_0"),
+        (["--scheme", "w8a16", "--ignore", "*.nothing"], "--ignore *.nothing: the model has no module of this name"),
+        (["--scheme", "w8a16", "-o", __file__], "exists and is not a folder. Name a new folder"),
+    ],
+)
+def test_nothing_is_written_if_a_flag_is_wrong(
+    flags: list[str], message: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.gguf"
+    assert main(["quantize", str(source), "-o", str(out), *flags]) == 1
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "gguf-q8_0"])
+def test_a_full_disk_leaves_nothing_behind(
+    scheme: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*given: object, **further: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saved, "_copy_small_files", full)
+    monkeypatch.setattr("gguf.GGUFWriter.write_tensor_data", full)
+    out = tmp_path / "out.gguf"
+    assert main(["quantize", str(source), "--scheme", scheme, "-o", str(out), "--no-eval"]) == 1
+    assert f"{out} can't be written: [Errno 28] No space left on device. Free space there" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_source_that_is_rounded_itself(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    assert main(["quantize", str(source), "--scheme", "gguf-q8_0", "-o", str(first), "--no-eval"]) == 0
+    assert "rounded itself" not in capsys.readouterr().err
+    assert main(["quantize", str(first), "--scheme", "gguf-q8_0", "-o", str(second), "--no-eval"]) == 0
+    assert "first.gguf is rounded itself (Q8_0): what that lost is not regained" in capsys.readouterr().err
+
+
+def test_models_that_make_embeddings_are_refused(source: Path, tmp_path: Path) -> None:
+    files = replace(model_files(source), config={"architectures": ["BertModel"], "model_type": "bert"})
+    with pytest.raises(ConfigError, match="makes embeddings"):
+        quantize(files, ROUNDINGS["w8a16"], tmp_path / "out")
+
+
 def test_perplexity_is_that_of_transformers(source: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(TEXT)
@@ -160,6 +210,8 @@ def test_questions(source: Path, capsys: pytest.CaptureFixture[str], tmp_path: P
     questions.write_text('{"prompt": "a", "choices": ["b"], "answer": 0}\n')
     assert main(["eval", str(source), "--choices", str(questions), *SMALL]) == 1
     assert "line 1: a question has a prompt" in capsys.readouterr().err
+    assert main(["eval", str(source), "--choices", str(tmp_path / "missing"), *SMALL]) == 1
+    assert "missing can't be read" in capsys.readouterr().err
 
 
 class Calls(dict[str, object]):

@@ -13,7 +13,8 @@ from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.quantized.table import method_of
-from octavo.models.save.folder import group_size_of
+from octavo.models.save.folder import check_ignored, group_size_of
+from octavo.models.save.places import check_folder, check_source, new_place
 
 _MODIFIERS = "llmcompressor.modifiers"
 METHODS: Mapping[str, tuple[str, ...]] = {
@@ -48,27 +49,30 @@ def calibrate(
     """
     if files.format != "safetensors" or method_of(files.config) is not None:
         raise ConfigError(f"--scheme {scheme} needs a folder of unquantized safetensors; {files.path} is none.")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is not empty. Name a new folder.")
+    check_source(files)
+    check_folder(folder)
     samples = [part.strip() for part in _read(text).split("\n\n") if part.strip()]
     if not samples:
         raise ConfigError(f"--calibration {text} has no text. Give samples, separated by blank lines.")
     oneshot, dataset, *scaling, rounding = _tools(scheme)
     if scaling and not torch.accelerator.is_available():
         raise ConfigError(f"--scheme {scheme}: llm-compressor needs a GPU for it. --scheme gptq also runs on a CPU.")
-    size = group_size_of(open_checkpoint(files), group_size, ignore)
+    checkpoint = open_checkpoint(files)
+    check_ignored(checkpoint.names(), ignore)
+    size = group_size_of(checkpoint, group_size, ignore)
     weights = {"num_bits": 4, "type": "int", "symmetric": scheme == "gptq", "strategy": "group", "group_size": size}
     patterns = [f"re:{pattern.replace('.', '[.]').replace('*', '.*')}" for pattern in ignore]
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     recipe = [*(one() for one in scaling), rounding(config_groups=groups, ignore=["lm_head", *patterns])]
-    oneshot(
-        model=str(files.path),
-        dataset=dataset({"text": samples}),
-        recipe=recipe,
-        num_calibration_samples=len(samples),
-        max_seq_length=_MOST_TOKENS,
-        output_dir=str(folder),
-    )
+    with new_place(folder, folder=True):
+        oneshot(
+            model=str(files.path),
+            dataset=dataset({"text": samples}),
+            recipe=recipe,
+            num_calibration_samples=len(samples),
+            max_seq_length=_MOST_TOKENS,
+            output_dir=str(folder),
+        )
 
 
 def _tools(scheme: str) -> list[Any]:

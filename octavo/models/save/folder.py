@@ -6,7 +6,7 @@ import fnmatch
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.quantized.table import method_of
 from octavo.models.registry import is_own, spec_of
+from octavo.models.save.places import check_folder, check_source, new_place
 from octavo.models.save.rounding import Rounding
 from octavo.models.spec import StoredNames
 from octavo.nn.weights import TensorSpec
@@ -70,27 +70,46 @@ def quantize(
         ignore: patterns of names of modules that are not quantized, in addition to embeddings, heads and routers.
 
     Raises:
-        ConfigError: the model is quantized already or has no linear layers, or the groups don't fit it.
+        ConfigError: the model is quantized already or has no linear layers, the groups or a pattern don't fit it, or
+            the folder can't be written.
         ModelFileError: the checkpoint can't be read.
     """
-    if files.format == "safetensors" and method_of(files.config) is not None:
-        raise ConfigError(f"{files.name} is quantized already. Give the model that it was made from.")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is not empty. Name a new folder.")
+    check_source(files)
+    check_folder(folder)
     _check_layout(files)
     checkpoint = _named_as_published(files)
     shapes = {name: checkpoint.shape(name) or () for name in sorted(checkpoint.names())}
     matrices = _matrices(shapes, ignore)
     if not matrices:
         raise ConfigError(f"{files.name} has no matrices of linear layers, or --ignore names all of them.")
+    check_ignored(shapes, ignore)
     if group_size is not None and not scheme.grouped:
         raise ConfigError(
             f"--group-size {group_size}: this scheme has a scale for each output, no groups. Leave it out."
         )
     size = _group_size(matrices, group_size) if scheme.grouped else 0
-    folder.mkdir(parents=True, exist_ok=True)
-    total = sum(map(math.prod, shapes.values())) * dtype.itemsize
-    written, done = _Files(folder), 0
+    with new_place(folder, folder=True):
+        written = _write(checkpoint, shapes, matrices, scheme, size, dtype, _Files(folder), progress)
+        kept = sorted(name.removesuffix(".weight") for name, shape in shapes.items() if _is_kept(name, shape, matrices))
+        stated = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": scheme.settings(size, kept)}
+        config = {**{name: value for name, value in files.config.items() if name != "torch_dtype"}, **stated}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _copy_small_files(files.path, folder)
+    return Written(len(matrices), sum(map(math.prod, shapes.values())) * dtype.itemsize, written, size)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    matrices: Container[str],
+    scheme: Rounding,
+    size: int,
+    dtype: torch.dtype,
+    written: _Files,
+    progress: OnProgress,
+) -> int:
+    """Round and write the tensors of these shapes; return their bytes."""
+    total, done = sum(map(math.prod, shapes.values())) * dtype.itemsize, 0
     for name, shape in shapes.items():
         tensor = checkpoint.tensor(name, TensorSpec(shape, dtype))
         tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -100,12 +119,7 @@ def quantize(
         done += math.prod(shape) * dtype.itemsize
         progress("quantize", done, total)
     written.close()
-    kept = sorted(name.removesuffix(".weight") for name, shape in shapes.items() if _is_kept(name, shape, matrices))
-    stated = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": scheme.settings(size, kept)}
-    config = {**{name: value for name, value in files.config.items() if name != "torch_dtype"}, **stated}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _copy_small_files(files.path, folder)
-    return Written(len(matrices), total, written.total, size)
+    return written.total
 
 
 def _named_as_published(files: ModelFiles) -> Checkpoint:
@@ -139,6 +153,16 @@ def group_size_of(checkpoint: Checkpoint, stated: int | None, ignore: Sequence[s
         ConfigError: the stated size, or each of the usual ones, does not.
     """
     return _group_size(_matrices({name: checkpoint.shape(name) or () for name in checkpoint.names()}, ignore), stated)
+
+
+def check_ignored(names: Iterable[str], ignore: Sequence[str]) -> None:
+    """Raise ConfigError for a pattern that matches no module."""
+    modules = {name.removesuffix(".weight") for name in names}
+    for pattern in ignore:
+        if not fnmatch.filter(modules, pattern):
+            raise ConfigError(
+                f"--ignore {pattern}: the model has no module of this name. One of its modules is {min(modules)}."
+            )
 
 
 def _matrices(shapes: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
-from octavo.models.load.quantized.table import method_of
 from octavo.models.save.folder import OnProgress, Written
+from octavo.models.save.places import check_source, new_place
 from octavo.nn.weights import TensorSpec
 
 _BLOCK = 32
@@ -93,15 +94,25 @@ def write_gguf(
         tokenizer: the tokenizer's keys, for a source in safetensors (`text/tokenizers/gguf_keys.py`).
 
     Raises:
-        ConfigError: the model is quantized already, the file exists, or llama.cpp arranges the family otherwise.
+        ConfigError: the model is quantized already, the file exists or can't be written, or llama.cpp arranges the
+            family otherwise.
         ModelFileError: the checkpoint can't be read.
     """
     if path.exists():
         raise ConfigError(f"{path} exists. Name a new file.")
+    check_source(files)
     source = _of_gguf(files) if files.format == "gguf" else _of_safetensors(files, tokenizer or {})
     kinds = {name: _kind(name, shape, storage) for name, shape in source.shapes.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = GGUFWriter(path, source.arch)
+    with new_place(path, folder=False), closing(GGUFWriter(path, source.arch)) as writer:
+        after = _write(writer, source, kinds, storage, progress)
+    total = 2 * sum(map(math.prod, source.shapes.values()))
+    return Written(sum(kind is storage.kind for kind in kinds.values()), total, after, 0)
+
+
+def _write(
+    writer: GGUFWriter, source: _Source, kinds: Mapping[str, Kind], storage: Storage, progress: OnProgress
+) -> int:
+    """Write keys and tensors; return the tensors' bytes."""
     writer.add_file_type(storage.file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     source.keys(writer)
@@ -114,8 +125,7 @@ def write_gguf(
         writer.write_tensor_data(gguf.quants.quantize(source.tensor(name).numpy(), kinds[name]))
         done += 2 * math.prod(shape)
         progress("quantize", done, total)
-    writer.close()
-    return Written(sum(kind is storage.kind for kind in kinds.values()), total, after, 0)
+    return after
 
 
 def _kind(name: str, shape: tuple[int, ...], storage: Storage) -> Kind:
@@ -159,8 +169,6 @@ def _of_gguf(files: ModelFiles) -> _Source:
 
 
 def _of_safetensors(files: ModelFiles, tokenizer: Mapping[str, Any]) -> _Source:
-    if method_of(files.config) is not None:
-        raise ConfigError(f"{files.name} is quantized already. Give the model that it was made from.")
     (architecture, *_) = files.config.get("architectures") or [None]
     if architecture not in _ARCHS:
         raise ConfigError(
