@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ ROUNDED = 0.05
 """Largest error with rows rounded to 8 bits."""
 TOKENS = (2, 9, 40, 700) if GPU else (2, 9, 20)
 """One by one; unrounded; rounded; with tiles for many rows."""
+EIGHT_BITS = {"e4m3": floats.DTYPE, "e5m2": torch.float8_e5m2}
 Pack = Callable[[int, int], tuple[PackedMatrix | None, Tensor]]
 
 
@@ -48,12 +50,13 @@ def codes(book: str, group: int, *, rounds: bool = False) -> Pack:
     def pack(outputs: int, inputs: int) -> tuple[PackedMatrix | None, Tensor]:
         size = group or inputs
         scales = 2.0 ** torch.randint(-6, -3, (outputs, inputs // size)).float()
-        if book == "e4m3":
+        dtype = EIGHT_BITS.get(book)
+        if dtype is not None:
             scales = scales * (1 + torch.rand_like(scales))
-            values = (torch.randn(outputs, inputs) * 4).clamp(-448, 448).to(floats.DTYPE).view(torch.uint8)
+            values = (torch.randn(outputs, inputs) * 4).clamp(-448, 448).to(dtype).view(torch.uint8)
         else:
             values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
-        kind = FLOATS[floats.DTYPE] if book == "e4m3" else E2M1
+        kind = E2M1 if dtype is None else FLOATS[dtype]
         blocks = QuantizedBlocks(values, scales, None, 0, kind.bits, book=kind)
         exact = kind.of(values).double() * scales.double().repeat_interleave(size, 1)
         return pack_expert([blocks], DEVICE, rounds=rounds), exact
@@ -77,10 +80,23 @@ FORMS: dict[str, Pack] = {
     "8 bits, whole rows with minima": integers(8, 0, True),
     "E4M3, groups of 32": codes("e4m3", 32),
     "E4M3, groups of 128, rounded": codes("e4m3", 128, rounds=True),
+    "E5M2, whole rows": codes("e5m2", 0),
     "E2M1": codes("e2m1", 32),
     "E4M3, whole rows, rounded": rounding(floats.DTYPE),
     "INT8, whole rows, rounded": rounding(torch.int8),
 }
+
+ODD: dict[str, Pack] = {
+    "4 bits, groups of 16": integers(4, 16, False),
+    "4 bits, groups of 16 with minima": integers(4, 16, True),
+    "8 bits, groups of 16 with minima": integers(8, 16, True),
+    "E4M3, groups of 16": codes("e4m3", 16),
+    "E5M2, whole rows": codes("e5m2", 0),
+    "E2M1, groups of 16": codes("e2m1", 16),
+    "E4M3, whole rows, rounded": rounding(floats.DTYPE),
+    "INT8, whole rows, rounded": rounding(torch.int8),
+}
+"""Forms of matrices whose inputs and outputs fill neither blocks of words nor tiles."""
 
 ALWAYS = ("4 bits, groups of 128", "E4M3, groups of 128, rounded", "INT8, whole rows, rounded")
 """The others are tested nightly, and on a GPU."""
@@ -89,22 +105,22 @@ ALWAYS = ("4 bits, groups of 128", "E4M3, groups of 128, rounded", "INT8, whole 
 class Case:
     """Random experts, with their values in float64, and tokens."""
 
-    def __init__(self, form: str, tokens: int, *, clamped: bool = False) -> None:
-        torch.manual_seed(len(form) + tokens)
-        count, hidden, size = (16, 1024, 384) if GPU else (4, 128, 128)
+    def __init__(self, pack: Pack, tokens: int, *, clamped: bool = False, odd: bool = False, **form: Any) -> None:
+        torch.manual_seed(tokens)
+        count, hidden, size = (5, 304, 192) if odd else (16, 1024, 384) if GPU else (4, 128, 128)
         gate = ClampedGate(1.702, 1.0) if clamped else None
-        self.form = ExpertsForm(num_experts=count, hidden_size=hidden, size=size, clamped=gate, bias=clamped)
-        first, self.gate_up = self.matrices(form, 2 * size, hidden)
-        second, self.down = self.matrices(form, hidden, size)
+        self.form = ExpertsForm(num_experts=count, hidden_size=hidden, size=size, clamped=gate, bias=clamped, **form)
+        first, self.gate_up = self.matrices(pack, (2 if self.form.gated else 1) * size, hidden)
+        second, self.down = self.matrices(pack, hidden, size)
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if clamped:
-            biases = tuple(torch.randn(count, n).to(DEVICE, DTYPE) for n in (2 * size, hidden))  # type: ignore[assignment]
+            biases = tuple(torch.randn(count, n).to(DEVICE, DTYPE) for n in (len(self.gate_up[0]), hidden))  # type: ignore[assignment]
         self.stacked = StackedWeights(first, second, *biases)
         self.x, self.added = (torch.randn(tokens, hidden).to(DEVICE, DTYPE) for _ in range(2))
         self.limit = ROUNDED if first.rounds and tokens > packed_experts.MOST_UNROUNDED else TOLERANCE
 
-    def matrices(self, form: str, outputs: int, inputs: int) -> tuple[PackedMatrices, Tensor]:
-        made = [FORMS[form](outputs, inputs) for _ in range(self.form.num_experts)]
+    def matrices(self, pack: Pack, outputs: int, inputs: int) -> tuple[PackedMatrices, Tensor]:
+        made = [pack(outputs, inputs) for _ in range(self.form.num_experts)]
         room: PackedMatrices | None = None
         for expert, (one, exact) in enumerate(made):
             assert one is not None
@@ -138,16 +154,21 @@ def off(got: Tensor, expected: Tensor) -> float:
     "form", [form if GPU or form in ALWAYS else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
 )
 def test_sum_of_packed_experts(form: str, tokens: int) -> None:
-    case = Case(form, tokens)
+    case = Case(FORMS[form], tokens)
     routing = case.routed()
     got = mix_stacked(case.x, routing, case.stacked, case.form, case.added)
     assert got.dtype == DTYPE
     assert off(got, case.expected(case.x, routing) + case.added.cpu().double()) < case.limit
 
 
-@pytest.mark.parametrize("form", ["4 bits, groups of 128", "E4M3, whole rows, rounded"])
+FUSED = ("4 bits, groups of 128", "E4M3, whole rows, rounded")
+
+
+@pytest.mark.parametrize(
+    "form", [form if GPU or form in FUSED else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
 def test_one_token_with_norm_and_residual_sum(form: str) -> None:
-    case = Case(form, 1)
+    case = Case(FORMS[form], 1)
     routing, hidden = case.routed(), case.form.hidden_size
     stream, norm = torch.randn(1, hidden).to(DEVICE), (torch.rand(hidden) + 0.5).to(DEVICE, DTYPE)
     inner = gate_rows(stream, (norm, 1e-5), routing, case.stacked, case.form)
@@ -159,18 +180,47 @@ def test_one_token_with_norm_and_residual_sum(form: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
-def test_biases_and_clamped_gates(tokens: int) -> None:
+@pytest.mark.parametrize(
+    "form", [form if GPU or form == "E2M1" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
+def test_biases_and_clamped_gates(form: str, tokens: int) -> None:
     """As gpt-oss has them."""
-    case = Case("E2M1", tokens, clamped=True)
+    case = Case(FORMS[form], tokens, clamped=True)
     routing = case.routed()
     got = mix_stacked(case.x, routing, case.stacked, case.form)
     assert off(got, case.expected(case.x, routing)) < 3 * case.limit  # sums of large terms
 
 
+OFTEN = ("4 bits, groups of 16 with minima", "INT8, whole rows, rounded")
+
+
+@pytest.mark.parametrize("tokens", [3, 13, 21])
+@pytest.mark.parametrize(
+    "form", [form if GPU or form in OFTEN else pytest.param(form, marks=pytest.mark.slow) for form in ODD]
+)
+def test_odd_sizes_and_experts_without_tokens(form: str, tokens: int) -> None:
+    """Five experts, of which three get tokens: one of them all, another one a single token."""
+    case = Case(ODD[form], tokens, odd=True)
+    experts = torch.tensor([[4, 0]], dtype=torch.int32).repeat(tokens, 1)
+    experts[1, 1] = 2
+    routing = Routing(torch.rand(tokens, 2).to(DEVICE), experts.to(DEVICE))
+    got = mix_stacked(case.x, routing, case.stacked, case.form, case.added)
+    assert off(got, case.expected(case.x, routing) + case.added.cpu().double()) < case.limit
+
+
+@pytest.mark.parametrize("tokens", [3, 9])
+@pytest.mark.parametrize("changes", [{"on_inputs": True}, {"gated": False, "activation": "relu2"}], ids=str)
+def test_weights_on_inputs_and_products_without_gates(changes: dict[str, Any], tokens: int) -> None:
+    case = Case(FORMS["8 bits, groups of 64"], tokens, **changes)
+    routing = case.routed()
+    got = mix_stacked(case.x, routing, case.stacked, case.form)
+    assert off(got, case.expected(case.x, routing)) < 2 * case.limit  # squares double errors
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter's numpy: rows that nothing has written
 def test_few_of_many_experts_are_read() -> None:
     """A rank has some of the experts."""
-    case = Case("8 bits, groups of 64", 9)
+    case = Case(FORMS["8 bits, groups of 64"], 9)
     routing, own = case.routed(), range(1, 4)
     matrices = [
         PackedMatrices(one.codes[1:4], one.scales[1:4], None, *(getattr(one, name) for name in NAMES))

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
+from octavo.nn.ops import expert_launch as launch
 from octavo.nn.ops import expert_tiles, packed_experts
 from octavo.nn.ops.expert_rows import mix_rows
 from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeights, gate_arguments
@@ -292,7 +292,7 @@ def multiply(
     *,
     first: bool,
 ) -> None:
-    """Compute the product before the activation, or of the one behind it.
+    """Compute the product before the activation, or the one behind it.
 
     Args:
         x, out: [T, hidden_size] and [choices, size] if `first`, else [choices, size] and [choices, hidden_size].
@@ -307,23 +307,30 @@ def multiply(
     if tiling.stays:
         top_k, beside = routing.experts.shape[1], tiling.side_by_side
         expert_tiles.multiply(x, weight, top_k, order, tiles, out, first=first, beside=beside)
-        return
-    gated = first and form.gated
-    outputs, inputs, parts = out.shape[1], x.shape[1], 2 if gated else 1
+    else:
+        _multiply_plain(x, weight, bias, form, routing, order, tiles, out, tiling, first=first)
+
+
+def _multiply_plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    form: ExpertsForm,
+    routing: Routing,
+    order: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    *,
+    first: bool,
+) -> None:
+    """Compute `multiply` by matrices that are not packed."""
+    outputs, height = out.shape[1], tiling.height
     alpha, limit, activation = gate_arguments(form)
-    matrix: Any = weight
-    if tiling.copies:
-        shape, strides = [len(weight) * parts, outputs, inputs], [outputs * inputs, inputs, 1]
-        matrix = TensorDescriptor(weight, shape, strides, [parts, tiling.width, tiling.depth])
-    given: list[Any] = [x, x]
-    if tiling.copies_rows:
-        heights = tiling.height, tiling.height // 2
-        given = [TensorDescriptor(x, [*x.shape], [inputs, 1], [height, tiling.depth]) for height in heights]
-    columns = triton.cdiv(outputs, tiling.width)
-    grid = triton.cdiv(len(tiles), tiling.side_by_side) * tiling.side_by_side * columns
-    grouped_kernel[(grid,)](
-        *given,
-        matrix,
+    grouped_kernel[launch.programs(tiles, outputs, tiling)](
+        launch.rows_argument(x, height, tiling),
+        launch.rows_argument(x, height // 2, tiling),
+        launch.matrix_argument(weight, outputs, tiling),
         x if bias is None else bias,
         routing.weights,
         order,
@@ -334,22 +341,11 @@ def multiply(
         limit,
         TOP_K=routing.experts.shape[1],
         N=outputs,
-        K=inputs,
-        HEIGHT=tiling.height,
-        WIDTH=tiling.width,
-        DEPTH=tiling.depth,
-        SIDE_BY_SIDE=tiling.side_by_side,
-        FIRST=first,
-        GATED=gated,
+        K=x.shape[1],
         ACTIVATION=activation,
         BIASED=bias is not None,
-        WEIGHTED=first and form.on_inputs,
-        TURNED=tiling.turned,
         HALVES=tiling.halves,
-        COPIES=tiling.copies,
-        COPIES_ROWS=tiling.copies_rows,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **launch.constants(tiling, form, first=first),
         **overlap(x.device),
     )
 

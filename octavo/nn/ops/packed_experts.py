@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops import expert_launch as launch
 from octavo.nn.ops import floats
 from octavo.nn.ops.expert_weights import PackedMatrices, gate_arguments
 from octavo.nn.ops.routing import Routing
@@ -71,27 +71,15 @@ def multiply(
     first: bool,
 ) -> None:
     """See `multiply` in `expert_products.py`."""
-    gated = first and form.gated
-    outputs, inputs, parts = out.shape[1], x.shape[1], 2 if gated else 1
+    outputs = out.shape[1]
     alpha, limit, activation = gate_arguments(form)
     rounded = _rounded(x, matrices) if tiling.rounds else None
     rows = x if rounded is None else rounded.codes
-    given: Any = rows
-    if tiling.copies_rows:
-        given = TensorDescriptor(rows, [*rows.shape], [inputs, 1], [tiling.height, tiling.depth])
-    codes = matrices.codes
-    length = codes.shape[2]
-    matrix: Any = codes
-    if tiling.copies:
-        shape, strides = [len(codes) * parts, outputs, length], [outputs * length, length, 1]
-        matrix = TensorDescriptor(codes, shape, strides, [parts, tiling.width, tiling.depth])
-    columns = triton.cdiv(outputs, tiling.width)
-    grid = triton.cdiv(len(tiles), tiling.side_by_side) * tiling.side_by_side * columns
-    packed_grouped_kernel[(grid,)](
-        given,
+    packed_grouped_kernel[launch.programs(tiles, outputs, tiling)](
+        launch.rows_argument(rows, tiling.height, tiling),
         matrices.scales if rounded is None else rounded.scales,
         0 if rounded is None else rounded.scales.stride(1),
-        matrix,
+        launch.matrix_argument(matrices.codes, outputs, tiling),
         *_factors(matrices),
         x if bias is None else bias,
         routing.weights,
@@ -104,22 +92,11 @@ def multiply(
         TOP_K=routing.experts.shape[1],
         N=outputs,
         **_layout(matrices),
-        ROUNDED=tiling.rounds,
-        INTEGERS=rows.dtype == torch.int8,
-        HEIGHT=tiling.height,
-        WIDTH=tiling.width,
-        DEPTH=tiling.depth,
-        SIDE_BY_SIDE=tiling.side_by_side,
-        FIRST=first,
-        GATED=gated,
         ACTIVATION=activation,
         BIASED=bias is not None,
-        WEIGHTED=first and form.on_inputs,
-        TURNED=tiling.turned,
-        COPIES=tiling.copies,
-        COPIES_ROWS=tiling.copies_rows,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        ROUNDED=tiling.rounds,
+        INTEGERS=rows.dtype == torch.int8,
+        **launch.constants(tiling, form, first=first),
         **overlap(x.device),
     )
 
@@ -157,6 +134,7 @@ def gate_rows(
         TOP_K=routing.experts.shape[1],
         N=form.size,
         **_layout(matrices),
+        WORDS=matrices.words,
         BLOCK_N=plan.block_n,
         BLOCKS=_blocks(plan, matrices),
         NORMED=norm is not None,
@@ -198,6 +176,7 @@ def sum_rows(
         TOP_K=routing.experts.shape[1],
         N=form.hidden_size,
         **_layout(matrices),
+        WORDS=matrices.words,
         BLOCK_N=plan.block_n,
         BLOCKS=_blocks(plan, matrices),
         BIASED=bias is not None,
@@ -265,7 +244,6 @@ def _layout(matrices: PackedMatrices) -> dict[str, Any]:
     return {
         "K": matrices.inputs,
         "C": matrices.codes.shape[2],
-        "WORDS": matrices.words,
         "FIELDS": matrices.fields,
         "GROUP": matrices.group,
         "FLOATS": matrices.floats,

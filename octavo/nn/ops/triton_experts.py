@@ -63,14 +63,14 @@ def weight_tile(
 
 
 @triton.jit
-def rows_tile(x, row, start, k, K: tl.constexpr, DEPTH: tl.constexpr, COPIES: tl.constexpr):
-    """Return the rows of x [*, K]: [rows, DEPTH] from column k on."""
+def rows_tile(x, row, start, k, K: tl.constexpr, END: tl.constexpr, DEPTH: tl.constexpr, COPIES: tl.constexpr):
+    """Return the rows of x [*, K]: [rows, DEPTH] from column k on; columns from K to END are read as 0."""
     if COPIES:
         tile = x.load([start, k])
     else:
         at = k + tl.arange(0, DEPTH)
         place = x + row.to(tl.int64)[:, None] * K + at[None, :]
-        if K % DEPTH == 0:
+        if END <= K:
             tile = tl.load(place)
         else:
             tile = tl.load(place, mask=(at < K)[None, :], other=0.0)
@@ -162,9 +162,10 @@ def _multiply_tile(
     position = start + tl.minimum(i, rows - 1)
     choice = tl.load(order + position)
     row = choice // TOP_K if FIRST else position
+    END: tl.constexpr = (K + DEPTH - 1) // DEPTH * DEPTH
     acc = tl.zeros([PARTS * WIDTH, HEIGHT] if TURNED else [HEIGHT, PARTS * WIDTH], tl.float32)
     for k in range(0, K, DEPTH):
-        value = rows_tile(x, row, start, k, K, DEPTH, COPIES_ROWS)
+        value = rows_tile(x, row, start, k, K, END, DEPTH, COPIES_ROWS)
         matrix = weight_tile(w, expert, n, k, N, K, PARTS, WIDTH, DEPTH, COPIES)
         if TURNED:
             acc = tl.dot(matrix, value.T, acc, input_precision="ieee")

@@ -38,7 +38,6 @@ def packed_grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
-    WORDS: tl.constexpr,
     FIELDS: tl.constexpr,
     GROUP: tl.constexpr,
     FLOATS: tl.constexpr,
@@ -65,12 +64,13 @@ def packed_grouped_kernel(
     matrix units multiply codes: INTEGERS, which have a scale for each output, or E4M3. Otherwise TURNED is needed.
 
     Args:
-        DEPTH: codes of a pass; WORDS of them if there are several fields, and within a group.
+        DEPTH: codes of a pass; those of a block if there are several fields, and within a group.
     """
     follow(OVERLAPS)
     PARTS: tl.constexpr = 2 if GATED else 1
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     WHOLE: tl.constexpr = GROUPS == 1 and not MINIMA
+    END: tl.constexpr = (C + DEPTH - 1) // DEPTH * DEPTH * FIELDS  # of inputs, with those that fill the last block
     IN_GROUP: tl.constexpr = FIELDS if GROUPS == 1 or GROUP >= FIELDS * DEPTH else GROUP // DEPTH
     columns = tl.cdiv(N, WIDTH)
     beside = tl.program_id(0) // (SIDE_BY_SIDE * columns) * SIDE_BY_SIDE
@@ -94,7 +94,7 @@ def packed_grouped_kernel(
     for k in range(0, C, DEPTH):
         code = weight_tile(w, expert, n, k, N, C, PARTS, WIDTH, DEPTH, COPIES)
         if ROUNDED:
-            value = rows_tile(x, row, start, k, K, DEPTH, COPIES_ROWS)
+            value = rows_tile(x, row, start, k, K, END, DEPTH, COPIES_ROWS)
             if WHOLE:
                 acc = _product(code, value, acc, TURNED)
             else:
@@ -105,7 +105,7 @@ def packed_grouped_kernel(
                 acc += sums * _outer(scale, row_scale, TURNED)
         elif WHOLE:
             for field in tl.static_range(FIELDS):
-                value = rows_tile(x, row, start, k * FIELDS + field * DEPTH, K, DEPTH, COPIES_ROWS)
+                value = rows_tile(x, row, start, k * FIELDS + field * DEPTH, K, END, DEPTH, COPIES_ROWS)
                 matrix = narrow_numbers_of(code, field, FLOATS, value.dtype, OVERLAPS)
                 acc = tl.dot(matrix, value.T, acc, input_precision="ieee")
         else:
@@ -116,7 +116,7 @@ def packed_grouped_kernel(
                 low = tl.load(minima + place).to(tl.float32) if MINIMA else scale
                 sums = tl.zeros(shape, tl.float32)
                 for field in tl.static_range(part * IN_GROUP, (part + 1) * IN_GROUP):
-                    value = rows_tile(x, row, start, k * FIELDS + field * DEPTH, K, DEPTH, COPIES_ROWS)
+                    value = rows_tile(x, row, start, k * FIELDS + field * DEPTH, K, END, DEPTH, COPIES_ROWS)
                     if MINIMA:
                         wide = numbers_of(code, field, FLOATS) * scale[:, None] + low[:, None]
                         acc = tl.dot(wide.to(value.dtype), value.T, acc, input_precision="ieee")
