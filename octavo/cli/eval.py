@@ -58,6 +58,8 @@ def judge(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
 
     def reading(llm: LLM) -> Reading:
+        if "generate" not in llm.info.tasks:
+            raise ConfigError(f"{llm.info.name} makes embeddings; octavo eval judges models that generate text.")
         return read(llm, text, args.context, args.limit)
 
     reference = None

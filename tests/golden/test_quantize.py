@@ -199,6 +199,12 @@ def test_the_command_compares_with_the_original(
     assert float(figures["perplexity"]) == pytest.approx(float(figures["reference perplexity"]), rel=0.02)
 
 
+@pytest.mark.features("pooling")
+def test_only_models_that_generate_are_judged(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(source), "--runner", "pooling", *SMALL]) == 1
+    assert "makes embeddings; octavo eval judges models that generate text" in capsys.readouterr().err
+
+
 def test_questions(source: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     lines = [{"prompt": "The steps", "choices": [" of the quay", " zq"], "answer": i} for i in (0, 1, 0)]
