@@ -50,9 +50,11 @@ from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.version import __version__
 from octavo.worker.division import check_division
 from octavo.worker.encoder.worker import EncoderWorker
-from octavo.worker.hooks import Reserved, WorkerHook
+from octavo.worker.hooks import Hooks, Reserved, WorkerHook
+from octavo.worker.own_rows import check_features
 from octavo.worker.port import LocalWorker
 from octavo.worker.self_check import check_products
+from octavo.worker.states import check_drafts
 from octavo.worker.worker import Worker
 
 _ALONE = RankPlace()
@@ -305,14 +307,16 @@ class DecoderBuild:
 
     def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
         worker, config = self._worker, self._config
+        halves = build_worker_halves(self.context)
+        if config.parallel.divides_requests:
+            check_features(Hooks(halves))
         timer.begin("kernels")
         worker.prepare_kernels()
         timer.begin("weights")
         with blamed(config.model.config_overrides):
-            worker.load(self._check_length)
+            worker.load(partial(self._check_cache, max_drafts))
         if not worker.device.resident:
             self._check_products()
-        halves = build_worker_halves(self.context)
         self._hooks = [hook for hook in halves if worker.stage.last or not hook.last_stage_only]
         limits = config.scheduler.limits(*self.facts.default_limits)
         worker.reserved = sum((hook.prepare(worker, limits) for hook in self._hooks), Reserved())
@@ -332,10 +336,11 @@ class DecoderBuild:
             kv_budget=None if stated else worker.kv_budget(*limits, max_drafts),
         )
 
-    def _check_length(self) -> None:
-        """Raise ConfigError before the weights are loaded if the KV cache will not hold one request of the set
-        length. What features add to blocks is not known yet."""
+    def _check_cache(self, max_drafts: int) -> None:
+        """Raise ConfigError before the weights are loaded if the KV cache can't take back drafts, or will not hold one
+        request of the set length. What features add to blocks is not known yet."""
         worker, wanted, cache = self._worker, self._config.model.max_model_len, self._config.cache
+        check_drafts(worker.cache_groups, max_drafts)
         if wanted is None:
             return
         _, step_tokens = self._config.scheduler.limits(*self.facts.default_limits)

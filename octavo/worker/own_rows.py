@@ -234,6 +234,12 @@ def own_rows_of(
         return None
     if not isinstance(model, CausalLM):
         raise ConfigError(f"{_FLAGS}: models of transformers divide no requests. {_REMEDY}")
+    check_features(hooks)
+    return OwnRows(model, attention, block_size, exchange, num_blocks, num_slots)
+
+
+def check_features(hooks: Hooks) -> None:
+    """Raise ConfigError if ranks can't divide the requests with these features."""
     for refused, what in (
         (hooks.varies, "adapters"),
         (hooks.drawing, "models and heads that draft"),
@@ -241,7 +247,6 @@ def own_rows_of(
     ):
         if refused:
             raise ConfigError(f"{_FLAGS}: {what} don't work with data-parallel attention. {_REMEDY}")
-    return OwnRows(model, attention, block_size, exchange, num_blocks, num_slots)
 
 
 _FLAGS = "--data-parallel-size with --enable-expert-parallel"

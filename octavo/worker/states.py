@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from octavo.core.cache_groups import CacheGroup
 from octavo.core.errors import ConfigError
 from octavo.models.model import ModelSpec
 from octavo.models.spec import DecoderSpec
@@ -60,3 +61,12 @@ def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int) -> N
                 f"--block-size {block_size} gives a layer {block_bytes} bytes per block of the KV cache, but a state "
                 f"of {layer.path} takes {layer.nbytes}. Set --block-size to at least {needed}, or leave it out."
             )
+
+
+def check_drafts(groups: Sequence[CacheGroup], max_drafts: int) -> None:
+    """Raise ConfigError if a feature drafts tokens for recurrent layers."""
+    if max_drafts and not all(group.grows for group in groups):
+        raise ConfigError(
+            "A feature drafts tokens, and the model has recurrent layers, whose states can't take back rejected ones. "
+            "Leave the feature out."
+        )

@@ -370,11 +370,7 @@ class Worker:
         if model is None:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
         shape, groups = self._cache_shape(num_blocks), self.cache_groups
-        if max_drafts and not all(group.grows for group in groups):
-            raise ConfigError(
-                "A feature drafts tokens, and the model has recurrent layers, whose states can't take back rejected "
-                "ones. Leave the feature out."
-            )
+        states.check_drafts(groups, max_drafts)
         self._relay = relay_of(model, self.stage, max(max_step_tokens, SCALING_TOKENS))
         blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):

@@ -118,7 +118,8 @@ def test_sleep_and_other_weights() -> None:
 
 
 @pytest.mark.features("lora")
-def test_adapters_are_refused() -> None:
+def test_adapters_are_refused_before_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.worker.worker.load_weights", lambda *_, **__: pytest.fail("weights are loaded"))
     with pytest.raises(ConfigError, match="adapters don't work with data-parallel attention"):
         engine(MODELS[GROUPED], **FEW, **TWO, enable_lora=True)
 

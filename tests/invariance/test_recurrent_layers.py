@@ -137,7 +137,8 @@ class Drafting(EngineHook):
     max_drafts = 2
 
 
-def test_drafts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_refused_before_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.worker.worker.load_weights", lambda *_, **__: pytest.fail("weights are loaded"))
     monkeypatch.setattr("octavo.build.build_engine_halves", lambda _: [Drafting()])
     with pytest.raises(ConfigError, match="drafts tokens, and the model has recurrent layers"):
         engine(monkeypatch)
