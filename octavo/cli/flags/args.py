@@ -122,6 +122,7 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
     names = {alias: flag for flag in known.values() for alias in (flag.name, *flag.aliases)}
+    assert isinstance(written, yaml.MappingNode), "a dict is written as a mapping"
     _refuse_repeated(path, ((key.value, key.start_mark.line + 1) for key, _ in written.value), names)
     found: dict[str, Any] = {}
     for key, value in content.items():
