@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -93,7 +94,8 @@ class CoreProcess:
     def kill(self) -> None:
         """Kill the process and its children."""
         if self.alive:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another thread has just seen its end
+                os.killpg(self.pid, signal.SIGKILL)
         self.stop()
 
     def stop(self) -> None:
