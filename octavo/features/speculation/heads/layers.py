@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from octavo.models.decoder import CausalLM
 from octavo.models.hf_config import Config
 from octavo.models.implementation import OWN
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.renamed import RenamedCheckpoint
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.model import ModelSpec
 from octavo.models.spec import DecoderSpec
@@ -61,51 +62,36 @@ class HeadLayers:
 
     def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> Checkpoint:
         assert isinstance(spec, HeadSpec)
-        head: Checkpoint
         if spec.kind == "mtp":
-            own = OWN.named(checkpoint, spec.decoder)
-            last = f"model.layers.{spec.decoder.num_layers - 1}."
-            tables = {f"{last}embed_tokens.weight": "embed_tokens.weight"}
-            tables |= {f"{last}shared_head.head.weight": "lm_head.weight"}
-            kept = {tables.get(name, name): name for name in own.names() if name.startswith(last)}
-            head = Selected(own, kept) if own.names() else own
+            checkpoint, rename = OWN.named(checkpoint, spec.decoder), _of_last_layer(spec.decoder.num_layers - 1)
         else:
-            names = {name.removeprefix("model."): name for name in checkpoint.names()}
-            names = {_midlayer(ours) if spec.kind == "eagle3" else ours: name for ours, name in names.items()}
-            head = Selected(checkpoint, {ours: name for ours, name in names.items() if ours != "t2d"})
-            head = head if checkpoint.names() else checkpoint
+            rename = _eagle3_name if spec.kind == "eagle3" else _eagle_name
+        head = RenamedCheckpoint(checkpoint, rename) if checkpoint.names() else checkpoint
         return WithTables(head, OWN.named(self._source, self._target), tied=self._target.tied)
 
 
-def _midlayer(name: str) -> str:
-    """Return the name of EAGLE-3's only layer's tensors, which some call layers.0."""
-    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+def _of_last_layer(last: int) -> Callable[[str], str | None]:
+    """Return the renaming for multi-token prediction: only this layer's tensors, its tables under short names."""
+    prefix = f"model.layers.{last}."
+    tables = {
+        f"{prefix}embed_tokens.weight": "embed_tokens.weight",
+        f"{prefix}shared_head.head.weight": "lm_head.weight",
+    }
+    return lambda name: tables.get(name, name) if name.startswith(prefix) else None
 
 
-class Selected:
-    """Some tensors of a checkpoint under other names."""
+def _eagle_name(name: str) -> str | None:
+    """Return a tensor's name without "model."; None for `t2d`, the inverse of `d2t`."""
+    name = name.removeprefix("model.")
+    return None if name == "t2d" else name
 
-    def __init__(self, source: Checkpoint, stored: dict[str, str]) -> None:
-        """`stored`: name here -> name in `source`."""
-        self.origin = source.origin
-        self._source, self._stored = source, stored
 
-    def names(self) -> Set[str]:
-        return self._stored.keys()
-
-    def has(self, name: str) -> bool:
-        return name in self._stored
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._source.shape(self._stored[name])
-
-    def blocks(
-        self, name: str, entry: int | None = None, *, codes: bool = False, index: Index | None = None
-    ) -> QuantizedBlocks | None:
-        return self._source.blocks(self._stored[name], entry, codes=codes, index=index)
-
-    def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
-        return self._source.tensor(self._stored[name], spec, index)
+def _eagle3_name(name: str) -> str | None:
+    """Like `_eagle_name`, for EAGLE-3, whose only layer some checkpoints call layers.0."""
+    ours = _eagle_name(name)
+    if ours is not None and ours.startswith("layers.0."):
+        return ours.replace("layers.0.", "midlayer.", 1)
+    return ours
 
 
 class WithTables:
