@@ -1,7 +1,8 @@
-"""Unquantized experts on a GPU, stacked for products that sort tokens on the device."""
+"""Experts on a GPU, stacked for products that sort tokens on the device; unquantized ones."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,47 @@ if TYPE_CHECKING:
     from octavo.nn.stream import Summands
 
 
-class StackedExperts:
-    """An `ExpertsScheme` of one tensor for each product of all experts; also `FusingExperts`.
+class DeviceExperts(ABC):
+    """What both kinds of `ExpertsScheme` for a GPU share; also `FusingExperts`.
+
+    Attributes:
+        dtype: of activations.
+    """
+
+    recordable = True
+
+    def __init__(self, form: ExpertsForm, dtype: torch.dtype, device: torch.device) -> None:
+        self.form, self.dtype, self.device = form, dtype, device
+
+    @property
+    @abstractmethod
+    def stacked(self) -> StackedWeights:
+        """The weights, as kernels read them."""
+
+    def stored(self, part: Part) -> dict[str, TensorSpec]:
+        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
+        if part.bias:
+            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
+        return specs
+
+    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
+        return route_on_device(logits, spec, correction)
+
+    def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
+        return mix_stacked(x.contiguous(), routing, self.stacked, self.form, added)
+
+    def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
+        return summands(x.contiguous(), routing, self.stacked, self.form, added)
+
+    def gate_rows(self, x: Tensor, norm: tuple[Tensor, float], routing: Routing) -> Tensor:
+        return expert_rows.gate_rows(x, norm, routing, self.stacked, self.form)
+
+    def add_rows(self, inner: Tensor, routing: Routing, stream: Tensor) -> None:
+        expert_rows.add_rows(inner, routing, self.stacked, self.form, stream)
+
+
+class StackedExperts(DeviceExperts):
+    """One tensor for each product of all experts.
 
     E is the number of this rank's experts.
 
@@ -35,20 +75,13 @@ class StackedExperts:
     """
 
     takes_blocks = takes_codes = False
-    recordable = True
 
     def __init__(self, form: ExpertsForm, dtype: torch.dtype, device: torch.device) -> None:
-        self.form, self.dtype, self.device = form, dtype, device
+        super().__init__(form, dtype, device)
         self.gate_up = self.down = torch.empty(0)
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
         expert_tiles.compile_ahead(device, dtype)
-
-    def stored(self, part: Part) -> dict[str, TensorSpec]:
-        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
-        if part.bias:
-            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
-        return specs
 
     def prepare(
         self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
@@ -70,12 +103,6 @@ class StackedExperts:
                 self.down_bias = self._empty(count, hidden)
             self.down_bias[expert].copy_(plain(down[0]["bias"]))
 
-    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
-        return route_on_device(logits, spec, correction)
-
-    def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
-        return mix_stacked(x.contiguous(), routing, self._stacked, self.form, added)
-
     def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
         bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
         return F.linear(x, self.gate_up[expert], bias)
@@ -84,17 +111,8 @@ class StackedExperts:
         bias = None if self.down_bias is None else self.down_bias[expert]
         return F.linear(x, self.down[expert], bias)
 
-    def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
-        return summands(x.contiguous(), routing, self._stacked, self.form, added)
-
-    def gate_rows(self, x: Tensor, norm: tuple[Tensor, float], routing: Routing) -> Tensor:
-        return expert_rows.gate_rows(x, norm, routing, self._stacked, self.form)
-
-    def add_rows(self, inner: Tensor, routing: Routing, stream: Tensor) -> None:
-        expert_rows.add_rows(inner, routing, self._stacked, self.form, stream)
-
     @property
-    def _stacked(self) -> StackedWeights:
+    def stacked(self) -> StackedWeights:
         return StackedWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.form.owned.start)
 
     def _empty(self, *shape: int) -> Tensor:

@@ -10,20 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
-from octavo.nn.ops import expert_rows
-from octavo.nn.ops.expert_products import linear, mix_stacked, route_on_device, summands
+from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops.expert_products import linear
 from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeights
 from octavo.nn.ops.floats import Floats
-from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.blocks import dequantized
+from octavo.nn.quant.gpu_experts import DeviceExperts
 from octavo.nn.quant.pack_experts import PackedMatrix, fitted, from_floats, pack_expert, put, refined, stacked
-from octavo.nn.weights import QuantizedBlocks, Stored, TensorSpec, plain, tensor_bytes
+from octavo.nn.weights import QuantizedBlocks, Stored, plain, tensor_bytes
 
 if TYPE_CHECKING:
-    from octavo.nn.quant.base import Part
     from octavo.nn.quant.online import Online
-    from octavo.nn.stream import Summands
 
 
 class ExpertMatrices:
@@ -142,15 +139,14 @@ class ExpertMatrices:
         self.codes = self.scales = self.minima = self._form = None
 
 
-class PackedStack:
-    """An `ExpertsScheme` like `StackedExperts`, of matrices that may be packed; also `FusingExperts`.
+class PackedStack(DeviceExperts):
+    """Like `StackedExperts`, of matrices that may be packed.
 
     Attributes:
         gate_up, down: the products before and after the gate.
     """
 
     takes_blocks = takes_codes = True
-    recordable = True
 
     def __init__(
         self,
@@ -162,29 +158,17 @@ class PackedStack:
         rounds: bool = False,
     ) -> None:
         """See `PackedOnGpu`."""
-        self.form, self.dtype, self.device = form, dtype, device
+        super().__init__(form, dtype, device)
         self._online = online
         self.gate_up, self.down = (
             ExpertMatrices(len(form.owned), dtype, device, online, rounds=rounds) for _ in range(2)
         )
-
-    def stored(self, part: Part) -> dict[str, TensorSpec]:
-        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
-        if part.bias:
-            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
-        return specs
 
     def prepare(
         self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
     ) -> None:
         self.gate_up.take(expert, gate_up)
         self.down.take(expert, down)
-
-    def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
-        return route_on_device(logits, spec, correction)
-
-    def mix(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor:
-        return mix_stacked(x.contiguous(), routing, self.stacked, self.form, added)
 
     def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
         bias = self.gate_up.bias
@@ -194,18 +178,8 @@ class PackedStack:
         bias = self.down.bias
         return F.linear(x, self.down.value(expert), None if bias is None else bias[expert])
 
-    def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
-        return summands(x.contiguous(), routing, self.stacked, self.form, added)
-
-    def gate_rows(self, x: Tensor, norm: tuple[Tensor, float], routing: Routing) -> Tensor:
-        return expert_rows.gate_rows(x, norm, routing, self.stacked, self.form)
-
-    def add_rows(self, inner: Tensor, routing: Routing, stream: Tensor) -> None:
-        expert_rows.add_rows(inner, routing, self.stacked, self.form, stream)
-
     @property
     def stacked(self) -> StackedWeights:
-        """The weights, as kernels read them."""
         first, second = self.gate_up, self.down
         return StackedWeights(first.matrices, second.matrices, first.bias, second.bias, self.form.owned.start)
 
