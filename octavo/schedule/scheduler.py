@@ -194,7 +194,7 @@ class Scheduler:
         told(self._hooks, "on_weights")
 
     def lessees(self) -> list[str]:
-        """Return who holds leases beyond `park`; prefixes that were loaded for waiting requests are given up."""
+        """Return the owners of leases that outlast `park`; give up prefixes that were loaded for waiting requests."""
         while self._requests.kv.let_go():
             pass
         return sorted({lease.owner for lease in self.cache.leases if not is_pages(lease)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _DECAY = 0.95
 _WEIGHT = 4.0
-"""Drafts that the general experience counts for, before a request has its own."""
+"""Weight of the experience with all requests in a new request's share, in drafts."""
 _PRIOR = 0.6
 
 
@@ -27,12 +27,12 @@ class Acceptance:
         return self._accepted / self._tried
 
     def fade(self) -> None:
-        """Let what was learned count for no more than the first prior, so that new drafts decide."""
+        """Reduce the weight of earlier drafts to that of the first prior, so that new ones decide."""
         share = self.share
         self._tried = min(self._tried, _WEIGHT)
         self._accepted = share * self._tried
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Note a row's drafts. Those after the first rejected one say nothing."""
+        """Note a row's drafts. Those after the first rejected one are not counted."""
         self._tried = self._tried * _DECAY + min(num_accepted + 1, num_drafts)
         self._accepted = self._accepted * _DECAY + num_accepted

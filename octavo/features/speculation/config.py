@@ -1,4 +1,4 @@
-"""`DraftConfig`: who drafts, and how much. Parsed from `--speculative-config` and the short flags."""
+"""`DraftConfig`: the drafting method and its numbers. Parsed from `--speculative-config` and the short flags."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DraftConfig:
         ConfigError: a value is of the wrong type or out of range.
     """
 
-    method: str = _option("auto", "who drafts: " + ", ".join((*METHODS, OFF)))
+    method: str = _option("auto", "drafting method: " + ", ".join((*METHODS, OFF)))
     num_speculative_tokens: int | None = _option(
         None,
         f"most drafts after one token, 1 to {MOST_DRAFTS}; by default {_CPU_DRAFTS} of prompt lookup on a CPU, "

@@ -8,8 +8,8 @@ from itertools import combinations
 from statistics import median
 
 _FEW, _MEMORY = 3, 15
-"""Steps that are few, and the last ones that count. Medians leave out steps that something else delayed, such as the
-loading of kernels or a pause of the process."""
+"""Fewest steps of an estimate, and most. Medians leave out steps that something else delayed, such as the loading of
+kernels or a pause of the process."""
 _RENEWAL = 4
 """Steps after which the line of steps with drafts is computed again, once `_MEMORY` of these are known."""
 _PRIOR = 0.4
@@ -74,7 +74,7 @@ class _Measured:
 
 
 class StepCosts:
-    """Seconds of steps that only decode. Steps with other rows say nothing about drafts."""
+    """Seconds of steps that only decode. Steps with other rows are no measure of drafts."""
 
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}

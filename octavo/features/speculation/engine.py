@@ -35,7 +35,7 @@ _TRIAL_ROWS = 2
 _PLAIN = 5
 """Steps without drafts in a row, to measure what drafts save. The first one may overlap with a step before."""
 _MANY = 8
-"""Rows from which on requests draft together or not at all: one row with drafts makes the whole step dear."""
+"""Rows from which on requests draft together or not at all: one row with drafts makes the whole step slower."""
 _MEASURED = 4
 """Steps without drafts of which one is measured, while they repeat."""
 _PATIENCE, _LONGEST_PERIOD = 2, 8

@@ -24,7 +24,7 @@ class History:
         self._text: Tokens | None = NOTHING
 
     def add(self, output: list[int]) -> None:
-        """Add an output; the oldest ones make way."""
+        """Add an output; drop the oldest ones that exceed the limits."""
         added = np.array(output[-_MOST_TOKENS:], dtype=np.int32)
         self._outputs.append(added)
         self._size += len(added)

@@ -36,7 +36,7 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftInfo(msgspec.Struct, frozen=True, array_like=True):
-    """The feature's entry in `ModelInfo.feature_info`: who drafts, at most how many after a token, and whether only
+    """The feature's entry in `ModelInfo.feature_info`: the method, the most drafts after a token, and whether only
     where they gain."""
 
     method: str

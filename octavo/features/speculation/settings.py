@@ -27,7 +27,7 @@ class SpeculationSettings(FeatureSettings):
     )
     spec_method: str | None = setting(
         None,
-        "who drafts: the key method of --speculative-config",
+        "drafting method: the key method of --speculative-config",
         shown="auto for smollm2 on a CPU, else none",
         choices=(*METHODS, OFF),
         metavar="METHOD",
@@ -44,7 +44,7 @@ class SpeculationSettings(FeatureSettings):
         self.config()
 
     def config(self) -> DraftConfig | None:
-        """Return who drafts and how much; None if nothing asks for drafts."""
+        """Return the drafting method and its numbers as set; None if no setting asks for drafts."""
         return draft_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model)
 
     @property
@@ -54,7 +54,7 @@ class SpeculationSettings(FeatureSettings):
 
 
 def drafting(context: FeatureContext) -> DraftConfig | None:
-    """Return who drafts for this engine's model, and how much; None if nothing is drafted.
+    """Return the drafting method for this engine's model, and its numbers; None if nothing is drafted.
 
     Without settings, `auto` drafts on a CPU for the models that were measured to gain.
     """

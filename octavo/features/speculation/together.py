@@ -13,10 +13,10 @@ _STEPS = 8
 _AGE = 16
 """Measurements after which those of other limits are forgotten."""
 _SOON, _FIRST = 16, 2
-"""The first trials may take long because they load kernels: a failed one is repeated after that many steps, until so
-many have failed."""
+"""The first trials may take long because they load kernels: a failed one is repeated after the first number of steps,
+until the second number of them have failed."""
 _MARGIN = 1.08
-"""Least gain of drafts that pay. What they gain less than that, requests that end later than others take back."""
+"""Least gain of drafts that pay. A smaller gain is lost where requests end later than others."""
 
 
 class Together:

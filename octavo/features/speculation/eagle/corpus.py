@@ -73,7 +73,7 @@ def target_of(files: ModelFiles) -> Target:
     """Read the tables of a model's tokens.
 
     Raises:
-        ConfigError: the model has parts that a head's layout can't say.
+        ConfigError: the model has parts that the layout of heads can't represent.
         ModelFileError: the checkpoint can't be read.
     """
     spec = spec_of(files.config)

@@ -18,7 +18,7 @@ from octavo.features.speculation.eagle.head import EagleHead
 _TOKEN_WEIGHT = 0.1
 """Weight of the tokens' loss beside that of the states, as published."""
 _NOISE = 0.1
-"""Width of the noise that is added to input states, so that the head bears its own errors; relative to their size."""
+"""Width of the noise added to input states, relative to their size: the head learns to tolerate its own errors."""
 _LIKELY = 4
 """Tokens of each position that are candidates in the tokens' loss."""
 _OTHERS = 1024
