@@ -140,7 +140,7 @@ def write_file(args: argparse.Namespace) -> None:
     """Write a GGUF file.
 
     Raises:
-        ConfigError: a flag is only for other schemes, or the model can't be written so.
+        ConfigError: a flag is only for other schemes, or the model can't be written in this scheme.
     """
     from octavo.hub.resolve import resolve
     from octavo.models.save.gguf import STORAGES, write_gguf

@@ -115,7 +115,7 @@ class RankBuild:
 
 
 def _common(found: Sequence[WorkerFacts]) -> WorkerFacts:
-    """Return the facts of all ranks, which must be those of the first but for the names of devices."""
+    """Return the facts of all ranks, which must equal those of the first except for the names of devices."""
     first = found[0]
     for number, facts in enumerate(found):
         if facts.accelerator != first.accelerator or facts.dtype != first.dtype:

@@ -163,7 +163,7 @@ class RemoteRank:
         self.kill()
 
     def kill(self) -> None:
-        """Disconnect, upon which the machine kills the rank."""
+        """Disconnect; the machine then kills the rank."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)

@@ -184,7 +184,7 @@ def _seed_oss(keys: Keys) -> dict[str, Any]:
 
 
 def _bert(keys: Keys) -> dict[str, Any]:
-    """BERT, RoBERTa, XLM-RoBERTa and DistilBERT are stored alike; tables of positions begin at the first position."""
+    """BERT, RoBERTa, XLM-RoBERTa and DistilBERT are stored alike; position tables begin at the first position."""
     tensors = keys.file.tensors
     types, positions = tensors.get("token_types.weight"), tensors.get("position_embd.weight")
     sizes = {

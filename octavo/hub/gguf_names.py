@@ -24,7 +24,7 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""A layer's tensors, but for its norms, whose names depend on where they are."""
+"""A layer's tensors, except its norms, whose names depend on where they are."""
 _BERT = {
     "token_embd": "embeddings.word_embeddings",
     "position_embd": "embeddings.position_embeddings",

@@ -28,7 +28,7 @@ def take_stage(model: LayeredModel, stage: Stage, stated: Sequence[int]) -> tupl
         Beginnings of the names of tensors that other stages have.
 
     Raises:
-        ConfigError: the layers can't be divided so.
+        ConfigError: the layers can't be divided into these stages.
     """
     if not isinstance(model, CausalLM):
         raise ConfigError(

@@ -60,8 +60,8 @@ class Build:
     exchange: RowExchange | None = None
 
     def for_layers(self) -> Build:
-        """Return the settings of the layers between embedding and head: whole ones, but for experts, if ranks have
-        different tokens there."""
+        """Return the settings of the layers between embedding and head: whole ones, except for experts, if ranks
+        have different tokens there."""
         return self if self.exchange is None else self.undivided()
 
     def residual_dtype(self, hidden_size: int) -> torch.dtype:

@@ -23,5 +23,5 @@ class CachedLayer(Protocol):
     group: int
 
     def keeps(self, block_size: int) -> CacheGroup:
-        """Return the kind of the layer's group: a group without layers. Layers that keep alike share groups."""
+        """Return the kind of the layer's group: a group without layers. Layers that keep the same share a group."""
         ...

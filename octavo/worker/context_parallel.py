@@ -62,11 +62,11 @@ def pieces_of_ranks(lens: Sequence[int], ranks: int) -> list[list[Piece]]:
 
 
 class ContextParallel:
-    """`CausalLM.forward`, with the tokens divided over ranks where that may pay.
+    """`CausalLM.forward`, with the tokens of large steps divided over ranks.
 
     Args:
         mesh: the ranks.
-        least: tokens of a step from which on they are divided.
+        least: fewest tokens of a step that is divided.
     """
 
     def __init__(self, model: CausalLM, attention: Prepares, block_size: int, mesh: Mesh, least: int) -> None:
@@ -74,7 +74,7 @@ class ContextParallel:
         self._least = max(least, 2 * mesh.size)
 
     def takes(self, step: StepInput) -> bool:
-        """Return whether a step is divided: whether it has enough tokens."""
+        """Return whether a step has enough tokens to be divided."""
         return step.num_tokens >= self._least
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
@@ -143,8 +143,8 @@ class Share:
         return self.order[self.first : self.first + self.counts[self.mesh.rank]]
 
     def step(self, whole: StepInput) -> StepInput:
-        """Return this rank's step, without `attn`. It has all of `hidden_rows`, those of other ranks as some token of
-        its own."""
+        """Return this rank's step, without `attn`. Its `hidden_rows` are as many as the whole step's: in place of
+        tokens of other ranks, they name any of its own, whose states `gathered` leaves out."""
         own = self._of_group(whole)
         own.others = [self._of_group(one) for one in whole.others]
         return own
@@ -173,7 +173,7 @@ class Share:
         return own
 
     def _own(self, rows: Tensor) -> Tensor:
-        """Return the places of tokens among the rank's own; of others, of some token."""
+        """Return the places of tokens among the rank's own; any place for those of other ranks."""
         places = self.places.index_select(0, rows) - self.first
         return places.clamp_(0, self.counts[self.mesh.rank] - 1).long()
 
@@ -193,7 +193,7 @@ def forward_of(
     itself.
 
     Raises:
-        ConfigError: the model can't be computed so.
+        ConfigError: the tokens of this model can't be divided.
     """
     if mesh.context is None:
         return micro_batches_of(model, attention, block_size, parallel)
@@ -215,8 +215,9 @@ def check_contexts(model: object, parallel: ParallelConfig) -> None:
 
 
 def chosen_alike(choose: Callable[[], Collection[int]], context: Mesh | None, device: torch.device) -> Collection[int]:
-    """Return `choose()`, which chooses matrix products by measuring them, so that all ranks make the first one's
-    choices: what each computes for itself then has the same bits, and they draw the same tokens.
+    """Call `choose`, which chooses matrix products by measuring them, so that all ranks make the choices of the first.
+
+    Steps that are not divided then have the same bits on all ranks, so they draw the same tokens.
     """
     from octavo.nn.ops import products  # needs triton, which machines without a GPU may lack
 

@@ -116,7 +116,7 @@ def micro_batches_of(model: Model, attention: Prepares, block_size: int, paralle
     """Return what computes large steps in two parts; None without the setting.
 
     Raises:
-        ConfigError: the model can't be computed so.
+        ConfigError: the steps of this model can't be divided.
     """
     if not parallel.enable_dbo:
         return None

@@ -228,7 +228,7 @@ def own_rows_of(
         hooks: of the features.
 
     Raises:
-        ConfigError: the model or a feature can't be computed so.
+        ConfigError: the model or a feature does not work with divided requests.
     """
     if exchange is None:
         return None

@@ -49,7 +49,7 @@ class Bridge:
             overrides: names of fields of the model's config that settings replace.
 
         Raises:
-            ConfigError: the architecture can't be run so, or has no field that is overridden; the text says why.
+            ConfigError: the architecture can't be run this way, or has no field that is overridden; the text says why.
         """
         self.name = f"transformers {version}"
         self._architecture = str(files.config["architectures"][0])

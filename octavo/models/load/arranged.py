@@ -19,7 +19,7 @@ from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredSta
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec, part_of
 
 ROOT = "model"
-"""The prefix of the decoder's tensors, but for `_OUTSIDE`."""
+"""The prefix of the decoder's tensors, except `_OUTSIDE`."""
 _OUTSIDE = ("lm_head", "rope_freqs")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _ROTATED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.")
@@ -137,7 +137,7 @@ class ArrangedCheckpoint:
 
 
 def arranged(checkpoint: Checkpoint, spec: DecoderSpec) -> Checkpoint:
-    """Return the checkpoint as the decoder of this spec reads it; the same if it is stored so."""
+    """Return the checkpoint as the decoder of this spec reads it; the same checkpoint if it is stored that way."""
     if is_gguf(checkpoint.names()):
         checkpoint = with_joined_latents(checkpoint)
         return ArrangedCheckpoint(checkpoint, spec, gguf_names(spec, checkpoint.names()))

@@ -105,7 +105,7 @@ class RowForm(NamedTuple):
 
 
 def fits(outputs: int, inputs: int, group: int) -> bool:
-    """Return whether a matrix can be stored so."""
+    """Return whether a matrix can be stored as fragments."""
     divided = outputs % OUTPUTS == 0 and inputs % OUTPUTS == 0
     return divided and (group == inputs or group % OUTPUTS == 0 or group in (_SMALL_GROUP, 32))
 

@@ -15,7 +15,7 @@ class HostRows:
     """Rows of one token, which are computed together, and rows of several, each computed alone.
 
     Rows whose tables are found by slots (`StepInput.table_rows`) are those of a device, which has kernels of its own.
-    So the shape of every operation that a row takes part in, but for the number of rows, depends on that row only.
+    So the shape of every operation that a row takes part in depends on that row only, except for the number of rows.
 
     Attributes:
         single: rows of one token.
