@@ -131,5 +131,6 @@ def test_no_features_is_said(deletion: ModuleType, tmp_path: Path, capsys: pytes
     assert "holds no feature" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # `make check` has it, too
 def test_octavo_itself_names_no_feature_in_core(deletion: ModuleType) -> None:
     assert deletion.static_check(REPOSITORY, "octavo", deletion.PUBLIC) == []

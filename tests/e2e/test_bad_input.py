@@ -194,7 +194,14 @@ MODELS: list[tuple[Callable[[Path, Path], Path], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "says"), MODELS, ids=[make.__name__ for make, _ in MODELS])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        # It imports transformers, which takes long; tests/unit/features/bridge/test_bridge_refusals.py has its errors.
+        pytest.param(make, says, id=make.__name__, marks=[pytest.mark.slow] if make is other_architecture else [])
+        for make, says in MODELS
+    ],
+)
 def test_a_model_that_can_not_be_served(
     smollm2_files: ModelFiles, tmp_path: Path, make: Callable[[Path, Path], Path], says: list[str]
 ) -> None:

@@ -33,14 +33,14 @@ def started(log: Path, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It closes connections that take nothing for some seconds."""
-    yield from started(tmp_path_factory.mktemp("stub") / "log", "--unread-timeout", "10")
+    """It closes connections that take nothing for three seconds."""
+    yield from started(tmp_path_factory.mktemp("stub") / "log", "--unread-timeout", "3")
 
 
-@pytest.fixture
-def patient(tmp_path: Path) -> Iterator[Server]:
-    """It closes no connection while the client has other things to do."""
-    yield from started(tmp_path / "log", "--unread-timeout", "600")
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It closes no connection of a client that is slow because the machine is."""
+    yield from started(tmp_path_factory.mktemp("patient") / "log", "--unread-timeout", "600")
 
 
 def ask(server: Server, max_tokens: int) -> socket.socket:
@@ -83,8 +83,8 @@ def test_one_that_reads_late_gets_what_there_is_and_the_reason(patient: Server) 
     assert ("The quick brown fox jumps over the lazy dog. " * (len(text) // 45 + 1)).startswith(text)
 
 
-def test_a_websocket_carries_several_streams(stub: Server) -> None:
-    with websockets.sync.client.connect(f"ws://127.0.0.1:{stub.port}/v1/stream") as socket:
+def test_a_websocket_carries_several_streams(patient: Server) -> None:
+    with websockets.sync.client.connect(f"ws://127.0.0.1:{patient.port}/v1/stream") as socket:
 
         def begin(name: str, max_tokens: int) -> None:
             body = {"prompt": "Go on", "max_tokens": max_tokens}
@@ -107,7 +107,7 @@ def test_a_websocket_carries_several_streams(stub: Server) -> None:
         sentence = "The quick brown fox jumps over the lazy dog. "
         assert (texts["a"], texts["b"]) == (sentence, 2 * sentence)
         assert (sentence * 2001).startswith(texts["long"])
-    wait_until(lambda: stub.metric("octavo:num_requests_running") == 0, "the end of all")
+    wait_until(lambda: patient.metric("octavo:num_requests_running") == 0, "the end of all")
 
 
 @pytest.mark.slow

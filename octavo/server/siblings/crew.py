@@ -217,7 +217,7 @@ class Crew:
         """
         patience_s = charge.config.stall_after_s
         while await self._answers(charge.index, patience_s) or await self._answers(charge.index, _ANSWER_S):
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(min(_LOOK_S, patience_s))
         if not self._ending:
             logger.error("API process %d has answered nothing for %.0f s.", charge.index, patience_s)
             child.kill()
