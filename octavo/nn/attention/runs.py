@@ -12,6 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ def runs_of(table: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def _plan(batch: HostLayout, window: int | None) -> BatchPlan:
-    decodes: list[tuple[int, int, int, np.ndarray]] = []
+    decodes: list[_Row] = []
     chunks: list[ChunkPlan] = []
     for row, length in enumerate(batch.seq_lens):
         begin, end = batch.query_start[row], batch.query_start[row + 1]
@@ -138,7 +139,7 @@ def _plan(batch: HostLayout, window: int | None) -> BatchPlan:
         first = 0 if window is None else max(0, position - window + 1)
         table = batch.tables[row, : -(-length // batch.block_size)]
         if end - begin == 1:
-            decodes.append((begin, first, length, table))
+            decodes.append(_Row(begin, first, length, table))
         else:
             pieces = list(_pieces(table, first, length, batch.block_size))
             chunks.append(ChunkPlan(begin, end - begin, position, pieces))
@@ -166,9 +167,33 @@ def _pieces(table: np.ndarray, first: int, length: int, block_size: int) -> Iter
         yield KvSegment(loose_from, length - loose_from, blocks=torch.tensor(loose))
 
 
-def _plan_decodes(rows: list[tuple[int, int, int, np.ndarray]], block_size: int) -> DecodePlan:
+class _Row(NamedTuple):
+    """A row with one query, at batch index `token`, which sees positions [first, length) of the blocks in `table`."""
+
+    token: int
+    first: int
+    length: int
+    table: np.ndarray
+
+
+@dataclass(slots=True)
+class _Reads:
+    """What rows with one query read.
+
+    Attributes:
+        spans: long stretches: (first cell, tokens) -> batch indices.
+        whole: other whole blocks: (how often the block was read before, block, batch index).
+        edges: partly visible blocks: (block, batch index, first visible offset, end of the visible ones).
+    """
+
+    spans: dict[tuple[int, int], list[int]]
+    whole: list[tuple[int, int, int]]
+    edges: list[tuple[int, int, int, int]]
+
+
+def _reads(rows: list[_Row], block_size: int) -> _Reads:
     spans: dict[tuple[int, int], list[int]] = defaultdict(list)
-    loose: list[tuple[int, int, int]] = []
+    whole: list[tuple[int, int, int]] = []
     edges: list[tuple[int, int, int, int]] = []
     seen: dict[int, int] = defaultdict(int)
     for token, first, length, table in rows:
@@ -183,24 +208,29 @@ def _plan_decodes(rows: list[tuple[int, int, int, np.ndarray]], block_size: int)
                 low = max(first - (at + offset * block_size), 0)
                 high = min(length - (at + offset * block_size), block_size)
                 if low == 0 and high == block_size:
-                    loose.append((seen[block + offset], block + offset, token))
+                    whole.append((seen[block + offset], block + offset, token))
                     seen[block + offset] += 1
                 else:
                     edges.append((block + offset, token, low, high))
-    span_list = [SharedRun(start, size, torch.tensor(tokens)) for (start, size), tokens in spans.items()]
-    ranges = list(_ranges(loose))
-    parts = [token for tokens in spans.values() for token in tokens]
-    parts += [token for _, _, token in sorted(loose)] + [token for _, token, _, _ in edges]
-    row_of = {row[0]: i for i, row in enumerate(rows)}
+    return _Reads(spans, whole, edges)
+
+
+def _plan_decodes(rows: list[_Row], block_size: int) -> DecodePlan:
+    reads = _reads(rows, block_size)
+    span_list = [SharedRun(start, size, torch.tensor(tokens)) for (start, size), tokens in reads.spans.items()]
+    ranges = list(_ranges(reads.whole))
+    parts = [token for tokens in reads.spans.values() for token in tokens]
+    parts += [token for _, _, token in sorted(reads.whole)] + [token for _, token, _, _ in reads.edges]
+    row_of = {row.token: i for i, row in enumerate(rows)}
     parts_of: list[list[int]] = [[] for _ in rows]
     for part, token in enumerate(parts):
         parts_of[row_of[token]].append(part)
     most = max(len(own) for own in parts_of)
     return DecodePlan(
-        tokens=torch.tensor([row[0] for row in rows]),
+        tokens=torch.tensor([row.token for row in rows]),
         spans=span_list,
         ranges=ranges,
-        edges=_edges(edges, block_size) if edges else None,
+        edges=_edges(reads.edges, block_size) if reads.edges else None,
         part_tokens=torch.tensor(parts),
         part_rows=torch.tensor([row_of[token] for token in parts]),
         parts_of_row=torch.tensor([own + own[:1] * (most - len(own)) for own in parts_of]),
@@ -208,10 +238,10 @@ def _plan_decodes(rows: list[tuple[int, int, int, np.ndarray]], block_size: int)
     )
 
 
-def _ranges(loose: list[tuple[int, int, int]]) -> Iterator[BlockRange]:
+def _ranges(whole: list[tuple[int, int, int]]) -> Iterator[BlockRange]:
     """Group (copy, block, token) triples; a block that several rows read occurs once in each copy."""
     group: list[tuple[int, int, int]] = []
-    for entry in [*sorted(loose), (-1, 0, 0)]:
+    for entry in [*sorted(whole), (-1, 0, 0)]:
         if group and (entry[0] != group[-1][0] or entry[1] - group[-1][1] > MAX_GAP + 1):
             first, last = group[0][1], group[-1][1]
             where = torch.tensor([block - first for _, block, _ in group])
