@@ -36,7 +36,7 @@ CLAUDE = {
     "messages": [{"role": "user", "content": [{"type": "text", "text": BAD}]}],
 }
 RESPONSE = {"input": [{"role": "user", "content": [{"type": "input_text", "text": BAD}]}], "instructions": BAD}
-DECISION = {"input": BAD, "questions": [{"type": "predicate", "question": BAD, "name": "q"}]}
+DECISION = {"input": BAD, "questions": [{"type": "predicate", "instructions": BAD}]}
 ROUTES = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"stream": True}),
@@ -46,6 +46,7 @@ ROUTES = [
     ("/v1/chat/completions/batch", {"messages": [CHAT["messages"], CHAT["messages"]]}),
     ("/v1/messages", CLAUDE),
     ("/v1/responses", RESPONSE),
+    ("/v1/decisions", DECISION),
 ]
 
 

@@ -59,7 +59,6 @@ class RandomDevice:
     def __init__(self, seed: int) -> None:
         self.worker = GrammarWorker("grammar")
         self.random = random.Random(seed)
-        self.masked_rows = 0
         self.early: list[bool] = []
 
     def forward(self, plan: Any) -> RandomStep:
@@ -78,7 +77,6 @@ class RandomDevice:
         tokens: list[list[int]] = [[] for _ in plan.slots]
         for place, row in enumerate(rows):
             possible = torch.nonzero(logits[place] == 0).squeeze(-1).tolist()
-            self.masked_rows += len(possible) < VOCAB
             tokens[row] = [self.random.choice(possible)] if possible else [0]
         step.output = StepOutput(tokens, errors={rows[place]: error for place, error in failed.items()})
 
