@@ -200,7 +200,7 @@ class LoraEngine(EngineHook):
             return num_tokens
         if weights.refused and (error := weights.refused.pop(request, None)) is not None:
             raise error
-        if weights.state is State.DEVICE:
+        if weights.state is State.DEVICE and not (weights.closed and request.slot < 0):
             if self._since:
                 self._no_longer_waits(request, weights)
             return num_tokens
@@ -252,6 +252,7 @@ class LoraEngine(EngineHook):
             return
         found = [self._of.get(request) for request in rows]
         used = {weights for weights in found if weights is not None}
+        self._residency.in_steps = used
         if not used:
             return
         entries = [self._entry(weights) for weights in used if not weights.announced]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import msgspec
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _MOST_FAILURES = 3
 """Loads into blocks that may fail in a row before the requests that wait end with an error."""
 _PATIENCE_S = 1.0
-"""Seconds for which a request that lacks one of `max_device` places is passed by others."""
+"""Seconds after which an adapter that lacks one of `max_device` places has another one closed."""
 
 
 class Residency:
@@ -37,6 +37,7 @@ class Residency:
 
     Attributes:
         reads, loads, evictions: counters: from disk to host, from host to device, and out of the device.
+        in_steps: the adapters of the last plan.
 
     Args:
         max_device, max_host: most adapters there.
@@ -47,6 +48,7 @@ class Residency:
         self, pages: Pages, max_device: int, max_host: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.reads = self.loads = self.evictions = 0
+        self.in_steps: Collection[AdapterWeights] = ()
         self._pages = pages
         self._max_host = max_host
         self._clock = clock
@@ -59,6 +61,9 @@ class Residency:
         """Adapters that requests wait for and the host has no room for, longest first."""
         self._placeless: dict[AdapterWeights, float] = {}
         """Since when adapters lack a place on the device."""
+        self._any_closed = False
+        self._last_asked = 0
+        """Number of the last plan that asked about a request that waits."""
 
     @property
     def num_on_host(self) -> int:
@@ -91,6 +96,8 @@ class Residency:
         for weights in ended:
             self._reading.remove(weights)
             self._read(weights)
+        if self._placeless or self._any_closed:
+            self._close()
 
     def prefetch(self, weights: AdapterWeights) -> None:
         """Begin to read the files, if they are not on the host and there is room."""
@@ -108,7 +115,9 @@ class Residency:
 
     def bring(self, weights: AdapterWeights, request: Request | None) -> int:
         """Take the next step to the device for a request that waits; return what `EngineHook.admit` is to return."""
-        weights.asked = self._turns
+        weights.asked = self._last_asked = self._turns
+        if weights.closed:
+            return 0
         if weights.state is State.DISK and self._may_read(weights, asked=True):
             self._begin_to_read(weights)
         if weights.state is State.HOST:
@@ -233,8 +242,8 @@ class Residency:
 
     def _load(self, weights: AdapterWeights, request: Request | None) -> int:
         if not self._free and not self._make_place(weights):
-            since = self._placeless.setdefault(weights, self._clock())
-            return NO_ROOM if self._clock() - since > _PATIENCE_S else 0
+            self._placeless.setdefault(weights, self._clock())
+            return NO_ROOM if self._waits_long(weights) and not self._place_comes else 0
         missing = self._pages.missing(weights.num_blocks, request)
         if missing > 0:
             if sum(one.num_blocks for one in self._quiet(weights)) < missing:
@@ -254,6 +263,33 @@ class Residency:
         if quiet:
             self.evict(quiet[0])
         return bool(quiet)
+
+    def _waits_long(self, weights: AdapterWeights) -> bool:
+        """Whether an adapter has lacked a place for long."""
+        since = self._placeless.get(weights)
+        return since is not None and self._clock() - since > _PATIENCE_S
+
+    def _close(self) -> None:
+        """Close as many adapters as others have lacked a place for long; open the rest.
+
+        Requests of busy adapters would keep all places for ever. Those of the base model and of other adapters pass.
+        """
+        self._placeless = {one: since for one, since in self._placeless.items() if one.requests}
+        # While all slots are taken, the planner asks about nobody, and nothing changes.
+        waiting = sum(self._waits_long(one) and self._last_asked - one.asked <= 1 for one in self._placeless)
+        closed = [one for one in self.resident if one.closed]
+        for one in closed[waiting:]:
+            one.closed = False
+        busy = [one for one in self.resident if one.read_by_steps and not one.closed]
+        busy.sort(key=lambda one: (one.pinned, sum(request.slot >= 0 for request in one.requests), one.used))
+        for one in busy[: max(0, waiting - len(closed))]:
+            one.closed = True
+        self._any_closed = waiting > 0
+
+    @property
+    def _place_comes(self) -> bool:
+        """Whether steps compute a closed adapter's last requests. After a failure they may leave them out."""
+        return any(one.closed for one in self.in_steps)
 
     def _quiet(self, keep: AdapterWeights | None) -> list[AdapterWeights]:
         """Return the adapters on the device that no step reads, in the order in which they leave it."""
@@ -278,6 +314,7 @@ class Residency:
         weights.lease.release()
         self._free.append(weights.index)
         weights.lease, weights.index, weights.announced, weights.stale = None, -1, False, False
+        weights.closed = False
         weights.state = State.HOST if weights.on_host else State.DISK
         self._tidy(weights)
 

@@ -46,6 +46,7 @@ class AdapterWeights:
         retired: no name leads to it any more; it is freed after its last request.
         stale: made for earlier weights of the model; evicted as soon as no step reads it.
         hasty: it was evicted while a request waited for it; while it is loaded again, no other request passes.
+        closed: no further request of it is admitted until it has left the device: another adapter needs its place.
         used: a number that grows with its last use.
         asked: number of the last plan that asked about a request that waits for it.
     """
@@ -74,6 +75,7 @@ class AdapterWeights:
     retired: bool = False
     stale: bool = False
     hasty: bool = False
+    closed: bool = False
     used: int = 0
     asked: int = -2
 

@@ -164,7 +164,7 @@ def test_a_cold_adapter_holds_up_nobody_and_says_so(paths: dict[str, str]) -> No
 
 
 def test_a_request_waits_for_a_place_but_not_forever(paths: dict[str, str]) -> None:
-    """While there is one place, others pass; after a second, none does."""
+    """While there is one place, others pass. After a second, those of the adapter that has it don't; the base's do."""
     house = House(paths, max_loras=1)
     house.ask("first", "a", max_tokens=20)
     house.worker.turn()
@@ -178,9 +178,33 @@ def test_a_request_waits_for_a_place_but_not_forever(paths: dict[str, str]) -> N
     house.now += 5.0
     for number in range(4, 8):
         house.ask(f"again {number}", "a", max_tokens=20)
+    house.ask("plain", max_tokens=2)
+    house.step()
+    assert house.loop.stats().waits.keys() == {"patient", *(f"again {number}" for number in range(4, 8))}
+    house.step(2)
+    assert house.ends == ["plain"]
     order = house.run()
     assert order.index("patient") == 5
     assert house.metric("lora_evictions") == 2
+
+
+def test_nothing_is_held_back_for_a_request_that_is_gone(paths: dict[str, str]) -> None:
+    house = House(paths, max_loras=1)
+    house.ask("first", "a", max_tokens=40)
+    house.worker.turn()
+    house.step(4)
+    house.ask("patient", "b")
+    house.worker.turn()
+    house.step(3)
+    house.now += 5.0
+    house.step(2)
+    house.ask("again", "a", max_tokens=2)
+    house.step(4)
+    assert house.ends == [], "it is held back"
+    house.loop.abort("patient")
+    house.step(5)
+    assert "again" in house.ends
+    house.run()
 
 
 def test_the_least_recently_used_adapter_leaves_first_and_a_pinned_one_last(paths: dict[str, str]) -> None:
