@@ -220,7 +220,11 @@ def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, *, first: bool,
     if height == 128 and rounds:
         width = (128 if gated else 256) if matrices.whole else (64 if gated else 128)
         return Tiling(128, width, depth, 8, 4 if copies else 3, 4, False, copies, copies_rows, True)
-    width, warps, stages = 64 if gated else 128, 8 if height == 128 else 4, 4 if height <= 32 else 3
+    # Compiled for Hopper, groups of words spill with 4 warps, and so do copies of few codes at a time beside 128 rows.
+    grouped = matrices.fields > 1 and not matrices.whole
+    warps = 8 if height == 128 or (height == 64 and grouped) else 4
+    copies_rows = copies_rows and not (height == 128 and depth < 64)
+    width, stages = 64 if gated else 128, 4 if height <= 32 else 3
     return Tiling(height, width, depth, warps, stages if hopper else 2, 1, True, copies, copies_rows, rounds)
 
 
