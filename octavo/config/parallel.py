@@ -146,6 +146,7 @@ class ParallelConfig:
                 f"{len(self.pipeline_layers)}, or leave out --pipeline-layers (and OCTAVO_PP_LAYER_PARTITION)."
             )
         self._check_requests()
+        self._check_thresholds()
         if self.enable_dbo and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "--enable-dbo computes while sums over ranks run, and with --tensor-parallel-size 1 there are none. "
@@ -160,6 +161,20 @@ class ParallelConfig:
             raise ConfigError(
                 f"--all2all-backend {self.all2all_backend} is for --enable-expert-parallel: without it, each rank has "
                 "a part of every expert. Set that flag, or leave this one out."
+            )
+
+    def _check_thresholds(self) -> None:
+        """Raise ConfigError for thresholds of what is off."""
+        usual = ParallelConfig()
+        contexts, parts = self.prefill_context_parallel_threshold, self.dbo_prefill_token_threshold
+        if contexts != usual.prefill_context_parallel_threshold and self.prefill_context_parallel_size == 1:
+            raise ConfigError(
+                f"--prefill-context-parallel-threshold {contexts} is for --prefill-context-parallel-size above 1. Set "
+                "that, or leave it out."
+            )
+        if parts != usual.dbo_prefill_token_threshold and not self.enable_dbo:
+            raise ConfigError(
+                f"--dbo-prefill-token-threshold {parts} is for --enable-dbo. Set that flag, or leave this one out."
             )
 
     def _check_requests(self) -> None:

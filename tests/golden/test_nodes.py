@@ -117,6 +117,11 @@ def test_the_other_node_ends_with_the_engine(model: str) -> None:
             ("-tp", "2", "--distributed-executor-backend", "ray", "--master-addr", "10.0.0.1"),
             "--master-addr 10.0.0.1: with --distributed-executor-backend ray the engine chooses where",
         ),
+        (("--dbo-prefill-token-threshold", "64"), "--dbo-prefill-token-threshold 64 is for --enable-dbo. Set that"),
+        (
+            ("--prefill-context-parallel-threshold", "64"),
+            "-threshold 64 is for --prefill-context-parallel-size",
+        ),
         (("--nnodes", "2", "-dp", "2"), "a model on several machines .--nnodes 2. has one replica"),
     ],
 )
