@@ -95,14 +95,19 @@ def _products(model: Model) -> Iterator[_Product]:
         if isinstance(layer, Projection) and layer.packed_as is not None:
             yield _product_of(model, layer, layer.packed_as)
         elif isinstance(layer, ExpertLayer) and isinstance(model, NativeDecoder):
-            of_each_form = {(matrix.form, paired): matrix for matrix, paired, _ in layer.packed_products}
-            for matrix, paired, wanted in layer.packed_products:
-                if of_each_form.pop((matrix.form, paired), None) is not None:
-                    yield _Product(f"{matrix.form} of experts", wanted, _by_program(model, matrix, paired=paired))
+            yield from _of_native_experts(model, layer)
         elif isinstance(layer, ExpertLayer):
             for matrices, wanted in layer.packed_on_gpu:
                 multiply = partial(_by_kernel, matrices)
                 yield _Product(f"{matrices.packed_as} of experts", wanted, multiply, matrices.is_rounded)
+
+
+def _of_native_experts(model: NativeDecoder, layer: ExpertLayer) -> Iterator[_Product]:
+    seen: set[tuple[str, bool]] = set()
+    for matrix, paired, wanted in layer.packed_products:
+        if (matrix.form, paired) not in seen:
+            seen.add((matrix.form, paired))
+            yield _Product(f"{matrix.form} of experts", wanted, _by_program(model, matrix, paired=paired))
 
 
 def _product_of(model: Model, layer: Projection, form: str) -> _Product:
