@@ -1,4 +1,4 @@
-"""Count lines of Python by folder, and fail on a file of the package that exceeds the limit.
+"""Count lines of Python by folder. Fail on files of the package over the limit, and on test files of the same name.
 
     python tools/sz.py [ROOT]      default: the repository that holds this script
 
@@ -30,6 +30,14 @@ def too_long(root: Path, limit: int = LIMIT) -> list[tuple[str, int]]:
     return found
 
 
+def repeated_names(root: Path) -> dict[str, list[str]]:
+    """Return name -> test files, for names of several. Test folders are not packages, so pytest can import only one."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        files[path.name].append(path.relative_to(root).as_posix())
+    return {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
 def folders(root: Path) -> dict[str, tuple[int, int]]:
     """Return folder, two levels deep -> (files, lines)."""
     totals: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -53,7 +61,13 @@ def main(root: Path) -> int:
             f"{path} has {length} lines, over the limit of {LIMIT}: split it by what its parts are about",
             file=sys.stderr,
         )
-    return 1 if long else 0
+    repeated = repeated_names(root)
+    for name, paths in repeated.items():
+        print(
+            f"{name} is the name of {' and '.join(paths)}, but pytest can import only one: rename the others",
+            file=sys.stderr,
+        )
+    return 1 if long or repeated else 0
 
 
 if __name__ == "__main__":

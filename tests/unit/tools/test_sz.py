@@ -38,3 +38,14 @@ def test_long_tests_are_allowed(tmp_path: Path) -> None:
     make(tmp_path, "octavo/a.py", 1)
     make(tmp_path, "tests/test_long.py", 900)
     assert run(tmp_path).returncode == 0
+
+
+def test_test_files_of_the_same_name_fail_and_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "octavo/a.py", 1)
+    make(tmp_path, "tests/unit/test_pool.py", 1)
+    make(tmp_path, "tests/property/test_pool.py", 1)
+    make(tmp_path, "tests/property/test_tree.py", 1)
+    result = run(tmp_path)
+    assert result.returncode == 1
+    assert "tests/property/test_pool.py and tests/unit/test_pool.py" in result.stderr
+    assert "test_tree.py" not in result.stderr
