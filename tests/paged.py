@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.models.model import Model
+from octavo.models.native import NativeDecoder
+from octavo.nn.attention.native import native_step
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 
@@ -86,7 +88,9 @@ class PagedRunner:
             max_seq_len=max(span.stop for span in spans),
         )
         attending = [layer for layer in self.model.cached_layers if not isinstance(layer, StateCache)]
-        if attending:
+        if isinstance(self.model, NativeDecoder):
+            step.attn = native_step(step, self.block_size)
+        elif attending:
             step.attn = attending[0].backend.prepare(step, self.block_size)
         return step
 

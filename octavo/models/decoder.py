@@ -23,6 +23,7 @@ from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES
+from octavo.nn.quant.panels import PANEL
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, NONE
 from octavo.nn.state import StateCache
@@ -105,14 +106,14 @@ class DecoderLayer(nn.Module):
         The last mark "rest" is the place from which on tokens are independent.
         """
         mixer, mlp = self.mixer, self.mlp
-        assert mixer is not None
-        assert mlp is not None
-        mixer.emit(b, self.input_norm, dtype, mixed)
+        if mixer is not None:
+            mixer.emit(b, self.input_norm, dtype, mixed)
         b.mark("rest")
-        if self.parallel:  # first what reads the layer's input, to which the mixer's output must not be added
+        if mlp is not None and self.parallel:  # it reads the layer's input, without the mixer's output
             mlp.emit(b, self.post_norm, self.mlp_norm, self.multiplier)
-        mixer.out.emit_into(b, mixed, DTYPES[dtype], self.mixed_norm, self.multiplier)
-        if not self.parallel:
+        if mixer is not None:
+            mixer.out.emit_into(b, mixed, DTYPES[dtype], self.mixed_norm, self.multiplier)
+        if mlp is not None and not self.parallel:
             mlp.emit(b, self.post_norm, self.mlp_norm, self.multiplier)
 
 
@@ -274,9 +275,11 @@ class CausalLM(nn.Module):
 
     @property
     def mixed_width(self) -> int:
-        """Values of a token that the widest mixer gives to its output projection. The layers must be packed."""
+        """Values of a token that the widest mixer gives to its output projection, in whole panels. The layers must be
+        packed."""
         mixers = (layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer))
-        return max((mixer.out.matrix.columns for mixer in mixers if mixer is not None), default=0)
+        widest = max((mixer.out.matrix.columns for mixer in mixers if mixer is not None), default=0)
+        return -(-widest // PANEL) * PANEL
 
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to [S, hidden_size]; return the model's dtype."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from octavo.core.spans import Spans, Watched
 from octavo.models.decoder import CausalLM
+from octavo.models.mixers.table import MIXERS
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import AnyBackend
 from octavo.nn.cached import CachedLayer
-from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.parallel.mesh import ALONE, Mesh
 
@@ -144,8 +144,8 @@ def compiled(
     if not isinstance(attention, NativeBackend) or not isinstance(model, CausalLM):
         return model
     reason = reason_against(model.spec, mesh, exchanges_rows=exchanges_rows)
-    if any(isinstance(layer, StateCache) for layer in model.cached_layers):
-        reason = reason or "it has recurrent layers"
+    if not _has_mixers_of_spec(model):
+        reason = reason or "its layers are not those of its spec"
     if not model.is_whole:
         reason = "it is divided into stages of a pipeline"
     if reason is None:
@@ -156,3 +156,13 @@ def compiled(
         reason,
     )
     return model
+
+
+def _has_mixers_of_spec(model: CausalLM) -> bool:
+    """Return whether the layers' mixers are those of the spec, which says what they lack."""
+    for i, layer in enumerate(model.layers, model.layer_range.start):
+        kind, mixer = model.spec.mixer_of(i), getattr(layer, "mixer", None)
+        own: object = None if kind is None else MIXERS[type(kind)]
+        if mixer is not None and type(mixer) is not own:
+            return False
+    return True

@@ -40,7 +40,6 @@ def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, exchanges_rows: boo
     """
     parts = dict.fromkeys((*spec.mlps, *(spec.mixer_of(layer) for layer in range(spec.num_layers))))
     reasons = [part.lacking for part in parts if part is not None]
-    reasons.append("layers of one part" if None in parts else None)
     lacking = next((reason for reason in reasons if reason is not None), None)
     if lacking is not None:
         return f"the kernels lack {lacking}"

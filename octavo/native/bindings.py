@@ -39,6 +39,7 @@ class OpKind(IntEnum):
     LATENT_ATTEND = 22
     LATENT_MERGE = 23
     LATENT_EXPAND = 24
+    CAUSAL_CONV = 25
 
 
 class Dtype(IntEnum):
@@ -187,6 +188,7 @@ _APART = {
     OpKind.LATENT_ATTEND: "latent",
     OpKind.LATENT_MERGE: "latent",
     OpKind.LATENT_EXPAND: "latent",
+    OpKind.CAUSAL_CONV: "recurrent",
 }
 """Operation that the main library lacks -> the separate library that has it. Its function octavo_<library>_code returns
 the operation's `OpCode`."""

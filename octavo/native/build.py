@@ -35,7 +35,7 @@ SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
 _LONG = ("attention",)
 """Sources that take about three seconds to compile. All others are compiled as one unit, which takes as long."""
-SEPARATE = ("attention_int8", "blocks", "codes", "experts", "latent", "words")
+SEPARATE = ("attention_int8", "blocks", "codes", "experts", "latent", "recurrent", "words")
 """Sources that not every model needs, one to three seconds each: each becomes a separate library."""
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-pthread")
 _TIMEOUT_S = 180

@@ -15,7 +15,8 @@ _NARROW_KINDS = frozenset({1, 30})  # F16, BF16
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configurations."""
-MIXERS = {"qk_rope_head_dim": "latent"}
+_RECURRENT = ("conv_L_cache", "mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads")
+MIXERS = {"qk_rope_head_dim": "latent", **dict.fromkeys(_RECURRENT, "recurrent")}
 """Fields of configurations whose models have certain mixers -> the library that these need."""
 
 

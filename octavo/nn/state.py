@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.cache_groups import CacheGroup, GroupKind
+from octavo.native.recurrent import States
 from octavo.nn.step import StepInput
 
 SNAPSHOT_TOKENS = 256
@@ -58,6 +59,10 @@ class StateCache(nn.Module):
         cells = self.cache.flatten(1).view(torch.uint8)[:, : self.nbytes].view(torch.float32)
         parts = cells.split([math.prod(shape) for shape in self._shapes], dim=1)
         return [part.unflatten(1, shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def in_program(self) -> list[States]:
+        """Return `views` for operations of a native program, which the bound cache must outlive."""
+        return [States(view.data_ptr(), view.stride(0)) for view in self.views()]
 
     def load(self, step: StepInput) -> list[Tensor]:
         """Return each row's state before this step, [R, *shape] each; zeros for a sequence that begins."""

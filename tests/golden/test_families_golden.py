@@ -28,7 +28,6 @@ from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.latent.native import NativeLatents
 from octavo.nn.latent.reference import ReferenceLatents
 from octavo.nn.rope_spec import LongRopeScaling
-from octavo.nn.state import StateCache
 
 LENGTHS = (5, 43, 1)
 """Prompts shorter and longer than windows and blocks."""
@@ -55,11 +54,10 @@ def prompts(pair: tuple[Any, CausalLM]) -> list[list[int]]:
 
 
 def runner_with(model: CausalLM, name: str, seed: int) -> PagedRunner:
-    """The model on an attention backend; with the native one as a native program, if it has no recurrent layers and no
-    latents of odd widths."""
-    plain = not any(isinstance(layer, StateCache) for layer in model.modules())
+    """The model on an attention backend; with the native one as a native program, if it has no latents of odd
+    widths."""
     backend = backend_for(model, name)
-    program = name == "native" and plain and not has_odd_latents(model)
+    program = name == "native" and not has_odd_latents(model)
     if program:
         assert backend.name == "native"
         model = copy.deepcopy(model)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import ShortConvSpec
 from octavo.models.spec import DecoderSpec
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm
+from octavo.nn.quant.packed import DTYPES
 from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.rope import Rope
 from octavo.nn.shard import ROW, Run, Runs
@@ -36,3 +39,10 @@ class ShortConv(Mixer):
         before, after, x = self.in_proj.after_norm(stream, norm).chunk(3, -1)
         y: Tensor = self.conv(before * x, kept, step.of(self.states.group))
         return y.mul_(after).to(x.dtype)
+
+    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
+        (states,), channels = self.states.in_program(), self.conv.channels
+        entry = b.scratch("recurrent entry", 3 * channels * 4)
+        self.in_proj.emit_after_norm(b, norm, entry)
+        gates, kind = (0, channels), DTYPES[dtype]
+        self.conv.emit(b, entry, output, states, self.states.group, begin=2 * channels, gates=gates, dtype=kind)

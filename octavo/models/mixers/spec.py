@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+from octavo.native.recurrent import MOST_TAPS
+
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
@@ -114,6 +116,11 @@ class LatentSelfAttention(MixerSpec):
 
 
 ATTENTION = SelfAttention()
+
+
+def lacking_taps(taps: int) -> str | None:
+    """Return what the CPU's native program lacks for a convolution; None for nothing."""
+    return f"convolutions over more than {MOST_TAPS} tokens" if taps > MOST_TAPS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +270,10 @@ class ShortConvSpec(MixerSpec):
     @property
     def path(self) -> str:
         return "conv"
+
+    @property
+    def lacking(self) -> str | None:
+        return lacking_taps(self.taps)
 
     @property
     def width(self) -> int:

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native import recurrent
+from octavo.native.bindings import Dtype
+from octavo.native.builder import ProgramBuilder
+from octavo.native.recurrent import Conv, States
+from octavo.nn.quant.panels import PANEL
 from octavo.nn.recurrent.rows import HostRows, before
 from octavo.nn.shard import Run, own_of_runs
 from octavo.nn.step import StepInput
@@ -61,6 +66,43 @@ class CausalConv(WeightLayer):
             step: that of the layer's cache group.
         """
         return causal_conv(x, self.weight, self.bias, states, step, activates=self.activates)
+
+    def emit(
+        self,
+        b: ProgramBuilder,
+        source: int,
+        output: int,
+        states: States,
+        group: int,
+        *,
+        begin: int = 0,
+        gates: tuple[int, int] = (-1, -1),
+        dtype: Dtype = Dtype.FLOAT,
+    ) -> None:
+        """Add `forward` to a native program.
+
+        Args:
+            source: buffer of float32 rows with the inputs from value `begin` on.
+            output: buffer for [T, channels] in `dtype`.
+            group: the layer's cache group.
+            gates: where in the rows begins what multiplies the inputs, and the outputs; -1 for nothing.
+        """
+        weight = F.pad(self.weight.T, (0, -self.channels % PANEL)).contiguous()
+        bias = None if self.bias is None else F.pad(self.bias, (0, -self.channels % PANEL))
+        b.kept.extend((weight, bias))
+        conv = Conv(
+            weight=weight.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            states=states,
+            channels=self.channels,
+            stride=weight.shape[1],
+            taps=self.taps,
+            begin=begin,
+            before=gates[0],
+            after=gates[1],
+            activates=int(self.activates),
+        )
+        recurrent.convolve(b, conv, source, output, dtype, group)
 
     def wanted(self) -> list[Wanted]:
         shapes = {"weight": (self._stored, 1, self.taps), "bias": (self._stored,)}

@@ -76,6 +76,12 @@ def test_latent_attention_has_a_library_of_its_own():
     assert needed_libraries(folder, "auto", "auto", "auto", "int16") == ["latent", "words"]
 
 
+def test_recurrent_layers_have_a_library_of_their_own():
+    config = {"conv_L_cache": 3}
+    folder = ModelFiles(name="m", path=Path("m"), format="safetensors", weights=(), config=config)
+    assert needed_libraries(folder, "auto", "auto", "auto", "int16") == ["recurrent", "words"]
+
+
 @pytest.mark.parametrize("kind", sorted(SUPPORTED), ids=lambda kind: kind.name)
 def test_the_kinds_that_stay_integers_are_those_that_the_loader_keeps(kind):
     row = torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)

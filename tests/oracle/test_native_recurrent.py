@@ -1,0 +1,174 @@
+"""Recurrent layers' operations in a native program, each instruction set's, against float64, with random inputs; and
+against themselves, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from levels import ISAS, needs_isa
+from recurrent_kit import Rows, in_program
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.native.bindings import Dtype
+from octavo.native.builder import ProgramBuilder
+from octavo.native.program import Pool
+from octavo.nn.quant.packed import DTYPES
+from octavo.nn.recurrent.conv import CausalConv
+from octavo.nn.shard import Run
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def pool(request: pytest.FixtureRequest) -> Pool:
+    return Pool(2, needs_isa(request.param))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def rng_of(generator: torch.Generator) -> random.Random:
+    return random.Random(generator.initial_seed())
+
+
+@dataclass
+class Operation:
+    """An operation: what it reads, how it is emitted, and what it computes of a row.
+
+    Attributes:
+        width: values of a row of the input.
+        outputs: values of a row of the results.
+        state: shape of a state.
+        emit: adds the operation from buffer 0 to buffer 1, on the states of all blocks.
+        expected: (inputs of a row, its state before) -> (results, the state after), all float64.
+    """
+
+    width: int
+    outputs: int
+    state: tuple[int, ...]
+    emit: Callable[[ProgramBuilder, Tensor, Dtype], None]
+    expected: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def run(self, pool: Pool, rows: Rows, x: Tensor, states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the results [T, outputs], in rows of whole panels as a program's; replace the states."""
+        result = torch.full((rows.tokens, -(-self.outputs // 16) * 16), torch.nan, dtype=dtype)
+        b = ProgramBuilder.make(x.stride(0) * 4, result.stride(0) * result.element_size())
+        self.emit(b, states, DTYPES[dtype])
+        rows.run(pool, b, x, result)
+        return result[:, : self.outputs]
+
+    def inputs(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, self.width, generator=generator)
+
+
+def conv_with(channels: int, taps: int, generator: torch.Generator, *, bias: bool, activates: bool) -> CausalConv:
+    conv = CausalConv("conv", CPU, [Run(channels)], taps, bias=bias, activates=activates)
+    weight = torch.randn(channels, 1, taps, generator=generator)
+    conv.place([weight, torch.randn(channels, generator=generator)] if bias else [weight])
+    return conv
+
+
+def short_conv(generator: torch.Generator) -> Operation:
+    """LFM2's: gates before and after, no activation. Channels of several tasks, and not of whole vectors."""
+    channels, taps = rng_of(generator).choice([(20, 3), (150, 4), (33, 2), (130, 7)])
+    conv = conv_with(channels, taps, generator, bias=False, activates=False)
+
+    def emit(b: ProgramBuilder, states: Tensor, dtype: Dtype) -> None:
+        conv.emit(b, 0, 1, in_program(states), 0, begin=2 * channels, gates=(0, channels), dtype=dtype)
+
+    def expected(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        before, after, own = x.chunk(3, 1)
+        y, state = convolved(before * own, conv, state)
+        return y * after, state
+
+    return Operation(3 * channels, channels, conv.state_shape, emit, expected)
+
+
+def activated_conv(generator: torch.Generator) -> Operation:
+    """Those of state spaces and the delta rule: a bias, SiLU, and other values in the rows."""
+    (own, taps), begin = rng_of(generator).choice([(40, 4), (131, 4), (16, 3)]), 5
+    conv = conv_with(own, taps, generator, bias=True, activates=True)
+
+    def emit(b: ProgramBuilder, states: Tensor, dtype: Dtype) -> None:
+        conv.emit(b, 0, 1, in_program(states), 0, begin=begin, dtype=dtype)
+
+    def expected(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y, state = convolved(x[:, begin : begin + own], conv, state)
+        return F.silu(y), state
+
+    return Operation(begin + own + 3, own, conv.state_shape, emit, expected)
+
+
+def convolved(x: Tensor, conv: CausalConv, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of a row's tokens one by one."""
+    weight, results = conv.weight.double(), []
+    for token in x:
+        window = torch.cat([state, token[:, None]], 1)
+        results.append((window * weight).sum(1) + (0.0 if conv.bias is None else conv.bias.double()))
+        state = window[:, 1:]
+    return torch.stack(results), state
+
+
+OPERATIONS = {"short conv": short_conv, "activated conv": activated_conv}
+
+
+@pytest.fixture(params=OPERATIONS.values(), ids=OPERATIONS)
+def operation(request: pytest.FixtureRequest, generator: torch.Generator) -> Operation:
+    made: Operation = request.param(generator)
+    return made
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_results_and_states(pool: Pool, generator: torch.Generator, operation: Operation, dtype: torch.dtype) -> None:
+    """No other block changes; rows without tokens keep their states."""
+    rows = Rows.drawn(rng_of(generator))
+    x, states = operation.inputs(rows.tokens, generator), rows.states(generator, *operation.state)
+    found = states.clone()
+    got = operation.run(pool, rows, x, found, dtype)
+    after = states.double()
+    for row, (first, end) in enumerate(rows.spans()):
+        if first == end:
+            continue
+        expected, state = operation.expected(x[first:end].double(), rows.before(row, states))
+        limit = TOLERANCE[dtype]
+        torch.testing.assert_close(got[first:end].double(), expected, rtol=limit, atol=2 * limit)
+        after[rows.blocks[row]] = state
+    torch.testing.assert_close(found.double(), after, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_a_row_gives_the_same_bits_alone_in_chunks_and_on_any_threads(
+    pool: Pool, generator: torch.Generator, operation: Operation
+) -> None:
+    rng = rng_of(generator)
+    rows = Rows.drawn(rng)
+    x, states = operation.inputs(rows.tokens, generator), rows.states(generator, *operation.state)
+    together = states.clone()
+    whole = operation.run(pool, rows, x, together)
+    alone, others = states.clone(), Pool(rng.choice([1, 3]), pool.isa)
+    for row, (first, end) in enumerate(rows.spans()):
+        begin = first
+        while begin < end:
+            stop = rng.randint(begin + 1, end)
+            part = rows.only(row, begin - first, stop - first)
+            assert torch.equal(operation.run(others, part, x[begin:stop].contiguous(), alone), whole[begin:stop])
+            begin = stop
+    assert torch.equal(alone.nan_to_num(), together.nan_to_num())
+
+
+def test_a_step_without_tokens(pool: Pool, generator: torch.Generator, operation: Operation) -> None:
+    states = torch.randn(3, *operation.state, generator=generator)
+    before = states.clone()
+    operation.run(pool, Rows([], [], [], 3), torch.zeros(0, operation.width), states)
+    operation.run(pool, Rows([0, 0], [4, 0], [1, 2], 3), torch.zeros(0, operation.width), states)
+    assert torch.equal(states, before)
