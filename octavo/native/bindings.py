@@ -40,6 +40,8 @@ class OpKind(IntEnum):
     LATENT_MERGE = 23
     LATENT_EXPAND = 24
     CAUSAL_CONV = 25
+    GATED_NORM = 26
+    SSD = 27
 
 
 class Dtype(IntEnum):
@@ -189,6 +191,8 @@ _APART = {
     OpKind.LATENT_MERGE: "latent",
     OpKind.LATENT_EXPAND: "latent",
     OpKind.CAUSAL_CONV: "recurrent",
+    OpKind.GATED_NORM: "recurrent",
+    OpKind.SSD: "recurrent",
 }
 """Operation that the main library lacks -> the separate library that has it. Its function octavo_<library>_code returns
 the operation's `OpCode`."""

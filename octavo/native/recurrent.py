@@ -6,7 +6,7 @@ Each computes a row's tokens in order, and reads and writes the row's state in i
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 
 from octavo.native.bindings import Dtype, OpKind
 from octavo.native.builder import ProgramBuilder
@@ -45,6 +45,43 @@ class Conv(ctypes.Structure):
     )
 
 
+class GatedNorm(ctypes.Structure):
+    """`OctavoGatedNorm`: RMSNorm over groups of values, and a SiLU gate before or after it.
+
+    Attributes:
+        weight: address of float32 [size], or [groups, size] with `own_weights`; 0 for ones.
+        size, groups: values of a group, and adjacent groups that are normalized separately.
+        begin, to: of the first group in the rows that it reads, and in those that it writes.
+        gates, gate: the buffer of the gates, float32, and where in its rows they begin; -1 for none.
+        gate_first: norm(x * silu(gate)) instead of norm(x) * silu(gate).
+    """
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("size", "groups", "own_weights", "begin", "to", "gates", "gate", "gate_first")),
+    )
+
+
+class Ssd(ctypes.Structure):
+    """`OctavoSsd`: the state space of Mamba-2; see `nn/recurrent/ssd.py`.
+
+    Attributes:
+        decay, skip, bias: addresses of float32 [heads], as in `Rates`.
+        states: [heads, head_dim, state].
+        low, high: limits of the step sizes.
+        groups: each serves as many consecutive heads.
+        sizes, raw: the buffer of the step sizes before bias and softplus, float32, and where in its rows they begin.
+    """
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("decay", "skip", "bias")),
+        ("states", States),
+        *((name, c_float) for name in ("low", "high")),
+        *((name, c_int32) for name in ("heads", "head_dim", "state", "groups", "sizes", "raw")),
+    )
+
+
 def convolve(b: ProgramBuilder, conv: Conv, source: int, output: int, dtype: Dtype, group: int) -> None:
     """Add an operation: a causal convolution of float32 rows.
 
@@ -53,6 +90,18 @@ def convolve(b: ProgramBuilder, conv: Conv, source: int, output: int, dtype: Dty
         group: the cache group whose block tables give the states, also below.
     """
     _add(b, OpKind.CAUSAL_CONV, conv, source, output, dtype, group)
+
+
+def norm_gated(b: ProgramBuilder, norm: GatedNorm, source: int, output: int, dtype: Dtype) -> None:
+    """Add an operation: the gated norm of float32 rows, to rows of `dtype`, FLOAT or BFLOAT. The output may be the
+    source, if both begin at the same value."""
+    _add(b, OpKind.GATED_NORM, norm, source, output, dtype)
+
+
+def scan_heads(b: ProgramBuilder, space: Ssd, buffer: int, group: int) -> None:
+    """Add an operation: the state space of Mamba-2 over float32 rows of the heads' channels, each group's inputs to
+    states and each group's outputs from states; the results take the channels' places."""
+    _add(b, OpKind.SSD, space, buffer, buffer, Dtype.FLOAT, group)
 
 
 def _add(

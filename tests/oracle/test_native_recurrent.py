@@ -18,8 +18,11 @@ from torch.nn import functional as F
 from octavo.native.bindings import Dtype
 from octavo.native.builder import ProgramBuilder
 from octavo.native.program import Pool
+from octavo.native.recurrent import scan_heads
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.recurrent.conv import CausalConv
+from octavo.nn.recurrent.gated_norm import GatedNorm
+from octavo.nn.recurrent.ssd import Rates
 from octavo.nn.shard import Run
 
 CPU = torch.device("cpu")
@@ -52,6 +55,7 @@ class Operation:
         state: shape of a state.
         emit: adds the operation from buffer 0 to buffer 1, on the states of all blocks.
         expected: (inputs of a row, its state before) -> (results, the state after), all float64.
+        in_place: the results take the first places of the inputs.
     """
 
     width: int
@@ -59,14 +63,15 @@ class Operation:
     state: tuple[int, ...]
     emit: Callable[[ProgramBuilder, Tensor, Dtype], None]
     expected: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    in_place: bool = False
 
     def run(self, pool: Pool, rows: Rows, x: Tensor, states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the results [T, outputs], in rows of whole panels as a program's; replace the states."""
-        result = torch.full((rows.tokens, -(-self.outputs // 16) * 16), torch.nan, dtype=dtype)
+        x, result = x.clone(), torch.full((rows.tokens, -(-self.outputs // 16) * 16), torch.nan, dtype=dtype)
         b = ProgramBuilder.make(x.stride(0) * 4, result.stride(0) * result.element_size())
         self.emit(b, states, DTYPES[dtype])
         rows.run(pool, b, x, result)
-        return result[:, : self.outputs]
+        return (x if self.in_place else result)[:, : self.outputs]
 
     def inputs(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randn(count, self.width, generator=generator)
@@ -120,7 +125,36 @@ def convolved(x: Tensor, conv: CausalConv, state: Tensor) -> tuple[Tensor, Tenso
     return torch.stack(results), state
 
 
-OPERATIONS = {"short conv": short_conv, "activated conv": activated_conv}
+def state_space(generator: torch.Generator) -> Operation:
+    """Mamba-2's. Heads of a number of channels that is not one of those advanced together, and states of any size."""
+    heads, groups, channels, size = rng_of(generator).choice(
+        [(6, 2, 5, 8), (4, 1, 64, 128), (3, 3, 7, 40), (8, 2, 9, 19)]
+    )
+    decay, skip, bias = -torch.rand(heads, generator=generator), *torch.randn(2, heads, generator=generator)
+    rates = Rates(decay, skip, bias, 0.01, 1.5)
+    parts = [heads * channels, groups * size, groups * size, heads]
+
+    def emit(b: ProgramBuilder, states: Tensor, dtype: Dtype) -> None:
+        space = rates.in_program(b)
+        space.states, space.sizes, space.raw = in_program(states), 0, sum(parts[:3])
+        space.heads, space.head_dim, space.state, space.groups = heads, channels, size, groups
+        scan_heads(b, space, 0, 0)
+
+    def expected(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        own, into, read, raw = x.split(parts, 1)
+        own = own.unflatten(1, (heads, channels))
+        into, read = (part.unflatten(1, (groups, size)).repeat_interleave(heads // groups, 1) for part in (into, read))
+        steps, results = F.softplus(raw + bias.double()).clamp(0.01, 1.5), []
+        for t, dt in enumerate(steps):
+            state = state * (dt * decay.double()).exp()[:, None, None]
+            state = state + (own[t] * dt[:, None])[..., None] * into[t][:, None]
+            results.append((state * read[t][:, None]).sum(-1) + own[t] * skip.double()[:, None])
+        return torch.stack(results).flatten(1), state
+
+    return Operation(sum(parts), parts[0], (heads, channels, size), emit, expected, in_place=True)
+
+
+OPERATIONS = {"short conv": short_conv, "activated conv": activated_conv, "state space": state_space}
 
 
 @pytest.fixture(params=OPERATIONS.values(), ids=OPERATIONS)
@@ -172,3 +206,51 @@ def test_a_step_without_tokens(pool: Pool, generator: torch.Generator, operation
     operation.run(pool, Rows([], [], [], 3), torch.zeros(0, operation.width), states)
     operation.run(pool, Rows([0, 0], [4, 0], [1, 2], 3), torch.zeros(0, operation.width), states)
     assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("groups", "size", "shared"), [(1, 64, False), (3, 24, True), (2, 19, False), (5, 7, True)])
+def test_gated_norm(
+    pool: Pool,
+    generator: torch.Generator,
+    gate_first: bool,
+    dtype: torch.dtype,
+    groups: int,
+    size: int,
+    shared: bool,
+) -> None:
+    """Of groups that end within a vector, each with weights of its own or all with the same."""
+    channels, tokens = groups * size, 5
+    weight = torch.randn(size if shared else channels, generator=generator)
+    form = {"groups": groups, "gate_first": gate_first}
+    norm = GatedNorm("norm", CPU, torch.float32, len(weight), 1e-5, **form)
+    norm.place([weight])
+    norm.pack()
+    x = torch.randn(tokens, 2 * channels + 3, generator=generator)
+    result = torch.full((tokens, -(-channels // 16) * 16), torch.nan, dtype=dtype)
+    b = ProgramBuilder.make(x.stride(0) * 4, result.stride(0) * result.element_size())
+    norm.emit_gated(b, (0, 3), (0, 3 + channels), 1, DTYPES[dtype], channels)
+    Rows([tokens], [0], [0], 1).run(pool, b, x, result)
+    own, gate = x[:, 3:].double().chunk(2, 1)
+    gate = F.silu(gate)
+    parts = (own * gate if gate_first else own).unflatten(1, (groups, size))
+    normed = (F.rms_norm(parts, (size,), eps=1e-5) * weight.double().view(-1, size)).flatten(1)
+    limit = TOLERANCE[dtype]
+    expected = normed if gate_first else normed * gate
+    torch.testing.assert_close(result[:, :channels].double(), expected, rtol=limit, atol=limit)
+
+
+def test_softplus_far_from_zero(pool: Pool, generator: torch.Generator) -> None:
+    """By the step sizes of a state space that only adds them up: inputs 1, no decay."""
+    raw = torch.cat([torch.linspace(-80, 80, 301), torch.randn(20, generator=generator) * 3])
+    rates = Rates(torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.0, torch.inf)
+    x, states = torch.cat([torch.ones(len(raw), 3), raw[:, None]], 1), torch.zeros(len(raw), 1, 1, 1)
+    b = ProgramBuilder.make(x.stride(0) * 4, 0)
+    space = rates.in_program(b)
+    space.states, space.sizes, space.raw = in_program(states), 0, 3
+    space.heads = space.head_dim = space.state = space.groups = 1
+    scan_heads(b, space, 0, 0)
+    rows = Rows([1] * len(raw), [0] * len(raw), list(range(len(raw))), len(raw))
+    rows.run(pool, b, x)
+    torch.testing.assert_close(x[:, 0].double(), F.softplus(raw.double(), threshold=1e9), rtol=1e-6, atol=0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import Mamba2Spec
 from octavo.models.spec import DecoderSpec
+from octavo.native import recurrent
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm
+from octavo.nn.quant.packed import DTYPES
 from octavo.nn.recurrent.coefficients import Coefficients, DecayRates
 from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.recurrent.gated_norm import DividedGatedNorm, GatedNorm
@@ -53,10 +57,26 @@ class Mamba2(Mixer):
         gate, mixed, raw = self.in_proj.after_norm(stream, norm).split(self.sizes, -1)
         wide = own.groups * own.state
         x, into, read = self.conv(mixed, kept, step).split([own.inner, wide, wide], -1)
-        rates = Rates(self.decay.value, self.skip.value, self.dt_bias.value, *own.limits)
+        rates = self._rates
         heads, groups = (own.heads, own.head_dim), (own.groups, own.state)
         y = ssd(x.unflatten(1, heads), raw, into.unflatten(1, groups), read.unflatten(1, groups), rates, states, step)
         return self.norm.gated(y.flatten(1), gate)
+
+    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
+        own, group, (kept, states) = self.own, self.states.group, self.states.in_program()
+        entry = b.scratch("recurrent entry", sum(self.in_proj.sizes) * 4)
+        mixed = b.scratch("recurrent inputs", own.convolved * 4)
+        self.in_proj.emit_after_norm(b, norm, entry)
+        self.conv.emit(b, entry, mixed, kept, group, begin=own.inner)
+        space = self._rates.in_program(b)
+        space.states, space.sizes, space.raw = states, entry, own.inner + own.convolved
+        space.heads, space.head_dim, space.state, space.groups = own.heads, own.head_dim, own.state, own.groups
+        recurrent.scan_heads(b, space, mixed, group)
+        self.norm.emit_gated(b, (mixed, 0), (entry, 0), output, DTYPES[dtype], own.inner)
+
+    @property
+    def _rates(self) -> Rates:
+        return Rates(self.decay.value, self.skip.value, self.dt_bias.value, *self.own.limits)
 
     @staticmethod
     def _norm(b: Build, whole: Mamba2Spec) -> GatedNorm:

@@ -34,6 +34,10 @@ class MixerSpec:
         """What the CPU's native program lacks for this mixer; None if it has an `emit`."""
         return "recurrent layers"
 
+    def lacking_over(self, ranks: int) -> str | None:
+        """Return what the native program lacks for this mixer divided over ranks; None for nothing."""
+        return None
+
     def of_rank(self, ranks: int) -> Self | None:
         """Return the parameters of a rank's share; None if the mixer can't be divided over them. Attention divides
         by the heads that `DecoderSpec` has."""
@@ -152,6 +156,10 @@ class Mamba2Spec(MixerSpec):
         return "mamba"
 
     @property
+    def lacking(self) -> str | None:
+        return lacking_taps(self.taps)
+
+    @property
     def width(self) -> int:
         return self.inner + self.convolved + self.heads
 
@@ -168,6 +176,10 @@ class Mamba2Spec(MixerSpec):
     def convolved(self) -> int:
         """Channels of the convolution: the state space's, and the inputs to and outputs from states."""
         return self.inner + 2 * self.groups * self.state
+
+    def lacking_over(self, ranks: int) -> str | None:
+        divides_groups = self.of_rank(ranks) is not None and self.groups < ranks
+        return "a norm over channels of several ranks" if divides_groups else None
 
     def of_rank(self, ranks: int) -> Self | None:
         if self.heads % ranks or (self.groups % ranks and ranks % self.groups):

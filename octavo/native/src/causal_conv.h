@@ -77,7 +77,7 @@ void convolve(const Program& program, const OctavoOp& op, const Sequence& row, i
 }
 
 template <class T>
-void run_conv(const Program& program, const OctavoOp& op, int64_t task) {
+void run_conv(Program& program, const OctavoOp& op, int64_t task, int) {
     const OctavoConv& conv = conv_of(op);
     const Sequence row(program.step(), op.group, (int)(task / conv_parts(op)));
     if (row.count == 0) return;

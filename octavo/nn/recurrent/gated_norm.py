@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native import recurrent
+from octavo.native.bindings import Dtype
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.norm import RMSNorm
 from octavo.nn.weights import TensorSpec, Wanted
 from octavo.parallel.mesh import Mesh
@@ -51,6 +54,34 @@ class GatedNorm(RMSNorm):
         weight = self.weight.float().view(-1, parts.shape[-1])
         normed = (F.rms_norm(parts, (parts.shape[-1],), eps=self.eps) * weight).flatten(-2)
         return (normed if self.gate_first else normed * gate).to(self.dtype)
+
+    def emit_gated(
+        self,
+        b: ProgramBuilder,
+        source: tuple[int, int],
+        gate: tuple[int, int],
+        output: int,
+        dtype: Dtype,
+        channels: int,
+    ) -> None:
+        """Add `gated` to a native program; the layer must be packed.
+
+        Args:
+            source, gate: buffers of float32 rows, and where in their rows the channels and gates begin.
+            output: buffer for [T, channels] in `dtype`.
+        """
+        norm = recurrent.GatedNorm(
+            weight=self.weight.data_ptr(),
+            eps=self.eps,
+            size=channels // self.groups,
+            groups=self.groups,
+            own_weights=int(self.size == channels),
+            begin=source[1],
+            gates=gate[0],
+            gate=gate[1],
+            gate_first=int(self.gate_first),
+        )
+        recurrent.norm_gated(b, norm, source[0], output, dtype)
 
 
 class DividedGatedNorm(GatedNorm):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native.builder import ProgramBuilder
+from octavo.native.recurrent import Ssd
 from octavo.nn.recurrent.rows import HostRows, before
 from octavo.nn.step import StepInput
 
@@ -35,6 +37,13 @@ class Rates:
     def step_sizes(self, raw: Tensor) -> Tensor:
         """Return the step sizes, [T, heads] float32."""
         return F.softplus(raw.float() + self.bias).clamp(self.low, self.high)
+
+    def in_program(self, b: ProgramBuilder) -> Ssd:
+        """Return the state space with these rates for a native program, which keeps them."""
+        tensors = (self.decay, self.skip, self.bias)
+        b.kept.extend(tensors)
+        decay, skip, bias = (tensor.data_ptr() for tensor in tensors)
+        return Ssd(decay=decay, skip=skip, bias=bias, low=self.low, high=self.high)
 
 
 def ssd(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, rates: Rates, states: Tensor, step: StepInput) -> Tensor:
