@@ -42,6 +42,8 @@ class OpKind(IntEnum):
     CAUSAL_CONV = 25
     GATED_NORM = 26
     SSD = 27
+    DELTA_RULE = 28
+    SIGMOID_GATE = 29
 
 
 class Dtype(IntEnum):
@@ -193,6 +195,8 @@ _APART = {
     OpKind.CAUSAL_CONV: "recurrent",
     OpKind.GATED_NORM: "recurrent",
     OpKind.SSD: "recurrent",
+    OpKind.DELTA_RULE: "recurrent",
+    OpKind.SIGMOID_GATE: "recurrent",
 }
 """Operation that the main library lacks -> the separate library that has it. Its function octavo_<library>_code returns
 the operation's `OpCode`."""

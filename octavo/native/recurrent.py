@@ -82,6 +82,22 @@ class Ssd(ctypes.Structure):
     )
 
 
+class Delta(ctypes.Structure):
+    """`OctavoDelta`: the gated delta rule; see `nn/recurrent/delta_rule.py`.
+
+    Attributes:
+        decay, bias: addresses of float32 [heads], as in `Gates`.
+        states: [heads, key_dim, head_dim].
+        gates: the buffer of float32 rows in which each head's rate begins at `rate`, and its decay's input at `raw`.
+    """
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("decay", "bias")),
+        ("states", States),
+        *((name, c_int32) for name in ("key_heads", "key_dim", "heads", "head_dim", "gates", "rate", "raw")),
+    )
+
+
 def convolve(b: ProgramBuilder, conv: Conv, source: int, output: int, dtype: Dtype, group: int) -> None:
     """Add an operation: a causal convolution of float32 rows.
 
@@ -102,6 +118,17 @@ def scan_heads(b: ProgramBuilder, space: Ssd, buffer: int, group: int) -> None:
     """Add an operation: the state space of Mamba-2 over float32 rows of the heads' channels, each group's inputs to
     states and each group's outputs from states; the results take the channels' places."""
     _add(b, OpKind.SSD, space, buffer, buffer, Dtype.FLOAT, group)
+
+
+def apply_delta_rule(b: ProgramBuilder, rule: Delta, buffer: int, group: int) -> None:
+    """Add an operation: the gated delta rule over float32 rows of queries, keys and values; the results take the
+    values' places."""
+    _add(b, OpKind.DELTA_RULE, rule, buffer, buffer, Dtype.FLOAT, group)
+
+
+def gate_by_sigmoid(b: ProgramBuilder, gates: int, output: int, dtype: Dtype, columns: int) -> None:
+    """Add an operation: multiply rows of `dtype` by the sigmoid of float32 rows; the columns are a multiple of 16."""
+    b.add(OpKind.SIGMOID_GATE, dtype, gates, output, columns=columns)
 
 
 def _add(

@@ -32,7 +32,20 @@ def native_runner(folder: Path, dtype: torch.dtype) -> PagedRunner:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "family", ["bloom", "gptj", "gemma", "olmo2", "gpt-oss", "qwen2-moe", "youtu", "lfm2", "mamba2", "nemotron-h-moe"]
+    "family",
+    [
+        "bloom",
+        "gptj",
+        "gemma",
+        "olmo2",
+        "gpt-oss",
+        "qwen2-moe",
+        "youtu",
+        "lfm2",
+        "mamba2",
+        "nemotron-h-moe",
+        "qwen3-next",
+    ],
 )
 def test_logits_do_not_depend_on_the_batch_nor_on_chunks(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)

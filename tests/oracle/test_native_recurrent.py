@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from octavo.native.bindings import Dtype
 from octavo.native.builder import ProgramBuilder
 from octavo.native.program import Pool
-from octavo.native.recurrent import scan_heads
+from octavo.native.recurrent import apply_delta_rule, gate_by_sigmoid, scan_heads
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.recurrent.conv import CausalConv
+from octavo.nn.recurrent.delta_rule import Gates
 from octavo.nn.recurrent.gated_norm import GatedNorm
 from octavo.nn.recurrent.ssd import Rates
 from octavo.nn.shard import Run
@@ -55,7 +56,8 @@ class Operation:
         state: shape of a state.
         emit: adds the operation from buffer 0 to buffer 1, on the states of all blocks.
         expected: (inputs of a row, its state before) -> (results, the state after), all float64.
-        in_place: the results take the first places of the inputs.
+        in_place: the results take places of the inputs.
+        begin: of the results in their rows.
     """
 
     width: int
@@ -64,6 +66,7 @@ class Operation:
     emit: Callable[[ProgramBuilder, Tensor, Dtype], None]
     expected: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     in_place: bool = False
+    begin: int = 0
 
     def run(self, pool: Pool, rows: Rows, x: Tensor, states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the results [T, outputs], in rows of whole panels as a program's; replace the states."""
@@ -71,7 +74,7 @@ class Operation:
         b = ProgramBuilder.make(x.stride(0) * 4, result.stride(0) * result.element_size())
         self.emit(b, states, DTYPES[dtype])
         rows.run(pool, b, x, result)
-        return (x if self.in_place else result)[:, : self.outputs]
+        return (x if self.in_place else result)[:, self.begin : self.begin + self.outputs]
 
     def inputs(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randn(count, self.width, generator=generator)
@@ -154,7 +157,43 @@ def state_space(generator: torch.Generator) -> Operation:
     return Operation(sum(parts), parts[0], (heads, channels, size), emit, expected, in_place=True)
 
 
-OPERATIONS = {"short conv": short_conv, "activated conv": activated_conv, "state space": state_space}
+def delta_rule(generator: torch.Generator) -> Operation:
+    """Heads of one and of several tasks, and of values that end within a vector."""
+    keys, key_dim, heads, size = rng_of(generator).choice(
+        [(2, 16, 4, 24), (1, 128, 2, 128), (2, 20, 2, 70), (3, 8, 3, 8)]
+    )
+    decay, bias = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
+    gates = Gates(decay, bias)
+    parts = [keys * key_dim, keys * key_dim, heads * size, heads, heads]
+
+    def emit(b: ProgramBuilder, states: Tensor, dtype: Dtype) -> None:
+        rule = gates.in_program(b)
+        rule.states, rule.gates, rule.rate, rule.raw = in_program(states), 0, sum(parts[:3]), sum(parts[:4])
+        rule.key_heads, rule.key_dim, rule.heads, rule.head_dim = keys, key_dim, heads, size
+        apply_delta_rule(b, rule, 0, 0)
+
+    def expected(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, rate, raw = x.split(parts, 1)
+        q, k = (part.unflatten(1, (keys, key_dim)).repeat_interleave(heads // keys, 1) for part in (q, k))
+        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+        v, results = v.unflatten(1, (heads, size)), []
+        decays = (decay.double() * F.softplus(raw + bias.double())).exp()
+        for t, own in enumerate(decays):
+            state = state * own[:, None, None]
+            found = (k[t][..., None] * state).sum(1)
+            state = state + k[t][..., None] * ((v[t] - found) * rate[t].sigmoid()[:, None])[:, None]
+            results.append((q[t][..., None] * state).sum(1) * key_dim**-0.5)
+        return torch.stack(results).flatten(1), state
+
+    return Operation(sum(parts), parts[2], (heads, key_dim, size), emit, expected, in_place=True, begin=sum(parts[:2]))
+
+
+OPERATIONS = {
+    "short conv": short_conv,
+    "activated conv": activated_conv,
+    "state space": state_space,
+    "delta rule": delta_rule,
+}
 
 
 @pytest.fixture(params=OPERATIONS.values(), ids=OPERATIONS)
@@ -239,6 +278,16 @@ def test_gated_norm(
     limit = TOLERANCE[dtype]
     expected = normed if gate_first else normed * gate
     torch.testing.assert_close(result[:, :channels].double(), expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gate_of_attention(pool: Pool, generator: torch.Generator, dtype: torch.dtype) -> None:
+    gates, rows = torch.randn(7, 48, generator=generator) * 4, torch.randn(7, 48, generator=generator).to(dtype)
+    expected = rows.double() * gates.double().sigmoid()
+    b = ProgramBuilder.make(48 * 4, 48 * rows.element_size())
+    gate_by_sigmoid(b, 0, 1, DTYPES[dtype], 48)
+    Rows([7], [0], [0], 1).run(pool, b, gates, rows)
+    torch.testing.assert_close(rows.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_softplus_far_from_zero(pool: Pool, generator: torch.Generator) -> None:

@@ -13,9 +13,11 @@ from octavo.models.norms import make_norm
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Function
 from octavo.native.builder import STORED, ProgramBuilder, Results
+from octavo.native.recurrent import gate_by_sigmoid
 from octavo.nn.attention.base import Norms
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm, RMSNorm
+from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, ROW, Heads
 from octavo.nn.step import StepInput
@@ -122,6 +124,10 @@ class Attention(Mixer):
                     own.emit_in_place(b, heads, begin, values)
         tempered = None if self.temperature is None else (self.temperature.scale, self.temperature.interval)
         self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin, tempered)
+        if self.gate is not None:
+            gates = b.scratch("attention gates", sum(self.gate.sizes) * 4)
+            self.gate.emit_after_norm(b, norm, gates)
+            gate_by_sigmoid(b, gates, output, DTYPES[dtype], sum(self.gate.sizes))
 
     def _normalize(self, heads: Tensor) -> None:
         """Normalize queries and keys in place."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import GatedDeltaSpec
 from octavo.models.spec import DecoderSpec
+from octavo.native import recurrent
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.norm import Norm
+from octavo.nn.quant.packed import DTYPES
 from octavo.nn.recurrent.coefficients import Coefficients, DecayRates
 from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.recurrent.delta_rule import Gates, gated_delta_rule
@@ -57,8 +61,26 @@ class GatedDelta(Mixer):
         )
         q, k, v = self.conv(mixed, kept, step).split(self.sizes, -1)
         keys, values = (own.key_heads, own.key_dim), (own.heads, own.head_dim)
-        gates = Gates(self.decay.value, self.dt_bias.value)
+        gates = self._gates
         y = gated_delta_rule(
             q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values), raw, rate, gates, states, step
         )
         return self.norm.gated(y.flatten(1), gate)
+
+    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
+        own, group, (kept, states) = self.own, self.states.group, self.states.in_program()
+        entry = b.scratch("recurrent entry", sum(self.in_proj.sizes) * 4)
+        mixed = b.scratch("recurrent inputs", own.convolved * 4)
+        self.in_proj.emit_after_norm(b, norm, entry)
+        self.conv.emit(b, entry, mixed, kept, group)
+        rule, values = self._gates.in_program(b), self.sizes[2]
+        rule.states, rule.gates, rule.rate = states, entry, own.convolved + values
+        rule.raw = rule.rate + own.heads
+        rule.key_heads, rule.key_dim, rule.heads, rule.head_dim = own.key_heads, own.key_dim, own.heads, own.head_dim
+        recurrent.apply_delta_rule(b, rule, mixed, group)
+        begin = own.convolved - values
+        self.norm.emit_gated(b, (mixed, begin), (entry, own.convolved), output, DTYPES[dtype], values)
+
+    @property
+    def _gates(self) -> Gates:
+        return Gates(self.decay.value, self.dt_bias.value)

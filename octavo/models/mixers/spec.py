@@ -73,7 +73,7 @@ class SelfAttention(MixerSpec):
 
     @property
     def lacking(self) -> str | None:
-        return "gated attention" if self.gated else None
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +245,10 @@ class GatedDeltaSpec(MixerSpec):
     @property
     def path(self) -> str:
         return "linear_attn"
+
+    @property
+    def lacking(self) -> str | None:
+        return lacking_taps(self.taps)
 
     @property
     def convolved(self) -> int:

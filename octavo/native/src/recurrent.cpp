@@ -1,6 +1,7 @@
 // The operations of recurrent layers between their products: convolutions, state spaces, the delta rule, gated norms.
 
 #include "causal_conv.h"
+#include "delta_rule.h"
 #include "gated_norm.h"
 #include "ssd.h"
 
@@ -8,7 +9,7 @@ namespace octavo {
 
 namespace {
 
-enum RecurrentKind { kConv = 25, kGatedNorm, kSsd };  // of `OpKind`
+enum RecurrentKind { kConv = 25, kGatedNorm, kSsd, kDelta, kSigmoidGate };  // of `OpKind`
 
 using Run = void (*)(Program&, const OctavoOp&, int64_t, int);
 
@@ -18,10 +19,20 @@ void run(Program& program, const OctavoOp& op, int64_t task, int thread) {
     (op.dtype == kBfloat ? Bfloats : Floats)(program, op, task, thread);
 }
 
+// The gate of attention beside such layers: rows of the output times the sigmoid of rows of the input.
+template <class T>
+void run_gate(Program& program, const OctavoOp& op, int64_t token, int) {
+    const float* gate = program.at<float>(op.input, token);
+    T* to = program.at<T>(op.output, token);
+    for (int c = 0; c < op.columns; c += W) store(to + c, load(to + c) * sigmoid(load(gate + c)));
+}
+
 const OpCode kCodes[] = {
     {conv_tasks, run<run_conv<float>, run_conv<bf16>>},
     {tasks_by_tokens, run<run_gated_norm<float>, run_gated_norm<bf16>>},
     {ssd_tasks, run_ssd},
+    {delta_tasks, run_delta},
+    {tasks_by_tokens, run<run_gate<float>, run_gate<bf16>>},
 };
 
 }  // namespace

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.native.builder import ProgramBuilder
+from octavo.native.recurrent import Delta
 from octavo.nn.recurrent.rows import HostRows, before
 from octavo.nn.step import StepInput
 
@@ -32,6 +34,11 @@ class Gates:
 
     decay: Tensor
     bias: Tensor
+
+    def in_program(self, b: ProgramBuilder) -> Delta:
+        """Return the rule with these numbers for a native program, which keeps them."""
+        b.kept.extend((self.decay, self.bias))
+        return Delta(decay=self.decay.data_ptr(), bias=self.bias.data_ptr())
 
 
 def gated_delta_rule(
