@@ -44,6 +44,7 @@ class OpKind(IntEnum):
     SSD = 27
     DELTA_RULE = 28
     SIGMOID_GATE = 29
+    SELECTIVE_SCAN = 30
 
 
 class Dtype(IntEnum):
@@ -197,6 +198,7 @@ _APART = {
     OpKind.SSD: "recurrent",
     OpKind.DELTA_RULE: "recurrent",
     OpKind.SIGMOID_GATE: "recurrent",
+    OpKind.SELECTIVE_SCAN: "recurrent",
 }
 """Operation that the main library lacks -> the separate library that has it. Its function octavo_<library>_code returns
 the operation's `OpCode`."""

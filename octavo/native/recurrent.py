@@ -98,6 +98,24 @@ class Delta(ctypes.Structure):
     )
 
 
+class Scan(ctypes.Structure):
+    """`OctavoScan`: the state space of Mamba, and its gate; see `nn/recurrent/selective.py`.
+
+    Attributes:
+        decay, skip: addresses of float32 [channels, state] and [channels].
+        states: [channels, state].
+        sizes: the buffer of the step sizes before the softplus, float32 [T, channels].
+        parts, into, read: the buffer of inputs to and outputs from states, float32, and where in its rows they begin.
+        gates, gate: the buffer of the gates, float32, and where in its rows they begin.
+    """
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("decay", "skip")),
+        ("states", States),
+        *((name, c_int32) for name in ("channels", "state", "sizes", "parts", "into", "read", "gates", "gate")),
+    )
+
+
 def convolve(b: ProgramBuilder, conv: Conv, source: int, output: int, dtype: Dtype, group: int) -> None:
     """Add an operation: a causal convolution of float32 rows.
 
@@ -129,6 +147,12 @@ def apply_delta_rule(b: ProgramBuilder, rule: Delta, buffer: int, group: int) ->
 def gate_by_sigmoid(b: ProgramBuilder, gates: int, output: int, dtype: Dtype, columns: int) -> None:
     """Add an operation: multiply rows of `dtype` by the sigmoid of float32 rows; the columns are a multiple of 16."""
     b.add(OpKind.SIGMOID_GATE, dtype, gates, output, columns=columns)
+
+
+def scan_channels(b: ProgramBuilder, space: Scan, source: int, output: int, dtype: Dtype, group: int) -> None:
+    """Add an operation: the state space of Mamba over float32 rows of channels, times silu(gate), to rows of `dtype`,
+    FLOAT or BFLOAT."""
+    _add(b, OpKind.SELECTIVE_SCAN, space, source, output, dtype, group)
 
 
 def _add(

@@ -178,6 +178,12 @@ class Projection(WeightLayer):
         low_rank = None if delta is None else delta.emit(b, source, given, matrix.columns)
         matrix.emit(b, rounded, output, results, low_rank)
 
+    def emit_summed(self, b: ProgramBuilder, source: int, given: Dtype, output: int) -> None:
+        """Add `emit` to a native program, with the sum over ranks if the layer has one. The output has whole panels."""
+        self.emit(b, source, given, output)
+        if self._sums:
+            b.all_reduce(output, output, -(-self.matrix.rows // PANEL) * PANEL, self.mesh.exchange)
+
     def emit_after_norm(
         self, b: ProgramBuilder, norm: Norm, output: int, results: Results = STORED, *, source: int = RESIDUAL
     ) -> None:

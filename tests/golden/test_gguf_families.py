@@ -15,6 +15,7 @@ from tiny_families import _MSCALE
 from torch import Tensor
 
 from octavo.hub.gguf_families import FAMILIES
+from octavo.models.model import compiled
 from octavo.models.native import NativeDecoder
 from octavo.native.bindings import Dtype
 from octavo.native.program import Pool
@@ -347,6 +348,22 @@ def test_experts_stay_quantized_in_a_native_program(kind: Kind, dtype: Dtype, tm
     rows, block_size = [], 16
     for form in (model, load_model(files, reference_of(files))):
         runner = PagedRunner(form, num_blocks=20, block_size=block_size)
+        rows.append(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True))
+    torch.testing.assert_close(*rows, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("case", ["lfm2", "mamba2", "qwen3next", "jamba"])
+def test_recurrent_layers_stay_quantized_in_a_native_program(case: str, tmp_path: Path) -> None:
+    family, arch, changes, metadata = CASES[case]
+    files = write_model(
+        tmp_path / "model.gguf", make_checkpoint(family, tmp_path, changes), arch, [Kind.Q8_0], **metadata
+    )
+    attention, rows = NativeAttention(Pool(2)), []
+    native = compiled(load_model(files, attention, scheme=BlockQuantized), attention)
+    assert isinstance(native, NativeDecoder)
+    assert native.has_integers
+    for form in (native, load_model(files, reference_of(files))):
+        runner = PagedRunner(form, num_blocks=20, block_size=16)
         rows.append(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True))
     torch.testing.assert_close(*rows, rtol=5e-3, atol=5e-3)
 

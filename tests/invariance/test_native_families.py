@@ -20,6 +20,8 @@ from octavo.nn.quant.experts import SeparateExperts
 
 LENGTHS = (7, 90, 1, 33)
 STRIDES = (3, 41, 1, 16)
+ATTENDING = ("bloom", "gptj", "gemma", "olmo2", "gpt-oss", "qwen2-moe", "youtu")
+RECURRENT = ("lfm2", "mamba2", "nemotron-h-moe", "qwen3-next", "jamba")
 
 
 def native_runner(folder: Path, dtype: torch.dtype) -> PagedRunner:
@@ -31,22 +33,7 @@ def native_runner(folder: Path, dtype: torch.dtype) -> PagedRunner:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "family",
-    [
-        "bloom",
-        "gptj",
-        "gemma",
-        "olmo2",
-        "gpt-oss",
-        "qwen2-moe",
-        "youtu",
-        "lfm2",
-        "mamba2",
-        "nemotron-h-moe",
-        "qwen3-next",
-    ],
-)
+@pytest.mark.parametrize("family", [*ATTENDING, *RECURRENT])
 def test_logits_do_not_depend_on_the_batch_nor_on_chunks(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     runner = native_runner(tmp_path, dtype)
@@ -66,7 +53,7 @@ def test_logits_do_not_depend_on_the_batch_nor_on_chunks(family: str, dtype: tor
     assert torch.equal(torch.cat([torch.cat(parts) for parts in found]), whole)
 
 
-@pytest.mark.parametrize("family", ["gemma", "bloom", "nemotron", "minicpm3"])
+@pytest.mark.parametrize("family", ["gemma", "bloom", "nemotron", "minicpm3", *RECURRENT])
 def test_bfloat16_stays_near_float32(family: str, tmp_path: Path) -> None:
     """With a gated feed-forward of odd size, too, whose rows end within a word."""
     theirs = make_checkpoint(family, tmp_path)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from octavo.native.bindings import Dtype
 from octavo.native.builder import ProgramBuilder
 from octavo.native.program import Pool
-from octavo.native.recurrent import apply_delta_rule, gate_by_sigmoid, scan_heads
+from octavo.native.recurrent import Scan, apply_delta_rule, gate_by_sigmoid, scan_channels, scan_heads
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.recurrent.delta_rule import Gates
@@ -188,11 +188,38 @@ def delta_rule(generator: torch.Generator) -> Operation:
     return Operation(sum(parts), parts[2], (heads, key_dim, size), emit, expected, in_place=True, begin=sum(parts[:2]))
 
 
+def selective_scan(generator: torch.Generator) -> Operation:
+    """Mamba's. Channels of several tasks, and states of less, more and exactly a vector."""
+    channels, size = rng_of(generator).choice([(20, 8), (130, 16), (70, 19), (64, 4)])
+    decay, skip = -torch.rand(channels, size, generator=generator) * 2, torch.randn(channels, generator=generator)
+    parts = [channels, channels, channels, size, size]
+
+    def emit(b: ProgramBuilder, states: Tensor, dtype: Dtype) -> None:
+        b.kept.extend((decay, skip))
+        space = Scan(decay=decay.data_ptr(), skip=skip.data_ptr(), states=in_program(states))
+        space.channels, space.state, space.gate = channels, size, channels
+        places = {"sizes": 0, "parts": 0, "gates": 0, "into": 3 * channels, "read": 3 * channels + size}
+        for name, place in places.items():
+            setattr(space, name, place)
+        scan_channels(b, space, 0, 1, dtype, 0)
+
+    def expected(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        own, gate, _, into, read = x.split(parts, 1)
+        results = []
+        for t, dt in enumerate(F.softplus(own)):  # the inputs are step sizes, too, since these have a buffer
+            state = (dt[:, None] * decay.double()).exp() * state + (dt * own[t])[:, None] * into[t]
+            results.append(((state * read[t]).sum(-1) + skip.double() * own[t]) * F.silu(gate[t]))
+        return torch.stack(results), state
+
+    return Operation(sum(parts), channels, (channels, size), emit, expected)
+
+
 OPERATIONS = {
     "short conv": short_conv,
     "activated conv": activated_conv,
     "state space": state_space,
     "delta rule": delta_rule,
+    "selective scan": selective_scan,
 }
 
 

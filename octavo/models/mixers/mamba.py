@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.models.mixers.base import Mixer, divided
 from octavo.models.mixers.spec import MambaSpec
 from octavo.models.spec import DecoderSpec
+from octavo.native import recurrent
+from octavo.native.bindings import Dtype
+from octavo.native.builder import ProgramBuilder
 from octavo.nn.build import Build
-from octavo.nn.norm import Norm
+from octavo.nn.norm import Norm, RMSNorm
+from octavo.nn.quant.packed import DTYPES
 from octavo.nn.recurrent.coefficients import Coefficients, DecayRates
 from octavo.nn.recurrent.conv import CausalConv
 from octavo.nn.recurrent.selective import selective_scan
@@ -68,3 +73,34 @@ class Mamba(Mixer):
         if len(self.norms):
             return [norm(part.contiguous()) for norm, part in zip(self.norms, parts, strict=True)]
         return [part if eps is None else F.rms_norm(part, (part.shape[-1],), eps=eps) for part in parts]
+
+    def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
+        own, group, (kept, states) = self.own, self.states.group, self.states.in_program()
+        entry = b.scratch("recurrent entry", sum(self.in_proj.sizes) * 4)
+        x = b.scratch("recurrent inputs", own.inner * 4)
+        parts = b.scratch("recurrent parts", sum(self.x_proj.sizes) * 4)
+        sizes = b.scratch("recurrent step sizes", sum(self.dt_proj.sizes) * 4)
+        self.in_proj.emit_after_norm(b, norm, entry)
+        self.conv.emit(b, entry, x, kept, group)
+        self.x_proj.emit_summed(b, x, Dtype.FLOAT, parts)
+        self._emit_norms(b, parts)
+        self.dt_proj.emit(b, parts, Dtype.FLOAT, sizes)
+        decay, skip = self.decay.value, self.skip.value
+        b.kept.extend((decay, skip))
+        space = recurrent.Scan(decay=decay.data_ptr(), skip=skip.data_ptr(), states=states, sizes=sizes, parts=parts)
+        space.channels, space.state, space.gates, space.gate = own.inner, own.state, entry, own.inner
+        space.into, space.read = own.rank, own.rank + own.state
+        recurrent.scan_channels(b, space, x, output, DTYPES[dtype], group)
+
+    def _emit_norms(self, b: ProgramBuilder, parts: int) -> None:
+        """Add `_normalized` to a native program, in place."""
+        begin = 0
+        for i, size in enumerate(self.sizes):
+            if self.own.norm_eps is not None:
+                norm = recurrent.GatedNorm(eps=self.own.norm_eps, size=size, groups=1, begin=begin, to=begin, gates=-1)
+                if len(self.norms):
+                    own = self.norms[i]
+                    assert isinstance(own, RMSNorm)
+                    norm.weight = own.weight.data_ptr()
+                recurrent.norm_gated(b, norm, parts, parts, Dtype.FLOAT)
+            begin += size

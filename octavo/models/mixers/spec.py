@@ -32,7 +32,7 @@ class MixerSpec:
     @property
     def lacking(self) -> str | None:
         """What the CPU's native program lacks for this mixer; None if it has an `emit`."""
-        return "recurrent layers"
+        return "a kind of mixer"
 
     def lacking_over(self, ranks: int) -> str | None:
         """Return what the native program lacks for this mixer divided over ranks; None for nothing."""
@@ -213,6 +213,10 @@ class MambaSpec(MixerSpec):
     @property
     def path(self) -> str:
         return "mamba"
+
+    @property
+    def lacking(self) -> str | None:
+        return lacking_taps(self.taps)
 
     @property
     def width(self) -> int:

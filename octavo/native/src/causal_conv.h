@@ -47,7 +47,8 @@ struct Window {
     }
 };
 
-// Computes a row's tokens for the vector of channels from c on. Taps: their number, or 0 for any.
+// Computes a row's tokens for the vector of channels from c on; results beyond the channels are zeros. Taps: their
+// number, or 0 for any.
 template <int Taps, class T>
 void convolve(const Program& program, const OctavoOp& op, const Sequence& row, int c) {
     const OctavoConv& conv = conv_of(op);
@@ -71,7 +72,7 @@ void convolve(const Program& program, const OctavoOp& op, const Sequence& row, i
         for (int tap = 0; tap < count; tap++) window.past[tap] = window.past[tap + 1];
         if (conv.activates) y = silu(y);
         if (conv.after >= 0) y = y * load_first(from + conv.after + c, n);
-        store_first(program.at<T>(op.output, t) + c, n, y);
+        store(program.at<T>(op.output, t) + c, y);
     }
     window.write(state, n, count);
 }

@@ -37,6 +37,7 @@ void norm_group(const OctavoGatedNorm& norm, const float* x, const float* gate, 
     });
 }
 
+// If the results are in other rows than the inputs, these have whole panels, with zeros at the end.
 template <class T>
 void run_gated_norm(Program& program, const OctavoOp& op, int64_t token, int thread) {
     const OctavoGatedNorm& norm = *static_cast<const OctavoGatedNorm*>(op.details);
@@ -48,6 +49,10 @@ void run_gated_norm(Program& program, const OctavoOp& op, int64_t token, int thr
         const float* weight = norm.weight == nullptr ? nullptr : norm.weight + (norm.own_weights ? first : 0);
         norm_group(norm, x, gate, weight, kept, program.at<T>(op.output, token) + norm.to + first);
     }
+    if (op.output == op.input) return;
+    const int end = norm.to + norm.groups * norm.size;
+    T* const to = program.at<T>(op.output, token);
+    std::fill(to + end, to + (end + kPanel - 1) / kPanel * kPanel, T{});
 }
 
 }  // namespace octavo

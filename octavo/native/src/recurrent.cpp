@@ -3,13 +3,14 @@
 #include "causal_conv.h"
 #include "delta_rule.h"
 #include "gated_norm.h"
+#include "selective.h"
 #include "ssd.h"
 
 namespace octavo {
 
 namespace {
 
-enum RecurrentKind { kConv = 25, kGatedNorm, kSsd, kDelta, kSigmoidGate };  // of `OpKind`
+enum RecurrentKind { kConv = 25, kGatedNorm, kSsd, kDelta, kSigmoidGate, kScan };  // of `OpKind`
 
 using Run = void (*)(Program&, const OctavoOp&, int64_t, int);
 
@@ -33,6 +34,7 @@ const OpCode kCodes[] = {
     {ssd_tasks, run_ssd},
     {delta_tasks, run_delta},
     {tasks_by_tokens, run<run_gate<float>, run_gate<bf16>>},
+    {scan_tasks, run<run_scan<float>, run_scan<bf16>>},
 };
 
 }  // namespace

@@ -13,6 +13,8 @@
 
 namespace octavo {
 
+constexpr int kTogether = 4;  // channels whose states are advanced in one loop
+
 // States of a layer: one for each block, `stride` floats apart; octavo/native/recurrent.py documents the fields.
 struct States {
     float* first;

@@ -18,8 +18,6 @@ struct OctavoSsd {
 
 namespace octavo {
 
-constexpr int kTogether = 4;  // channels whose states are advanced in one loop
-
 inline const OctavoSsd& ssd_of(const OctavoOp& op) { return *static_cast<const OctavoSsd*>(op.details); }
 
 inline int64_t ssd_tasks(Program& program, const OctavoOp& op) { return program.step().rows * ssd_of(op).heads; }
