@@ -5,8 +5,8 @@
 Milliseconds of a step of one token for each request, after 32 tokens each, in bfloat16 on two threads: the medians of
 four turns of five steps after two others. Between turns of the two forms is a pause, since torch's threads look for
 work for a while after each operation. Beside them, what the step must read: all weights but the embeddings, of the
-experts only those that its tokens chose, and how long the machine takes to read as much. The figures of other models in
-the output file are kept.
+experts only those that its tokens chose, and the states of recurrent layers, which it also writes; and how long the
+machine takes to read as much. The figures of other models in the output file are kept.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from octavo.nn.ops.routing import Routing
 from octavo.nn.pages import LargePages
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
+from octavo.nn.state import StateCache
 from octavo.nn.weights import fused
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -64,8 +65,38 @@ class Shape(NamedTuple):
     about: str
 
 
+_ATTENDING = (2, 5, 8, 10, 12, 14)
+_LFM2 = {
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "layer_types": ["full_attention" if i in _ATTENDING else "conv" for i in range(16)],
+    "vocab_size": 65536,
+}
+
 SHAPES = {
     "gpt2": Shape(transformers.GPT2Config, {"bos_token_id": None, "eos_token_id": None}, "GPT-2 small"),
+    "lfm2-350m": Shape(
+        transformers.Lfm2Config,
+        {"hidden_size": 1024, "intermediate_size": 6656, "num_attention_heads": 16, **_LFM2},
+        "LFM2-350M",
+    ),
+    "lfm2-1.2b": Shape(
+        transformers.Lfm2Config,
+        {"hidden_size": 2048, "intermediate_size": 12288, "num_attention_heads": 32, **_LFM2},
+        "LFM2-1.2B",
+    ),
+    "mamba2-1.3b": Shape(
+        transformers.Mamba2Config,
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_heads": 64,
+            "n_groups": 1,
+            "vocab_size": 50288,
+            "tie_word_embeddings": True,
+        },
+        "Mamba-2 1.3B, 24 of 48 layers: 64 heads of 64 channels with 128 numbers each, 51 MB of states for a request",
+    ),
     "deepseek-v2-lite": Shape(
         transformers.DeepseekV2Config,
         {
@@ -143,9 +174,11 @@ class Form(NamedTuple):
 
 def runner_of(shape: Shape, form: str) -> PagedRunner:
     source = source_of(shape, form)
-    layer: Any = source.cached_layers[0]
-    model: Any = compiled(source, layer.backend) if form == NATIVE else source
-    return PagedRunner(model, num_blocks=5 * sum(BATCHES), block_size=16, dtype=torch.bfloat16)
+    attending: list[Any] = [layer for layer in source.cached_layers if not isinstance(layer, StateCache)]
+    attention = attending[0].backend if attending else NativeAttention(Pool(THREADS))
+    model: Any = compiled(source, attention) if form == NATIVE else source
+    block_size = 64 if state_bytes(source) else 16  # a state takes a block, and memory in all of them
+    return PagedRunner(model, num_blocks=80 * sum(BATCHES) // block_size, block_size=block_size, dtype=torch.bfloat16)
 
 
 def started(runner: PagedRunner, batch: int) -> Form:
@@ -179,7 +212,7 @@ def measured(runners: dict[str, PagedRunner], chosen: list[int], batch: int) -> 
                 chosen.clear()
                 times[form].append(step_once(one, of_step))
                 if form == TORCH:
-                    read.append(step_bytes(layers, chosen))
+                    read.append(step_bytes(layers, chosen) + batch * state_bytes(layers))
     counted = [i for i in range(TURNS * STEPS) if i % STEPS >= WARMUP]
     steps = {form: round(statistics.median([of[i] for i in counted]), 2) for form, of in times.items()}
     return {**steps, "megabytes read": round(statistics.mean(read[i] for i in counted) / 1e6)}
@@ -209,6 +242,11 @@ def step_bytes(model: CausalLM, chosen: Sequence[int]) -> float:
         dense -= model.embedding.nbytes
     shares = (layer.nbytes * n / layer.form.num_experts for layer, n in zip(mixtures, chosen, strict=True))
     return dense + sum(shares)
+
+
+def state_bytes(model: CausalLM) -> int:
+    """Return the bytes of a request's states."""
+    return sum(layer.nbytes for layer in model.cached_layers if isinstance(layer, StateCache))
 
 
 def bytes_per_second() -> float:

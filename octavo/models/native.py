@@ -57,10 +57,7 @@ def _reason_against_ranks(spec: DecoderSpec, mesh: Mesh, *, exchanges_rows: bool
         return "its ranks exchange rows (--all2all-backend all_to_all, or data-parallel attention)"
     if spec.head_norms is not None and spec.head_norms.over == "all":
         return "ranks divide what it normalizes together"
-    mixers = dict.fromkeys(spec.mixer_of(layer) for layer in range(spec.num_layers))
-    reasons = (mixer.lacking_over(mesh.size) for mixer in mixers if mixer is not None)
-    lacking = next((reason for reason in reasons if reason is not None), None)
-    return None if lacking is None else f"the kernels lack {lacking}"
+    return None
 
 
 PLANES = {"int16": 2, "int8": 1, "bfloat16": 0}

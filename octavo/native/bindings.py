@@ -45,6 +45,7 @@ class OpKind(IntEnum):
     DELTA_RULE = 28
     SIGMOID_GATE = 29
     SELECTIVE_SCAN = 30
+    SUM_SQUARES = 31
 
 
 class Dtype(IntEnum):
@@ -199,6 +200,7 @@ _APART = {
     OpKind.DELTA_RULE: "recurrent",
     OpKind.SIGMOID_GATE: "recurrent",
     OpKind.SELECTIVE_SCAN: "recurrent",
+    OpKind.SUM_SQUARES: "recurrent",
 }
 """Operation that the main library lacks -> the separate library that has it. Its function octavo_<library>_code returns
 the operation's `OpCode`."""

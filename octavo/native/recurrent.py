@@ -10,6 +10,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 
 from octavo.native.bindings import Dtype, OpKind
 from octavo.native.builder import ProgramBuilder
+from octavo.native.exchange import Exchange
 
 MOST_TAPS = 8
 """Of a convolution: its own input and seven before it."""
@@ -54,13 +55,22 @@ class GatedNorm(ctypes.Structure):
         begin, to: of the first group in the rows that it reads, and in those that it writes.
         gates, gate: the buffer of the gates, float32, and where in its rows they begin; -1 for none.
         gate_first: norm(x * silu(gate)) instead of norm(x) * silu(gate).
+        squares, place: the buffer of sums of squares over ranks, float32, and the place of this rank's group in its
+            rows; -1 if ranks divide no group.
+        whole: values that a sum of squares is of.
     """
 
     _fields_ = (
         ("weight", c_void_p),
         ("eps", c_float),
         *((name, c_int32) for name in ("size", "groups", "own_weights", "begin", "to", "gates", "gate", "gate_first")),
+        *((name, c_int32) for name in ("squares", "place", "whole")),
     )
+
+    @classmethod
+    def alone(cls, size: int, groups: int, eps: float) -> GatedNorm:
+        """Return a norm of whole groups, without weights and gates, from the first value on."""
+        return cls(size=size, groups=groups, eps=eps, gates=-1, squares=-1, whole=size)
 
 
 class Ssd(ctypes.Structure):
@@ -130,6 +140,19 @@ def norm_gated(b: ProgramBuilder, norm: GatedNorm, source: int, output: int, dty
     """Add an operation: the gated norm of float32 rows, to rows of `dtype`, FLOAT or BFLOAT. The output may be the
     source, if both begin at the same value."""
     _add(b, OpKind.GATED_NORM, norm, source, output, dtype)
+
+
+def sum_squares(b: ProgramBuilder, norm: GatedNorm, source: int, groups: int, exchange: Exchange) -> None:
+    """Add operations before `norm_gated`: sums of squares over ranks, of which each has a part of one group.
+
+    Args:
+        groups: of all ranks.
+    """
+    columns = -(-groups // 16) * 16
+    norm.squares = b.scratch("squares of ranks", columns * 4)
+    b.kept.append(norm)
+    b.add(OpKind.SUM_SQUARES, Dtype.FLOAT, source, norm.squares, columns=columns, details=ctypes.addressof(norm))
+    b.all_reduce(norm.squares, norm.squares, columns, exchange)
 
 
 def scan_heads(b: ProgramBuilder, space: Ssd, buffer: int, group: int) -> None:

@@ -11,7 +11,7 @@ from gguf_kit import write_model
 from rank_kit import ranks_in_threads
 from test_expert_parallel import FAMILIES
 from test_rank import CROWDED
-from test_several_ranks import EVEN, run
+from test_several_ranks import EVEN, RECURRENT, run
 from toy_engine import drive, tokens_of
 from toy_models import LLAMA, QWEN3
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,6 +67,26 @@ def test_experts(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch, caplog
     config |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "intermediate_size": 32}
     few = {"max_model_len": 160, "max_num_seqs": 6}
     assert run(config, **TWO, **few, enable_expert_parallel=whole) == run(config, **few)
+    assert IN_TORCH not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("one group", "JambaForCausalLM"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in RECURRENT
+            if name not in ("one group", "JambaForCausalLM")
+        ),
+    ],
+)
+def test_recurrent_layers(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With sums over ranks within a layer: of Mamba's step sizes, and of squares of a group that ranks divide."""
+    ranks_in_threads(monkeypatch)
+    config = RECURRENT[name] | {"initializer_range": 0.3}
+    few = {"max_model_len": 128, "max_num_seqs": 4}
+    assert run(config, **TWO, **few) == run(config, **few)
     assert IN_TORCH not in caplog.text
 
 

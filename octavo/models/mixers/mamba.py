@@ -97,7 +97,8 @@ class Mamba(Mixer):
         begin = 0
         for i, size in enumerate(self.sizes):
             if self.own.norm_eps is not None:
-                norm = recurrent.GatedNorm(eps=self.own.norm_eps, size=size, groups=1, begin=begin, to=begin, gates=-1)
+                norm = recurrent.GatedNorm.alone(size, 1, self.own.norm_eps)
+                norm.begin = norm.to = begin
                 if len(self.norms):
                     own = self.norms[i]
                     assert isinstance(own, RMSNorm)

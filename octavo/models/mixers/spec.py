@@ -34,10 +34,6 @@ class MixerSpec:
         """What the CPU's native program lacks for this mixer; None if it has an `emit`."""
         return "a kind of mixer"
 
-    def lacking_over(self, ranks: int) -> str | None:
-        """Return what the native program lacks for this mixer divided over ranks; None for nothing."""
-        return None
-
     def of_rank(self, ranks: int) -> Self | None:
         """Return the parameters of a rank's share; None if the mixer can't be divided over them. Attention divides
         by the heads that `DecoderSpec` has."""
@@ -176,10 +172,6 @@ class Mamba2Spec(MixerSpec):
     def convolved(self) -> int:
         """Channels of the convolution: the state space's, and the inputs to and outputs from states."""
         return self.inner + 2 * self.groups * self.state
-
-    def lacking_over(self, ranks: int) -> str | None:
-        divides_groups = self.of_rank(ranks) is not None and self.groups < ranks
-        return "a norm over channels of several ranks" if divides_groups else None
 
     def of_rank(self, ranks: int) -> Self | None:
         if self.heads % ranks or (self.groups % ranks and ranks % self.groups):

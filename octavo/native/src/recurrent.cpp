@@ -10,7 +10,7 @@ namespace octavo {
 
 namespace {
 
-enum RecurrentKind { kConv = 25, kGatedNorm, kSsd, kDelta, kSigmoidGate, kScan };  // of `OpKind`
+enum RecurrentKind { kConv = 25, kGatedNorm, kSsd, kDelta, kSigmoidGate, kScan, kSquares };  // of `OpKind`
 
 using Run = void (*)(Program&, const OctavoOp&, int64_t, int);
 
@@ -35,6 +35,7 @@ const OpCode kCodes[] = {
     {delta_tasks, run_delta},
     {tasks_by_tokens, run<run_gate<float>, run_gate<bf16>>},
     {scan_tasks, run<run_scan<float>, run_scan<bf16>>},
+    {tasks_by_tokens, run_squares},
 };
 
 }  // namespace

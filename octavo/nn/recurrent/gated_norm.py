@@ -70,18 +70,15 @@ class GatedNorm(RMSNorm):
             source, gate: buffers of float32 rows, and where in their rows the channels and gates begin.
             output: buffer for [T, channels] in `dtype`.
         """
-        norm = recurrent.GatedNorm(
-            weight=self.weight.data_ptr(),
-            eps=self.eps,
-            size=channels // self.groups,
-            groups=self.groups,
-            own_weights=int(self.size == channels),
-            begin=source[1],
-            gates=gate[0],
-            gate=gate[1],
-            gate_first=int(self.gate_first),
-        )
+        norm = recurrent.GatedNorm.alone(channels // self.groups, self.groups, self.eps)
+        norm.weight, norm.own_weights = self.weight.data_ptr(), int(self.size == channels)
+        norm.begin, norm.gate_first = source[1], int(self.gate_first)
+        norm.gates, norm.gate = gate
+        self._emit_sums(b, norm, source[0])
         recurrent.norm_gated(b, norm, source[0], output, dtype)
+
+    def _emit_sums(self, b: ProgramBuilder, norm: recurrent.GatedNorm, source: int) -> None:
+        """Add what comes before the norm, if anything, to a native program."""
 
 
 class DividedGatedNorm(GatedNorm):
@@ -130,3 +127,9 @@ class DividedGatedNorm(GatedNorm):
         mean = self._mesh.all_reduce(squares)[:, own : own + 1] * (groups / (ranks * x.shape[-1]))
         normed = x * torch.rsqrt(mean + self.eps) * self.weight.float()
         return (normed if self.gate_first else normed * gate).to(self.dtype)
+
+    def _emit_sums(self, b: ProgramBuilder, norm: recurrent.GatedNorm, source: int) -> None:
+        ranks, groups = self._mesh.size, self._all_groups
+        if groups < ranks:
+            norm.place, norm.whole = self._mesh.rank * groups // ranks, norm.size * ranks // groups
+            recurrent.sum_squares(b, norm, source, groups, self._mesh.exchange)
