@@ -340,7 +340,7 @@ class DecoderBuild:
         """Raise ConfigError before the weights are loaded if the KV cache can't take back drafts, or will not hold one
         request of the set length. What features add to blocks is not known yet."""
         worker, wanted, cache = self._worker, self._config.model.max_model_len, self._config.cache
-        check_drafts(worker.cache_groups, max_drafts)
+        check_drafts(worker.cache_groups, max_drafts, worker.device, worker.stage)
         if wanted is None:
             return
         _, step_tokens = self._config.scheduler.limits(*self.facts.default_limits)

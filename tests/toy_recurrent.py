@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from toy_models import LLAMA, VOCAB
 
 from octavo.models.decoder import CausalLM
 from octavo.models.mixers.attention import Attention
@@ -16,6 +19,19 @@ from octavo.nn.rope import Rope
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
+
+_SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+_NO_ATTENTION = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "eos_token_id": 3}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": LLAMA | _SSM | {"attn_layer_indices": [1]},
+    "JambaForCausalLM": LLAMA | {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+    "Lfm2ForCausalLM": LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "Mamba2ForCausalLM": _NO_ATTENTION | {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2},
+    "Qwen3NextForCausalLM": LLAMA
+    | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "head_dim": 16}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+"""A small configuration of each kind of recurrent mixer, of two layers."""
 
 DECAY = 0.9
 SNAPSHOT = 16

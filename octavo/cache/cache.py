@@ -16,7 +16,7 @@ from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind, bloc
 
 
 class KVCache:
-    """Block pool and prefix tree behind a few methods: match, fork, grow, register, release, lease, reset.
+    """Block pool and prefix tree behind a few methods: match, fork, grow, settle, register, release, lease, reset.
 
     Blocks are registered when the step that fills them is launched, not when it has run: steps run in order, so a
     request that finds a block reads it after it was written, even in the same step (each layer writes all KV before
@@ -182,12 +182,15 @@ class KVCache:
             table.num_registered, table.node = table.num_registered - 1, table.node.parent
         return True
 
-    def grow(self, table: BlockTable, start: int, end: int, oldest: int | None = None) -> Growth | None:
+    def grow(
+        self, table: BlockTable, start: int, end: int, oldest: int | None = None, *, keeps_states: bool = False
+    ) -> Growth | None:
         """Make positions [start, end) writable: add blocks, and copy shared ones.
 
         Args:
             oldest: the first position that this step or a later one may compute, by default `start`. It is lower while
                 drafts are in flight, since some may be rejected.
+            keeps_states: the step writes copies of the STATEs, and `settle` chooses.
 
         Returns:
             The changes; None, with nothing changed, if too few blocks are free.
@@ -196,11 +199,19 @@ class KVCache:
         if self.ranks > 1 and table.rank < 0:
             self.seat(table, "", (), end)
         rows = list(zip(self.groups, table.groups, strict=True))
-        shared = [self._shared_indices(group, row, start, end) for group, row in rows]
+        shared = [
+            [0] if keeps_states and not group.grows else self._shared_indices(group, row, start, end)
+            for group, row in rows
+        ]
         missing = [self._rows(group, end) - len(row) for group, row in rows]
         if sum(map(len, shared)) + sum(count for count in missing if count > 0) > self.free_for(table):
             return None
-        growth = Growth()
+        growth = Growth(writes=[(group, 0, table.groups[group][0]) for group in table.restored])
+        table.restored = []
+        if keeps_states:
+            table.kept = [(i, row[0]) for i, (group, row) in enumerate(rows) if not group.grows]
+            for _, block in table.kept:
+                self.pool.hold(block)
         for i, row in enumerate(table.groups):
             for index in shared[i]:
                 self._copy(table, i, index, growth)
@@ -211,6 +222,16 @@ class KVCache:
         if not self._only_full:
             self._leave_behind(table, start if oldest is None else oldest)
         return growth
+
+    def settle(self, table: BlockTable, *, rewind: bool) -> None:
+        """Drop the states before the last step, or with `rewind` those after it. The step has run."""
+        for group, block in table.kept:
+            row = table.groups[group]
+            self._drop(row[0] if rewind else block)
+            if rewind:
+                row[0] = block
+                table.restored.append(group)
+        table.kept = []
 
     def register(
         self,
@@ -307,7 +328,10 @@ class KVCache:
             for block in reversed(row):
                 if block != NO_BLOCK:
                     self._drop(block)
+        for _, block in table.kept:
+            self._drop(block)
         table.groups, table.num_registered, table.node = [], 0, None
+        table.kept, table.restored = [], []
 
     def lease(self, table: BlockTable, owner: str, num_tokens: int, num_computed: int | None = None) -> Lease:
         """Hold a table's blocks for `owner` until the lease is released, whatever becomes of the table.

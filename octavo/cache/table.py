@@ -26,6 +26,10 @@ class BlockTable:
     """The tree's node for the last registered block."""
     rank: int = -1
     """The rank whose memory has all blocks; -1 if each rank has its share of every block, and for an empty table."""
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    """(group, block) of the states before a step whose drafts are not verified; see `KVCache.settle`."""
+    restored: list[int] = field(default_factory=list)
+    """STATE groups whose entries have changed since the last `grow`."""
 
     @property
     def blocks(self) -> list[int]:
@@ -35,7 +39,8 @@ class BlockTable:
     @property
     def held(self) -> Iterator[int]:
         """Every block that the table holds a reference to."""
-        return (block for group in self.groups for block in group if block != NO_BLOCK)
+        yield from (block for group in self.groups for block in group if block != NO_BLOCK)
+        yield from (block for _, block in self.kept)
 
 
 @dataclass(slots=True)

@@ -238,7 +238,10 @@ class ToyDevice:
             state = self._slots[slot]
             if samples:
                 accepted = self._verify(state, inputs[len(inputs) - drafts :] if drafts else [])
-                state.computed += len(inputs) - (drafts + 1 - len(accepted))
+                rejected = drafts + 1 - len(accepted)
+                if rejected and not all(group.grows for group in self._groups):  # the row is computed again
+                    rejected = len(inputs)
+                state.computed += len(inputs) - rejected
                 state.tokens += accepted
                 state.drafts = self._draft(state, plan.proposals.get(row, 0))
             else:

@@ -15,13 +15,15 @@ class DraftBounds:
     """The smallest bound of all features, limited by the room in the request and in the step.
 
     Attributes:
-        most: most drafts of a row; 0 if no feature drafts or a layer keeps a recurrent state, from which rejected
-            tokens can't be removed.
+        most: most drafts of a row; 0 if no feature drafts.
+        rewinds: a layer keeps a recurrent state, from which rejected tokens can't be removed: if some of a row's are,
+            the sequence goes back to the state before the row, and the next one computes the accepted tokens again.
         writes_ahead: drafts need KV blocks as soon as they are proposed.
     """
 
     def __init__(self, hooks: Sequence[EngineHook], limits: Limits, cache: KVCache) -> None:
-        self.most = most_drafts(hooks) if all(group.grows for group in cache.groups) else 0
+        self.most = most_drafts(hooks)
+        self.rewinds = self.most > 0 and not all(group.grows for group in cache.groups)
         self.writes_ahead = any(hook.writes_ahead for hook in hooks if hook.max_drafts)
         self._hooks = [hook for hook in hooks if type(hook).drafts is not EngineHook.drafts]
         self._readers = [hook for hook in hooks if type(hook).on_drafts is not EngineHook.on_drafts]

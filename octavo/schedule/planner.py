@@ -106,7 +106,7 @@ class Planner:
         small: list[Request] = []
         large: list[Request] = []
         for request in self._requests.running:
-            if request.siblings.holds(request):
+            if request.siblings.holds(request) or (self._drafts.rewinds and request.unsure):
                 continue
             if request.finish is None and request.inflight < self._limits.max_ahead and not request.certain_to_finish:
                 (small if request.uncomputed <= 1 + request.num_drafts else large).append(request)
@@ -216,12 +216,13 @@ class Planner:
     def _add_row(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
         """Add a row for a request with a slot; return False, with nothing changed, if too few blocks are free."""
         start, end = request.num_computed, request.num_computed + num_tokens
-        growth = self._cache.grow(request.table, start, end, oldest=start - request.pending)
-        if growth is None:
-            return False
         certain = request.uncomputed - request.num_drafts
         samples = num_tokens >= certain and request.max_tokens > 0
         drafts = num_tokens - certain if samples else 0
+        rewinds = drafts > 0 and self._drafts.rewinds
+        growth = self._cache.grow(request.table, start, end, oldest=start - request.pending, keeps_states=rewinds)
+        if growth is None:
+            return False
         step.add_row(request, num_tokens, growth, samples=samples, drafts=drafts)
         if request.siblings.take_moved(request):
             step.add_new(request, start)
@@ -233,7 +234,8 @@ class Planner:
             request.num_drafts = 0
             if self._drafts.most:
                 self._propose(step, request)
-        self._kv.register(request)
+        if not rewinds:  # the row may be computed again, and registered blocks would be copied
+            self._kv.register(request)
         return True
 
     def _propose(self, step: StepBuilder, request: Request) -> None:

@@ -373,7 +373,7 @@ class Scheduler:
         if row in output.prompt_logprobs and request.finish is None:
             self._news += prompt_news(request, output.prompt_logprobs[row])
         if plan.samples[row]:
-            self._take(request, plan.num_drafts[row], output, row)
+            self._take(request, plan.num_drafts[row], plan.num_tokens[row], output, row)
         elif request.finish is None and not request.inflight and request.certain_to_finish:
             self._answer(request, output, row)
         if request.finish is not None and not request.inflight and request.slot >= 0:
@@ -391,12 +391,16 @@ class Scheduler:
         news, self._news = self._news, []
         return news
 
-    def _take(self, request: Request, num_drafts: int, output: StepOutput, row: int) -> None:
-        """Process what a row sampled, and correct its bounds by the drafts that were rejected."""
+    def _take(self, request: Request, num_drafts: int, num_tokens: int, output: StepOutput, row: int) -> None:
+        """Process what a row of `num_tokens` sampled, and correct its bounds by the drafts that were rejected."""
         sampled = output.tokens[row]
         self._quarantine.passed(request)
         request.pending -= 1 + num_drafts
-        request.num_computed -= 1 + num_drafts - len(sampled)
+        rejected = 1 + num_drafts - len(sampled)
+        if num_drafts and self._drafts.rewinds:
+            self.cache.settle(request.table, rewind=rejected > 0)
+            rejected = num_tokens if rejected else 0
+        request.num_computed -= rejected
         request.unsure -= num_drafts
         if row in output.drafts and not request.inflight:
             request.num_drafts = min(request.num_drafts, output.drafts[row])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.core.cache_groups import CacheGroup
 from octavo.core.params import LogprobsMode
 from octavo.models.model import Model
 from octavo.models.native import NativeDecoder
@@ -22,17 +23,19 @@ def host_parts(
     room: Capacity,
     block_size: int,
     vocab_size: int,
-    num_groups: int,
+    groups: Sequence[CacheGroup],
     logprobs_mode: LogprobsMode,
     variants: Sequence[Variant],
 ) -> tuple[HostSlots, Sampler, Replay]:
     """Return slots, sampler and replay.
 
     Args:
-        num_groups: cache groups of the model.
+        groups: cache groups of the model.
         variants: of the hooks.
     """
-    slots = HostSlots(room.num_slots, room.max_model_len, block_size, vocab_size, logprobs_mode, num_groups)
+    rewinds = not all(group.grows for group in groups)
+    sizes = room.num_slots, room.max_model_len, block_size, vocab_size
+    slots = HostSlots(*sizes, logprobs_mode, len(groups), rewinds=rewinds)
     sampler = NativeSampler(slots, attention.pool) if isinstance(attention, NativeBackend) else TorchSampler(slots)
     replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
     return slots, sampler, replay

@@ -84,6 +84,8 @@ class NativeReplay:
         count, results = len(plan.slots), plan.total_tokens
         if results != count + sum(plan.num_drafts) or not all(plan.samples):
             return False
+        if results > count and self._slots.rewinds:  # the kernels keep what is computed of accepted drafts
+            return False
         if not all(one is not None and one.logprobs is None for one in self._slots.params(plan.slots)):
             return False
         self._rows[:count], self._drafts[:count] = plan.slots, plan.num_drafts

@@ -39,6 +39,7 @@ class HostSlots:
         computed: [slots] int64, positions whose keys and values are in the cache.
         block_tables: [groups, slots, blocks] int32.
         sampling: [slots] of `STRUCT`, parameters for the native kernels.
+        rewinds: see `__init__`.
     """
 
     def __init__(
@@ -49,7 +50,13 @@ class HostSlots:
         vocab_size: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_groups: int = 1,
+        *,
+        rewinds: bool = False,
     ) -> None:
+        """
+        Args:
+            rewinds: a row with a rejected draft is computed again, as recurrent states require; see `KVCache.settle`.
+        """
         self.num_slots = num_slots
         self.block_size = block_size
         self.tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
@@ -61,6 +68,7 @@ class HostSlots:
         self._known = torch.from_numpy(self.tokens), torch.from_numpy(self.length)
         self._vocab_size = vocab_size
         self._logprobs_mode: LogprobsMode = logprobs_mode
+        self.rewinds = rewinds
         self._held: list[Held | None] = [None] * num_slots
         self._reporting: set[int] = set()
 
@@ -161,7 +169,10 @@ class HostSlots:
         row, order = np.nonzero(np.arange(1 + most) < kept[:, None])
         self.tokens[slots[row], places[row, order]] = np.maximum(drawn[rows.starts[row] + order], 0)
         self.length[slots] += kept
-        self.computed[slots] -= 1 + rows.drafts - kept
+        rejected = 1 + rows.drafts - kept
+        if self.rewinds:
+            rejected[rejected > 0] = np.array(plan.num_tokens)[np.flatnonzero(plan.samples)][rejected > 0]
+        self.computed[slots] -= rejected
         accepted: list[int] = kept.tolist()
         return accepted
 

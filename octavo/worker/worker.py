@@ -370,7 +370,7 @@ class Worker:
         if model is None:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
         shape, groups = self._cache_shape(num_blocks), self.cache_groups
-        states.check_drafts(groups, max_drafts)
+        states.check_drafts(groups, max_drafts, device, self.stage)
         self._relay = relay_of(model, self.stage, max(max_step_tokens, SCALING_TOKENS))
         blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
@@ -380,8 +380,8 @@ class Worker:
         own = own_rows_of(model, self.attention, self.block_size, self._exchange, num_blocks, num_slots, together)
         if not device.resident:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
-            mode, sizes = self.config.logprobs_mode, (self.block_size, self.spec.vocab_size, len(groups))
-            host = host_parts(model, self.attention, room, *sizes, mode, together.variants())
+            mode, sizes = self.config.logprobs_mode, (self.block_size, self.spec.vocab_size)
+            host = host_parts(model, self.attention, room, *sizes, groups, mode, together.variants())
             forward = forward_of(model, self.attention, self.block_size, self.parallel, self.mesh)
             return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack

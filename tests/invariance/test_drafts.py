@@ -21,10 +21,8 @@ from torch import Tensor
 from toy_drafter import DrafterEngine, DrafterWorker, News, check_same, news_of, runner_of, with_drafter
 from toy_engine import GPU, device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
-from toy_recurrent import Hybrid
 
 from octavo.build import build_core
-from octavo.core.errors import ConfigError
 from octavo.core.output import FinishReason
 from octavo.core.params import SamplingParams
 from octavo.core.plan import StepPlan
@@ -195,14 +193,6 @@ def test_windows_keep_what_rejected_drafts_leave_to_compute(
     check_same(run(), expected)
     assert drafter.accepted > 50
     assert drafter.rejected > 50
-
-
-def test_a_drafter_and_recurrent_layers_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rejected token could not be taken out of their states again."""
-    monkeypatch.setattr("octavo.models.implementation.CausalLM", Hybrid)
-    with_drafter(monkeypatch, DrafterEngine(), DrafterWorker(vocab=VOCAB))
-    with pytest.raises(ConfigError, match="recurrent layers"):
-        engine(LLAMA | {"num_hidden_layers": 4}, attention_backend="torch", max_model_len=160)
 
 
 @pytest.mark.parametrize("right", [1.0, 0.0], ids=["all right", "all wrong"])

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from toy_drafter import DrafterEngine, DrafterWorker, with_drafter
 from toy_engine import drive, tiny_config, tokens_of
 from toy_models import LLAMA, VOCAB, model_files
 from toy_recurrent import SNAPSHOT, Hybrid, Plain, plain_greedy
 
 from octavo.build import build_core
+from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
+from octavo.device.cpu import CpuDevice
 from octavo.engine.loop import EngineLoop
 from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import load_weights
@@ -24,7 +27,8 @@ from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
-from octavo.schedule.hooks import EngineHook
+from octavo.parallel.stage import Stage
+from octavo.worker.states import check_drafts
 
 CONFIG = LLAMA | {"num_hidden_layers": 4}
 WINDOWED = CONFIG | {
@@ -132,16 +136,44 @@ def test_a_state_takes_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most <= 11 + 2
 
 
-class Drafting(EngineHook):
-    name = "drafting"
-    max_drafts = 2
+@pytest.mark.parametrize("name", [*SETTINGS, "depth 2"])
+def test_rejected_drafts_leave_no_trace_in_a_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = DrafterEngine()
+    prompts = {one.id: one.tokens for one in requests()}
+    with_drafter(monkeypatch, drafter, DrafterWorker([prompts[key] + text for key, text in truth().items()], VOCAB))
+    fewer = {"num_blocks": 18} if name == "preemption" else {}
+    loop = engine(monkeypatch, **SETTINGS.get(name, {"depth": 2}) | fewer)
+    found = tokens_of(drive(loop, requests(), at_once=8 if name == "preemption" else 2))
+    stats = loop.stats()
+    loop.close()
+    assert all(tokens == truth()[request] for (request, _), tokens in found.items())
+    assert len(found) == sum(request.params.n for request in requests())
+    assert drafter.accepted > 30
+    assert drafter.rejected > 30
+    assert (stats.num_preemptions > 0) == (name == "preemption")
 
 
-def test_drafts_are_refused_before_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.worker.worker.load_weights", lambda *_, **__: pytest.fail("weights are loaded"))
-    monkeypatch.setattr("octavo.build.build_engine_halves", lambda _: [Drafting()])
-    with pytest.raises(ConfigError, match="drafts tokens, and the model has recurrent layers"):
-        engine(monkeypatch)
+def test_all_right_drafts_save_steps_and_all_wrong_ones_cost_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [one for one in requests() if one.id == "r0"]
+    text = asked[0].tokens + truth()["r0"]
+    steps = {}
+    for right in (1.0, 0.0):
+        with_drafter(monkeypatch, DrafterEngine(), DrafterWorker([text], VOCAB, right))
+        loop = engine(monkeypatch)
+        assert tokens_of(drive(loop, asked))["r0", 0] == truth()["r0"]
+        steps[right] = loop.stats().num_steps
+        loop.close()
+    assert steps[1.0] < 0.7 * len(truth()["r0"])
+    assert len(truth()["r0"]) <= steps[0.0] <= len(truth()["r0"]) + 2
+
+
+def test_a_pipeline_refuses_drafts() -> None:
+    groups = (*FULL, CacheGroup(GroupKind.STATE))
+    check_drafts(groups, 0, CpuDevice(), Stage(0, 2))
+    check_drafts(FULL, 2, CpuDevice(), Stage(0, 2))
+    check_drafts(groups, 2, CpuDevice(), Stage(0, 1))
+    with pytest.raises(ConfigError, match=r"recurrent layers, .* in a pipeline"):
+        check_drafts(groups, 2, CpuDevice(), Stage(0, 2))
 
 
 def test_a_state_larger_than_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

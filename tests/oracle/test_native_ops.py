@@ -312,6 +312,26 @@ def test_a_row_gives_the_same_bits_in_any_batch(pool, generator, kind, planes):
         assert torch.equal(part, whole[first : first + count])
 
 
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("columns", [32, 96, 160, 576])
+@pytest.mark.parametrize("normed", [False, True])
+def test_integers_of_a_row_are_the_same_with_any_rows_and_threads(pool, generator, planes, columns, normed):
+    """Small steps divide a row's columns among threads."""
+    x, weight = torch.randn(40, columns, generator=generator), torch.rand(columns, generator=generator)
+    width = row_bytes(Dtype.INT8, columns, planes)
+    b = ProgramBuilder.make(columns * 4, width, planes)
+    if normed:
+        b.norm(0, 1, Dtype.INT8, NormArgs(columns, 1e-5, weight.data_ptr()), zero_point=8)
+    else:
+        b.quantize(0, 1, Dtype.FLOAT, columns, zero_point=8)
+    whole = run(Pool(1, pool.isa), b, x, torch.zeros(40, width, dtype=torch.uint8))
+    for threads in (1, 2, 3, 7):
+        other = Pool(threads, pool.isa)
+        for first, count in ((0, 1), (1, 2), (4, 3), (9, 4), (17, 7), (0, 32), (0, 40)):
+            part = run(other, b, x[first : first + count].contiguous(), torch.zeros(count, width, dtype=torch.uint8))
+            assert torch.equal(part, whole[first : first + count]), (threads, count)
+
+
 def test_parts_in_different_formats_meet_in_one_that_holds_both(generator):
     parts = [random_blocks(generator, 32, 64, kind) for kind in ("4 bits, minima", "8 bits")]
     same = alike(parts)

@@ -1,4 +1,4 @@
-"""`Acceptance`: how likely drafts are accepted."""
+"""`Acceptance`: how likely drafts are accepted; `Again`: what rejected ones of recurrent models cost besides."""
 
 from __future__ import annotations
 
@@ -36,3 +36,25 @@ class Acceptance:
         """Note a row's drafts. Those after the first rejected one are not counted."""
         self._tried = self._tried * _DECAY + min(num_accepted + 1, num_drafts)
         self._accepted = self._accepted * _DECAY + num_accepted
+
+
+class Again:
+    """Tokens that are computed again because drafts were rejected (`DraftBounds.rewinds`), for each recent draft."""
+
+    __slots__ = ("_drafts", "_tokens")
+
+    def __init__(self) -> None:
+        self._drafts = self._tokens = 0.0
+
+    @property
+    def share(self) -> float:
+        return self._tokens / self._drafts if self._drafts else 0.0
+
+    def drafted(self, count: int) -> None:
+        """Note the drafts of a row."""
+        self._drafts = self._drafts * _DECAY + count
+        self._tokens *= _DECAY
+
+    def add(self, count: int) -> None:
+        """Note tokens that a step computes again."""
+        self._tokens += count

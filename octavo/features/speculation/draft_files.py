@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from octavo.core.cache_groups import CacheGroup
 from octavo.core.errors import ConfigError
 from octavo.features import FeatureContext
 from octavo.features.speculation.config import DraftConfig
@@ -20,6 +23,16 @@ def draft_files(config: DraftConfig, context: FeatureContext, download_dir: str 
     assert config.model is not None
     random = context.files is not None and not context.files.weights
     return resolve(config.model, revision=config.revision, weights=not random, download_dir=download_dir)
+
+
+def check_layers(config: DraftConfig, groups: Sequence[CacheGroup]) -> None:
+    """Raise ConfigError if what drafts can't follow the target's rows: with recurrent layers, the row after rejected
+    drafts computes the accepted ones again."""
+    if not all(group.grows for group in groups):
+        raise ConfigError(
+            f"speculative_config: method={config.method} does not work with models that have recurrent layers. Set "
+            "method=ngram or method=suffix."
+        )
 
 
 def check_vocabulary(files: ModelFiles, context: FeatureContext) -> None:

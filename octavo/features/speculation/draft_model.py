@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.core.plan import NewRow, StepPlan
 from octavo.features.speculation.companion_drafter import CompanionDrafter, first_part, without_reports
-from octavo.features.speculation.draft_files import draft_files
+from octavo.features.speculation.draft_files import check_layers, draft_files
 from octavo.models.model import EncoderModel, Model
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
@@ -31,6 +31,7 @@ class ModelDrafter(CompanionDrafter):
     """A drafting model and its slots."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+        check_layers(self._config, worker.cache_groups)
         files = draft_files(self._config, self._context, download_dir=worker.config.download_dir)
         self._companion = Companion(worker, files)
         self._companion.prepare_kernels()

@@ -12,7 +12,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import PlanDraft
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
-from octavo.features.speculation.acceptance import Acceptance
+from octavo.features.speculation.acceptance import Acceptance, Again
 from octavo.features.speculation.config import MODEL_METHODS, DraftConfig
 from octavo.features.speculation.costs import StepCosts, size_class
 from octavo.features.speculation.counters import DraftCounters
@@ -98,6 +98,7 @@ class SpeculationEngine(EngineHook):
         self._drafted: dict[Request, _Drafted] = {}
         self._counters = DraftCounters(self.max_drafts)
         self._overall = Acceptance()
+        self._again = Again()
         self._steps = 0
         self._pace = Pace()
         self._last: Planned | None = None
@@ -130,10 +131,15 @@ class SpeculationEngine(EngineHook):
         else:
             self._plain = max(0, self._plain - 1)
             self._measure(last, now)
-        drafts = 0 if draft.repeats else sum(draft.num_drafts)
-        decodes = draft.repeats or (sum(draft.num_tokens) == len(rows) + drafts and all(draft.samples))
-        alone = decodes and not draft.new
-        self._last = Planned(now, len(rows), drafts, rows[0].inflight - 1) if alone else None
+        drafts = again = 0
+        if not draft.repeats:
+            drafts = sum(draft.num_drafts)
+            again = sum(draft.num_tokens) - len(rows) - drafts
+        alone = all(draft.samples) and not draft.new and (not again or all(one.num_output for one in rows))
+        if alone and again:  # after rejected drafts, recurrent layers compute the accepted ones again
+            self._again.add(again)
+            self._verified += again
+        self._last = Planned(now, len(rows), drafts + again, rows[0].inflight - 1) if alone else None
         if self._adaptive:
             self._rows = len(rows)
             self._most = self._limit(len(rows))
@@ -223,6 +229,7 @@ class SpeculationEngine(EngineHook):
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._counters.verified(num_drafts, num_accepted)
         self._overall.add(num_drafts, num_accepted)
+        self._again.drafted(num_drafts)
         self._verified += num_drafts
         self._accepted += num_accepted
         one = self._of(request)
@@ -287,7 +294,7 @@ class SpeculationEngine(EngineHook):
     def _priced(self, rows: int) -> tuple[float, float, float] | None:
         plain = self._costs.plain(rows)
         base, cost = self._costs.step(rows, 1)
-        return (plain / rows, max(0.0, base - plain) / rows, cost) if plain else None
+        return (plain / rows, max(0.0, base - plain) / rows, cost * (1 + self._again.share)) if plain else None
 
     def _of(self, request: Request) -> _Drafted:
         """Return the state of a request that has not ended."""

@@ -14,7 +14,7 @@ class Planned(NamedTuple):
 
     Attributes:
         began: when it was planned.
-        rows, drafts: how many it has in all.
+        rows, drafts: how many it has in all; tokens that are computed again count as drafts.
         ahead: steps that were in flight then.
     """
 

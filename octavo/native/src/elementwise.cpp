@@ -13,14 +13,48 @@ namespace {
 
 constexpr int kRowsPerTask = 4;
 
+// Returns the rows of a task: fewer in small steps, so that every thread has one.
+int rows_of_task(const Program& program) {
+    return std::clamp(program.step().tokens / program.threads(), 1, kRowsPerTask);
+}
+
 int64_t tasks_by_rows(Program& program, const OctavoOp&) {
-    return (program.step().tokens + kRowsPerTask - 1) / kRowsPerTask;
+    const int rows = rows_of_task(program);
+    return (program.step().tokens + rows - 1) / rows;
 }
 
 template <class Body>
 void for_rows(const Program& program, int64_t task, const Body& body) {
-    const int end = (int)std::min<int64_t>(program.step().tokens, (task + 1) * kRowsPerTask);
-    for (int row = (int)task * kRowsPerTask; row < end; row++) body(row);
+    const int rows = rows_of_task(program), end = std::min(program.step().tokens, ((int)task + 1) * rows);
+    for (int row = (int)task * rows; row < end; row++) body(row);
+}
+
+// A task of some rows and a part of their columns, in steps of few tokens. Threads take parts in the order in which they
+// have taken the columns of the product before, so each mostly reads what is in its own cache.
+struct ColumnTasks {
+    static constexpr int kMostTokens = 32;
+    static constexpr int kColumns = 2 * kBlock;  // parts are multiples, for blocks whose minima are in pairs
+
+    int64_t row_tasks;
+    int parts, units;
+
+    ColumnTasks(Program& program, const OctavoOp& op, int most)
+        : row_tasks(tasks_by_rows(program, op)), units((op.columns + kColumns - 1) / kColumns) {
+        parts = program.step().tokens > kMostTokens ? 1 : std::clamp(most, 1, units);
+    }
+
+    int64_t count() const { return row_tasks * parts; }
+    int64_t rows(int64_t task) const { return task % row_tasks; }
+    int begin(int64_t task) const { return (int)(task / row_tasks * units / parts) * kColumns; }
+    int end(int64_t task, const OctavoOp& op) const {
+        return std::min(op.columns, (int)((task / row_tasks + 1) * units / parts) * kColumns);
+    }
+};
+
+// Quantizes columns [begin, end) of a row, given from `begin` on.
+void quantize_part(Program& program, const OctavoOp& op, const float* x, int begin, int end, int row) {
+    const int64_t block = activation_bytes(op) / (op.columns / kBlock);
+    quantize_row(x, end - begin, op.planes, op.zero_point, program.at<char>(op.output, row) + begin / kBlock * block);
 }
 
 // --- embedding: a row of the table, which may be plain [row][channel] or packed in panels for the head -------------
@@ -117,15 +151,24 @@ void norm_floats(const OctavoOp& op, const Norm& norm, const float* x, float* to
     for (int c = 0; c < norm.size; c += W) store(to + c, load(to + c) + load(normed + c) * op.scale);
 }
 
+// A row that is quantized is divided if there are fewer rows than threads: each computes the whole row's scale.
+ColumnTasks norm_division(Program& program, const OctavoOp& op) {
+    return {program, op, has_blocks(op) ? program.threads() / std::max(1, program.step().tokens) : 1};
+}
+
+int64_t norm_tasks(Program& program, const OctavoOp& op) { return norm_division(program, op).count(); }
+
 void run_norm(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const Norm norm(op);
+    const ColumnTasks division = norm_division(program, op);
+    const int begin = division.begin(task), end = division.end(task, op);
     float* const normed = static_cast<float*>(program.scratch(thread, op.columns * sizeof(float)));
-    for_rows(program, task, [&](int row) {
+    for_rows(program, division.rows(task), [&](int row) {
         const float* x = program.at<float>(op.input, row);
         if (op.dtype == kFloat) return norm_floats(op, norm, x, program.at<float>(op.output, row), normed);
         if (op.dtype == kBfloat) return norm_row(x, norm, program.at<bf16>(op.output, row));
-        norm_row(x, norm, normed);
-        quantize_row(normed, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
+        norm_columns(x, norm, normed, begin, end);
+        quantize_part(program, op, normed + begin, begin, end, row);
     });
 }
 
@@ -136,23 +179,29 @@ void narrow(const float* from, int size, T* to) {
     for (int c = 0; c < size; c += W) store(to + c, load(from + c));
 }
 
+ColumnTasks quantize_division(Program& program, const OctavoOp& op) { return {program, op, program.threads()}; }
+
+int64_t quantize_tasks(Program& program, const OctavoOp& op) { return quantize_division(program, op).count(); }
+
 void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread) {
     const int32_t* order = static_cast<const int32_t*>(op.third);
     float* const wide = static_cast<float*>(program.scratch(thread, 2 * op.columns * sizeof(float)));
-    for_rows(program, task, [&](int row) {
+    const ColumnTasks division = quantize_division(program, op);
+    const int begin = division.begin(task), end = division.end(task, op);
+    for_rows(program, division.rows(task), [&](int row) {
         const float* x = program.at<float>(op.input, row);
         if (op.dtype == kBfloat) {
             const bf16* narrow = program.at<bf16>(op.input, row);
-            for (int c = 0; c < op.columns; c += W) store(wide + c, load(narrow + c));
+            for (int c = order ? 0 : begin; c < (order ? op.columns : end); c += W) store(wide + c, load(narrow + c));
             x = wide;
         }
         if (order != nullptr) {
             float* const ordered = wide + op.columns;
-            for (int c = 0; c < op.columns; c++) ordered[c] = x[order[c]];
+            for (int c = begin; c < end; c++) ordered[c] = x[order[c]];
             x = ordered;
         }
-        if (op.planes == 0) return narrow(x, op.columns, program.at<bf16>(op.output, row));
-        quantize_row(x, op.columns, op.planes, op.zero_point, program.at<char>(op.output, row));
+        if (op.planes == 0) return narrow(x + begin, end - begin, program.at<bf16>(op.output, row) + begin);
+        quantize_part(program, op, x + begin, begin, end, row);
     });
 }
 
@@ -286,9 +335,9 @@ void run_rope(Program& program, const OctavoOp& op, int64_t task, int thread) {
 
 OpCode embed_code() { return {tasks_by_rows, run_embed}; }
 
-OpCode quantize_code() { return {tasks_by_rows, run_quantize}; }
+OpCode quantize_code() { return {quantize_tasks, run_quantize}; }
 
-OpCode norm_code() { return {tasks_by_rows, run_norm}; }
+OpCode norm_code() { return {norm_tasks, run_norm}; }
 
 OpCode rope_code() { return {tasks_by_rows, run_rope}; }
 

@@ -47,12 +47,13 @@ inline float inverse_root(float sum_of_squares, const Norm& norm) {
     return 1.0f / std::sqrt(sum_of_squares / (float)norm.size + norm.eps);
 }
 
+// Computes the channels [begin, end) of a normalized row.
 template <class T>
-void norm_row(const float* x, const Norm& norm, T* to) {
+void norm_columns(const float* x, const Norm& norm, T* to, int begin, int end) {
     const int size = norm.size;
     if (!norm.centered) {
         const float scale = inverse_root(sum_over(x, size, [](Vec v, Vec sum) { return v * v + sum; }), norm);
-        for (int c = 0; c < size; c += W) store(to + c, load(x + c) * scale * load(norm.weight + c));
+        for (int c = begin; c < end; c += W) store(to + c, load(x + c) * scale * load(norm.weight + c));
         return;
     }
     float mean = sum_over(x, size, [](Vec v, Vec sum) { return v + sum; }) / (float)size;
@@ -60,12 +61,17 @@ void norm_row(const float* x, const Norm& norm, T* to) {
     mean += sum_over(x, size, [mean](Vec v, Vec sum) { return v - mean + sum; }) / (float)size;
     const auto square = [mean](Vec v, Vec sum) { return (v - mean) * (v - mean) + sum; };
     const float scale = inverse_root(sum_over(x, size, square), norm);
-    for (int c = 0; c < size; c += W) {
+    for (int c = begin; c < end; c += W) {
         Vec y = (load(x + c) - mean) * scale;
         if (norm.weight != nullptr) y = y * load(norm.weight + c);
         if (norm.bias != nullptr) y = y + load(norm.bias + c);
         store(to + c, y);
     }
+}
+
+template <class T>
+void norm_row(const float* x, const Norm& norm, T* to) {
+    norm_columns(x, norm, to, 0, norm.size);
 }
 
 }  // namespace octavo

@@ -74,11 +74,16 @@ def test_the_logits_of_a_step_are_bounded() -> None:
     assert most_results(256, 300, 3) == 300
 
 
-def test_none_where_they_cannot_be_taken_back() -> None:
-    drafter = Bound("a", None, max_drafts=5)
-    assert bounds([drafter], groups=(CacheGroup(GroupKind.STATE),)).most == 0
+def test_none_without_a_drafter_and_in_lockstep() -> None:
     assert bounds([]).most == 0
-    assert bounds([drafter]).wanted(request(lockstep=object())) == 0
+    assert bounds([Bound("a", None, max_drafts=5)]).wanted(request(lockstep=object())) == 0
+
+
+def test_recurrent_states_go_back_for_rejected_drafts() -> None:
+    drafter, state = Bound("a", None, max_drafts=5), CacheGroup(GroupKind.STATE)
+    assert bounds([drafter], groups=(state,)).rewinds
+    assert not bounds([drafter]).rewinds
+    assert not bounds([], groups=(state,)).rewinds
 
 
 class Drafter(Bound):

@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.core.plan import NewRow, StepPlan
 from octavo.features.speculation.companion_drafter import CompanionDrafter, first_part, without_reports
-from octavo.features.speculation.draft_files import draft_files
+from octavo.features.speculation.draft_files import check_layers, draft_files
 from octavo.features.speculation.heads.layers import HeadLayers
 from octavo.features.speculation.heads.model import HeadModel
 from octavo.features.speculation.heads.pairs import LastPairs
@@ -50,6 +50,7 @@ class HeadDrafter(CompanionDrafter):
                 f"speculative_config: method={self._config.method} reads hidden states, which a model of another "
                 "implementation does not keep. Choose another method."
             )
+        check_layers(self._config, worker.cache_groups)
         files = self._files(worker)
         random = worker.load_format == "dummy" and not files.weights
         device = worker.device.torch_device.type

@@ -1,0 +1,91 @@
+"""Drafts by lookup change no token of models with recurrent layers; what else drafts is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from draft_models import NEAR, folder_of
+from toy_drafter import check_same, news_of
+from toy_engine import drive, one_by_one, tiny_config
+from toy_models import LLAMA, VOCAB, model_files
+from toy_recurrent import FAMILIES
+
+from octavo.build import build_core
+from octavo.core.errors import ConfigError
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
+from octavo.engine.loop import EngineLoop
+from octavo.features.speculation.payload import NAME, SpeculationOption
+
+FIXED = {"adaptive": False, "prompt_lookup_min": 1, "num_speculative_tokens": 4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ngram": {"speculative_config": FIXED | {"method": "ngram"}},
+    "suffix, tight": {
+        "speculative_config": FIXED | {"method": "suffix"},
+        "max_num_batched_tokens": 40,
+        "max_num_seqs": 6,
+        "async_scheduling": True,
+    },
+    "auto": {"speculative_config": {"method": "auto", "prompt_lookup_min": 1}},
+}
+
+
+@pytest.fixture(params=[*FAMILIES])
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FAMILIES[request.param] | {"architectures": [request.param], "model_type": "any", "initializer_range": 0.3}
+
+
+def engine(config: dict[str, Any], **settings: Any) -> EngineLoop:
+    loop = build_core(tiny_config(**{"max_model_len": 128, "device": "cpu"} | settings), model_files(config))[0]
+    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
+    return loop
+
+
+def requests() -> list[GenerateRequest]:
+    """Prompts that repeat themselves, with a common beginning."""
+    rng = random.Random(7)
+    prefix = [rng.randrange(4, VOCAB) for _ in range(35)]
+    made = []
+    for i in range(6):
+        phrase = [rng.randrange(4, VOCAB) for _ in range(rng.randrange(2, 7))]
+        prompt = prefix[: 35 * (i % 2)] + phrase * 3
+        ways: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.4, "top_k": 3, "seed": i, "logprobs": 2}]
+        params = SamplingParams(max_tokens=30, ignore_eos=True, n=1 + (i == 3), **ways[i % 2])
+        made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params))
+    return made
+
+
+def predicted(request: GenerateRequest, output: list[int]) -> GenerateRequest:
+    """The request with its output as the prediction, every fifth token wrong."""
+    prediction = [token if i % 5 else 7 for i, token in enumerate(output, 1)]
+    option = SpeculationOption(prediction=prediction, num_prompt=len(request.tokens))
+    return msgspec.structs.replace(request, options={NAME: msgspec.Raw(msgspec.msgpack.encode(option))})
+
+
+def test_lookup_changes_nothing(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.nn.state.SNAPSHOT_TOKENS", 32)
+    plain = engine(config, enable_prefix_caching=False, async_scheduling=False)
+    expected = news_of(list(one_by_one(plain, requests())))
+    plain.close()
+    asked = [predicted(one, expected[one.id, 0][0]) for one in requests()]
+    for name, settings in SETTINGS.items():
+        loop = engine(config, **settings)
+        check_same(news_of(list(drive(loop, asked))), expected)
+        found = {one.name: sum(one.values.values()) for one in loop.stats().features}
+        loop.close()
+        drafts, accepted = found["spec_decode_num_draft_tokens"], found["spec_decode_num_accepted_tokens"]
+        assert accepted > 0, name
+        assert drafts - accepted > 0, name
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])
+def test_models_and_heads_that_draft_are_refused(method: str, tmp_path: Path) -> None:
+    head = {"medusa_num_heads": 2, "medusa_num_layers": 1} if method == "medusa" else {}
+    own = {"method": method, "model": folder_of((NEAR if method == "draft_model" else LLAMA) | head, tmp_path / "d")}
+    config = FAMILIES["Lfm2ForCausalLM"] | {"architectures": ["Lfm2ForCausalLM"], "model_type": "any"}
+    with pytest.raises(ConfigError, match=f"method={method} does not work with .* recurrent layers. Set method=ngram"):
+        engine(config, speculative_config=own)
