@@ -58,6 +58,7 @@ class NativeReplay:
             group_stride=slots.block_tables[0].size,
             block_size=slots.block_size,
             groups=len(slots.block_tables),
+            rewinds=int(slots.rewinds),
         )
         self._make_room(count)
         self._results: tuple[Tensor, Ints, NDArray[np.float32]] = torch.empty(0), self._chosen, self._peaks
@@ -83,8 +84,6 @@ class NativeReplay:
             return True
         count, results = len(plan.slots), plan.total_tokens
         if results != count + sum(plan.num_drafts) or not all(plan.samples):
-            return False
-        if results > count and self._slots.rewinds:  # the kernels keep what is computed of accepted drafts
             return False
         if not all(one is not None and one.logprobs is None for one in self._slots.params(plan.slots)):
             return False
@@ -126,7 +125,9 @@ class NativeReplay:
         rows, kept = self._rows[: len(length)], self._kept[: len(length)]
         slots.tokens[rows[:, None], places] = tokens
         slots.length[rows] = length
-        slots.computed[rows] += 1 + self._drafts[: len(length)] - kept  # all were computed
+        computed = 1 + self._drafts[: len(length)]  # of all drafts, rejected ones too
+        again = slots.rewinds & (kept < computed)
+        slots.computed[rows] += np.where(again, computed, computed - kept)
         step.rows = step.plan.logit_slots
         return self._results[0]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from toy_drafter import DrafterEngine, DrafterWorker, News, check_same, news_of, runner_of, with_drafter
 from toy_engine import GPU, device_of, drive, one_by_one, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
+from toy_recurrent import FAMILIES
 
 from octavo.build import build_core
 from octavo.core.output import FinishReason
@@ -28,7 +29,10 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
+from octavo.sampling.allowed import Allowed
 from octavo.schedule.request import Request
+from octavo.worker.native_replay import NativeReplay
+from octavo.worker.step import Step
 
 FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
@@ -150,6 +154,37 @@ def test_without_reports_a_replay_draws_and_verifies(
     assert runner_of(loop).replay.count > 20
     if isinstance(worker, LateWorker):
         assert worker.rows > 100
+    loop.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_replay_takes_recurrent_layers_back(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with a rejected draft is computed again, in a native call of its own or together with others."""
+    config = FAMILIES["BambaForCausalLM"] | {"architectures": ["BambaForCausalLM"], "model_type": "any"}
+    config |= {"initializer_range": 0.3, "max_position_embeddings": 128}
+    asked = [
+        GenerateRequest(id=one.id, tokens=one.tokens, params=SamplingParams(max_tokens=30, top_k=1, ignore_eos=True))
+        for one in requests()
+    ]
+    plain = engine(config, device="cpu", max_model_len=128, enable_prefix_caching=False, async_scheduling=False)
+    expected = news_of(list(one_by_one(plain, asked)))
+    plain.close()
+    prompts = {one.id: one.tokens for one in asked}
+    known = [prompts[name] + tokens for (name, _), (tokens, *_) in expected.items()]
+    drafter = LateEngine() if late else DrafterEngine()
+    with_drafter(monkeypatch, drafter, (LateWorker if late else DrafterWorker)(known, VOCAB))
+    loop, replay = engine(config, device="cpu", max_model_len=128), NativeReplay.forward
+    drafts: list[int] = []
+
+    def counting(self: NativeReplay, step: Step, allowed: Allowed | None) -> None:
+        drafts.append(sum(step.plan.num_drafts))
+        replay(self, step, allowed)
+
+    monkeypatch.setattr(NativeReplay, "forward", counting)
+    assert news_of(list(drive(loop, asked))) == expected
+    assert drafter.accepted > 50
+    assert drafter.rejected > 50
+    assert sum(drafts) > 20, "in native calls"
     loop.close()
 
 

@@ -78,7 +78,7 @@ int note(const OctavoDecode& d, const Layout& layout) {
             d.tokens[slot * d.token_stride + place] = (int32_t)d.chosen[first + i];
         }
         d.length[slot] += kept;
-        d.computed[slot] += kept;
+        if (kept > d.drafts[row] || !d.rewinds) d.computed[slot] += kept;
     }
     return flawed;
 }
