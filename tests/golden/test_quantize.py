@@ -26,6 +26,7 @@ from octavo.models.save.rounding import ROUNDINGS, pack
 from octavo.nn.weights import TensorSpec
 
 TEXT = "The river rose above the lower steps of the quay, and they counted the steps that were left."
+WEIGHTS = "model.safetensors"
 SMALL = ["--kv-cache-memory-bytes", "1M", "--threads", "1"]
 
 
@@ -39,10 +40,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_weights_are_the_nearest_of_their_grid(name: str, source: Path, tmp_path: Path) -> None:
-    scheme, original = ROUNDINGS[name], load_file(source / "model.safetensors")
+    scheme, original = ROUNDINGS[name], load_file(source / WEIGHTS)
     written = quantize(model_files(source), scheme, tmp_path / "out", dtype=torch.float16)
     assert written.matrices == 14
     assert written.group_size == (64 if scheme.grouped else 0)
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.name in ("config.json", WEIGHTS)}
+    assert len(modes) == 1, "not all files can be read by the same users"
     read = open_checkpoint(model_files(tmp_path / "out"))
     assert read.names() == original.keys()
     for key, weight in original.items():
@@ -83,7 +86,7 @@ def test_a_gguf_file_is_written_with_the_names_that_others_read(source: Path, tm
     theirs = make_checkpoint("quantized", tmp_path / "again", {"vocab_size": 464})
     files = write_model(tmp_path / "tiny.gguf", theirs, "llama")
     assert quantize(files, ROUNDINGS["w8a16"], tmp_path / "out").matrices == 14
-    written = load_file(tmp_path / "out" / "model.safetensors")
+    written = load_file(tmp_path / "out" / WEIGHTS)
     read = open_checkpoint(model_files(tmp_path / "out"))
     assert read.names() == theirs.state_dict().keys()
     for key in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -153,9 +156,15 @@ def test_a_full_disk_leaves_nothing_behind(
 def test_a_source_that_is_rounded_itself(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     assert main(["quantize", str(source), "--scheme", "gguf-q8_0", "-o", str(first), "--no-eval"]) == 0
-    assert "rounded itself" not in capsys.readouterr().err
+    assert "quantized before" not in capsys.readouterr().err
     assert main(["quantize", str(first), "--scheme", "gguf-q8_0", "-o", str(second), "--no-eval"]) == 0
-    assert "first.gguf is rounded itself (Q8_0): what that lost is not regained" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "first.gguf was quantized before (Q8_0): its own rounding errors remain" in said
+    assert "--tokenizer" not in said
+    folder = tmp_path / "folder"
+    assert main(["quantize", str(first), "--scheme", "w8a16", "-o", str(folder), "--no-eval"]) == 0
+    said = capsys.readouterr().err
+    assert f"the tokenizer stays in {first}: serve {folder} with --tokenizer {first}" in said
 
 
 def test_models_that_make_embeddings_are_refused(source: Path, tmp_path: Path) -> None:

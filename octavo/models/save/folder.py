@@ -225,8 +225,12 @@ class _Files:
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def _flush(self) -> None:
-        self._parts.append(self._folder / f"part-{len(self._parts)}.safetensors")
-        save_file(self._held, self._parts[-1], metadata={"format": "pt"})
+        part = self._folder / f"part-{len(self._parts)}.safetensors"
+        self._parts.append(part)
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(self._held, part, metadata={"format": "pt"})
+        part.chmod(mode)  # save_file lets only the owner read it
         self._held, self._size = {}, 0
 
 
