@@ -81,7 +81,12 @@ def _state(module: Module) -> dict[str, Any]:
     try:
         state = json.loads(bytes(module.tensor(suffix).tolist()))
         outputs, inputs = state["shape"]
-        sizes = {name: int(state[name]) for name in ("blocksize", "nested_blocksize") if name in state}
-        return {**state, **sizes, "shape": [int(outputs), int(inputs)]}
+        numbers: dict[str, Any] = {"blocksize": int(state["blocksize"]), "shape": [int(outputs), int(inputs)]}
+        if "nested_blocksize" in state:
+            numbers["nested_blocksize"] = int(state["nested_blocksize"])
+            numbers["nested_offset"] = float(state["nested_offset"])
+        if min(numbers["blocksize"], numbers.get("nested_blocksize", 1)) < 1:
+            raise ValueError("a block has no weights")
+        return numbers
     except (ValueError, KeyError, TypeError) as error:
         raise module.wrong(suffix, "is not a quantization state in JSON") from error

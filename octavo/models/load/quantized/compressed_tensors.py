@@ -124,7 +124,11 @@ class CompressedTensors(Method):
         if scales.dtype == torch.uint8:
             module.stored("weight", (torch.float8_e4m3fn,), rows, columns)
             return coded(weight, from_e8m0(module.stored("weight_scale", BYTES, rows, columns // 32)))
-        is_tiled = scales.dim() == 2 and (scales.shape[1] > 1 or self._settings_of(module).get("strategy") == "block")
+        is_tiled = scales.dim() == 2 and (
+            scales.shape[1] > 1
+            or 1 < scales.shape[0] < rows  # a rank's part, of a column of tiles
+            or self._settings_of(module).get("strategy") == "block"
+        )
         if weight.dtype.is_floating_point:
             if is_tiled and scales.shape[0] == rows:
                 check_groups(module, "weight_scale", columns, scales.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,39 @@ def test_a_rank_reads_its_part_only(name: str, where: str) -> None:
         assert count <= 2 * most
     else:
         assert count < 0.6 * most
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_part_may_be_smaller_than_a_word_or_a_group(name: str) -> None:
+    torch.manual_seed(len(name))
+    stored, _ = EXAMPLES[name].write(torch.randn(64, 64))
+    view, spec = checkpoint(stored, EXAMPLES[name].settings), TensorSpec((64, 64), torch.float32)
+    values = view.tensor("a.proj.weight", spec)
+    every = slice(None)
+    for index in ((slice(8, 16), every), (every, slice(8, 16)), (every, slice(32, 64)), (slice(16, 24), slice(32, 64))):
+        assert torch.equal(view.tensor("a.proj.weight", spec, index), values[index])
+        blocks = view.blocks("a.proj.weight", codes=True, index=index)
+        if blocks is not None:
+            part = dequantized(blocks, torch.float32)
+            torch.testing.assert_close(part, values[index], rtol=1e-3, atol=float(values.abs().max()) * 1e-3)
+
+
+def test_a_column_of_tiles_needs_no_stated_strategy() -> None:
+    example = EXAMPLES["fp8-compressed-tiles"]
+    stored, _ = example.write(torch.randn(256, 256))
+    view, spec = checkpoint(stored, {**example.settings, "config_groups": {}}), TensorSpec((256, 256), torch.float32)
+    index = (slice(None), slice(128, 256))
+    assert torch.equal(view.tensor("a.proj.weight", spec, index), view.tensor("a.proj.weight", spec)[index])
+
+
+@pytest.mark.parametrize("change", [{"nested_blocksize": 0}, {"nested_offset": None}, {"blocksize": -1}], ids=str)
+def test_a_quantization_state_of_no_sense_is_named(change: dict[str, Any]) -> None:
+    stored, _ = EXAMPLES["bnb-fp4-nested"].write(torch.randn(ROWS, COLUMNS))
+    (name,) = [suffix for suffix in stored if "quant_state" in suffix]
+    state = {**json.loads(bytes(stored[name].tolist())), **change}
+    stored[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(ModelFileError, match=rf"{name} in .* is not a quantization state in JSON"):
+        checkpoint(stored, EXAMPLES["bnb-fp4-nested"].settings).tensor("a.proj.weight", SPEC)
 
 
 def test_experts_in_mxfp4() -> None:
