@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from octavo.models.load.quantized.codes import FLOATS
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
 from octavo.nn.ops import floats, packed_experts
-from octavo.nn.ops.expert_products import mix_stacked, mix_tiles, route_on_device, tilings_for
+from octavo.nn.ops.expert_products import linear, mix_stacked, mix_tiles, route_on_device, tilings_for
 from octavo.nn.ops.expert_rows import add_rows, gate_rows, row_plans
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.experts import mix_reference
@@ -237,6 +237,18 @@ def test_few_of_many_experts_are_read() -> None:
     few = case.expected(case.x[:2], Routing(routing.weights[:2].masked_fill(absent[:2], 0.0), routing.experts[:2]))
     some = Routing(routing.weights[:2], routing.experts[:2])
     assert off(mix_stacked(case.x[:2], some, part, case.form), few) < case.limit
+
+
+@pytest.mark.parametrize("group", [96, 192])
+def test_groups_of_floats_that_are_no_power_of_two(group: int) -> None:
+    torch.manual_seed(0)
+    one, exact = codes("e4m3", group)(64, 384)
+    assert one is not None
+    matrices = stacked(one, 1, DTYPE)
+    put(matrices, 0, one)
+    for tokens in (3, 9):
+        x = torch.randn(tokens, 384).to(DEVICE, DTYPE)
+        assert off(linear(x, matrices, None, 0), x.cpu().double() @ exact.T) < TOLERANCE
 
 
 SECOND = {
