@@ -159,9 +159,9 @@ class CompressedTensors(Method):
         if scales.dtype not in SCALE_DTYPES:
             raise module.wrong("weight_scale", f"is {scales.dtype} {list(scales.shape)}, not floating-point numbers")
         scales = scales.view(1, 1) if scales.numel() == 1 else scales
-        told = self._settings_of(module).get("num_bits")
+        stated = self._settings_of(module).get("num_bits")
         bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == packed.shape[1]), 0)
-        fits = bits and told in (None, bits) and packed.shape[0] == rows
+        fits = bits and stated in (None, bits) and packed.shape[0] == rows
         if not fits or scales.dim() != 2 or scales.shape[0] not in (1, rows):
             raise module.wrong(
                 "weight_packed",
