@@ -182,7 +182,7 @@ class CompressedTensors(Method):
     def _is_ordered(self, module: Module) -> bool:
         """Return whether inputs are assigned to groups; otherwise all numbers are -1."""
         if not module.has("weight_g_idx"):
-            return self._settings_of(module).get("actorder") in ("group", True)
+            return self._settings_of(module).get("actorder") in ("group", "dynamic", True)
         groups = module.tensor("weight_g_idx")
         return not groups.numel() or bool((groups >= 0).any())
 

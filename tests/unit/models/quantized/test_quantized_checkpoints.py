@@ -353,6 +353,16 @@ def test_the_groups_of_a_configuration_are_told_apart() -> None:
             torch.testing.assert_close(view.tensor("a.proj.weight", SPEC).double(), exact, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_every_name_of_an_order_by_activations_needs_groups(order: object) -> None:
+    settings = json.loads(json.dumps(EXAMPLES["w4a16-act-order"].settings))
+    settings["config_groups"]["group_0"]["weights"]["actorder"] = order
+    stored, _ = EXAMPLES["w4a16-act-order"].write(torch.randn(ROWS, COLUMNS))
+    del stored["weight_g_idx"]
+    with pytest.raises(ModelFileError, match=r"lacks its tensor a\.proj\.weight_g_idx"):
+        checkpoint(stored, settings).tensor("a.proj.weight", SPEC)
+
+
 SCALES = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax", "scale", "_weight_scale")
 
 
