@@ -60,6 +60,17 @@ def test_weights_are_the_nearest_of_their_grid(name: str, source: Path, tmp_path
         assert bool(((values - grid).abs() <= half_step + largest * 2e-3).all())
 
 
+def test_weights_are_rounded_once(source: Path, tmp_path: Path) -> None:
+    """Those of a checkpoint in float32 or float16 are not rounded to the scales' dtype before."""
+    quantize(model_files(source), ROUNDINGS["int8"], tmp_path / "out", dtype=torch.bfloat16)
+    original, written = load_file(source / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert original[name].dtype == torch.float32
+    scales = written[f"{name}_scale"]
+    assert scales.dtype == torch.bfloat16
+    assert torch.equal(written[name], (original[name] / scales.float()).round().clamp(-128, 127).to(torch.int8))
+
+
 def test_words_are_completed_where_inputs_do_not_fill_them() -> None:
     integers = torch.randint(0, 256, (3, 7), dtype=torch.int32)
     assert torch.equal(unpack(pack(integers, 8), 8, 7).int(), integers)
