@@ -229,7 +229,7 @@ class Method(ABC):
         sizes, cuts = self.shape(module), {}
         begin, end, _ = index[1].indices(sizes[1])
         if begin % _PADDED or (end % _PADDED and end < sizes[1]):
-            return None  # fewer inputs than a group has, or than tell the number of bits
+            return None  # of fewer inputs, shapes tell neither groups nor the number of bits
         for suffix, places in dims.items():
             if not module.has(suffix):
                 continue
