@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
@@ -22,6 +21,7 @@ from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.registry import is_own, spec_of
 from octavo.models.save.places import check_folder, check_source, new_place
 from octavo.models.save.rounding import Rounding
+from octavo.models.save.tensors import save_tensors
 from octavo.models.spec import StoredNames
 from octavo.nn.weights import TensorSpec
 
@@ -229,10 +229,7 @@ class _Files:
     def _flush(self) -> None:
         part = self._folder / f"part-{len(self._parts)}.safetensors"
         self._parts.append(part)
-        part.touch()
-        mode = part.stat().st_mode
-        save_file(self._held, part, metadata={"format": "pt"})
-        part.chmod(mode)  # save_file lets only the owner read it
+        save_tensors(self._held, part)
         self._held, self._size = {}, 0
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+
+from octavo.models.save.tensors import save_tensors
 
 _EMBEDDINGS = "embed_tokens.weight"
 
@@ -143,7 +145,7 @@ def save_head(head: EagleHead, embeddings: Tensor, folder: Path, *, dtype: torch
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in head.state_dict().items()}
-    save_file(tensors | {_EMBEDDINGS: embeddings.to("cpu", dtype).contiguous()}, folder / "model.safetensors")
+    save_tensors(tensors | {_EMBEDDINGS: embeddings.to("cpu", dtype).contiguous()}, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
