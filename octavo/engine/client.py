@@ -225,6 +225,11 @@ class CoreClient:
         return self._dead
 
     @property
+    def commanded(self) -> bool:
+        """Whether the core has yet to answer a command. While it executes one, it may send nothing for minutes."""
+        return bool(self._calls)
+
+    @property
     def stopped(self) -> bool:
         """Whether a signal such as SIGSTOP has stopped the core's process."""
         return is_stopped(self._process.pid)
