@@ -33,4 +33,4 @@ def check_gpus(name: str, needed: int, settings: str) -> None:
     """
     if takes_gpu(name):
         check_usable()
-        check_enough(needed, settings)
+        check_enough(needed, settings, remedy="divide the model over several machines (--nnodes), ")
