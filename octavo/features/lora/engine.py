@@ -219,7 +219,8 @@ class LoraEngine(EngineHook):
         since, weights = self._since.get(request), self._of.get(request)
         if since is None or weights is None:
             return ""
-        return f"adapter {weights.label} ({weights.state}, {1000 * (self._clock() - since):.0f} ms)"
+        state = "leaves for another adapter" if weights.closed else weights.state
+        return f"adapter {weights.label} ({state}, {1000 * (self._clock() - since):.0f} ms)"
 
     def reclaim(self, num_blocks: int, request: Request) -> None:
         self._residency.reclaim(num_blocks, self._of.get(request))
