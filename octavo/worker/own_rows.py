@@ -242,7 +242,7 @@ def check_features(hooks: Hooks) -> None:
     """Raise ConfigError if ranks can't divide the requests with these features."""
     for refused, what in (
         (hooks.varies, "adapters"),
-        (hooks.drawing, "models and heads that draft"),
+        (hooks.preparing, "models and heads that draft"),
         (hooks.tiers, "tiers of the KV cache"),
     ):
         if refused:

@@ -20,6 +20,9 @@ from toy_models import LLAMA
 
 from octavo.core.errors import ConfigError
 from octavo.nn.row_exchange import RowExchange
+from octavo.worker.hooks import Hooks, Reserved, WorkerHook
+from octavo.worker.own_rows import check_features
+from octavo.worker.worker import Worker
 
 MODELS: dict[str, dict[str, Any]] = {
     "latent attention": FAMILIES["DeepseekV3ForCausalLM"] | {"architectures": ["DeepseekV3ForCausalLM"]},
@@ -122,6 +125,17 @@ def test_adapters_are_refused_before_the_weights_are_loaded(monkeypatch: pytest.
     monkeypatch.setattr("octavo.worker.worker.load_weights", lambda *_, **__: pytest.fail("weights are loaded"))
     with pytest.raises(ConfigError, match="adapters don't work with data-parallel attention"):
         engine(MODELS[GROUPED], **FEW, **TWO, enable_lora=True)
+
+
+def test_features_with_weights_of_their_own_are_refused() -> None:
+    """They would compute all rows, with the block numbers of each rank's own requests."""
+
+    class Loading(WorkerHook):
+        def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+            return Reserved()
+
+    with pytest.raises(ConfigError, match="models and heads that draft don't work with data-parallel attention"):
+        check_features(Hooks([Loading()]))
 
 
 def test_what_can_not_be_combined_is_refused() -> None:
