@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from test_recurrent_families import FAMILIES as RECURRENT
 from test_several_ranks import engine, run
 from toy_drafter import DrafterEngine, beside_others, check_same, news_of
 from toy_engine import drive, tokens_of
-from toy_models import LLAMA
+from toy_models import LLAMA, model_files
 
 from octavo.core.errors import ConfigError
 from octavo.nn.row_exchange import RowExchange
+from octavo.replay import replay
 from octavo.worker.hooks import Hooks, Reserved, WorkerHook
 from octavo.worker.own_rows import check_features
 from octavo.worker.worker import Worker
@@ -112,6 +114,16 @@ def test_drafts_log_probabilities_and_aborts(monkeypatch: pytest.MonkeyPatch) ->
     assert drafter.accepted > 10
     assert drafter.rejected > 10
     loop.close()
+
+
+def test_a_record_is_computed_again_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = engine(MODELS[LATENT], **FEW, **TWO, record_steps=str(tmp_path / "steps"))
+    count = sum(map(len, tokens_of(drive(loop, requests())).values()))
+    loop.close()
+    monkeypatch.setattr("octavo.replay.model_files", lambda _: model_files(MODELS[LATENT]))
+    report = replay(tmp_path / "steps")
+    assert report.difference is None
+    assert report.tokens >= count
 
 
 @pytest.mark.slow
