@@ -138,6 +138,12 @@ def test_a_path_is_a_name_of_a_model() -> None:
     assert (config.model.model, config.model.tokenizer) == ("models/mine", "other")
 
 
+def test_replicas_do_not_record_their_steps_in_one_file() -> None:
+    EngineConfig.of(model="m", data_parallel_size=2, enable_expert_parallel=True, record_steps="steps").check()
+    with pytest.raises(ConfigError, match=r"--record-steps steps: .* with --data-parallel-size 2 there are several"):
+        EngineConfig.of(model="m", data_parallel_size=2, record_steps="steps").check()
+
+
 def test_replicas_that_need_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     config = EngineConfig.of(model="m", device="cuda", data_parallel_size=2, tensor_parallel_size=2)
