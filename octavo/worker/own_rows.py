@@ -132,7 +132,6 @@ class OwnRows:
         lens, pasts = share.lens.tolist(), step.past_lens
         start = torch.zeros(len(lens) + 1, dtype=torch.int32, device=step.device)
         start[1:] = ends
-
         own, *others = (
             one.part(
                 tokens,
