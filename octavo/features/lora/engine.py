@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -333,4 +334,9 @@ def build_engine(context: FeatureContext) -> LoraEngine | None:
         return None
     if context.whole_prompts:
         raise ConfigError(f"{context.model_name} is an encoder, which has no adapters. Leave out --enable-lora.")
+    folder = settings.lora_dir
+    if folder is not None and not Path(folder).expanduser().is_dir():
+        raise ConfigError(
+            f"--lora-dir {folder}: there is no such folder on the engine's machine. Correct the path or make it."
+        )
     return LoraEngine(settings)
