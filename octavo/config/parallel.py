@@ -164,7 +164,7 @@ class ParallelConfig:
             )
 
     def _check_thresholds(self) -> None:
-        """Raise ConfigError for thresholds of what is off."""
+        """Raise ConfigError for a threshold without effect, since what it belongs to is off."""
         usual = ParallelConfig()
         contexts, parts = self.prefill_context_parallel_threshold, self.dbo_prefill_token_threshold
         if contexts != usual.prefill_context_parallel_threshold and self.prefill_context_parallel_size == 1:

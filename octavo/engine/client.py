@@ -235,7 +235,7 @@ class CoreClient:
         return is_stopped(self._process.pid)
 
     async def end(self, reason: str) -> None:
-        """Kill a core that does not go on. Open streams end with EngineDeadError, which gives the reason."""
+        """Kill a core that hangs. Open streams end with EngineDeadError, which gives the reason."""
         self._die(reason)
         if isinstance(self._process, CoreProcess):
             await asyncio.to_thread(self._process.kill)

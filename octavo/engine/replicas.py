@@ -284,7 +284,7 @@ def _hanging(client: CoreClient, looks_stopped: int) -> str:
             have stood still as well.
     """
     if looks_stopped > _MOST_LOOKS:
-        return "its process was stopped by a signal (SIGSTOP) and does not go on."
+        return "its process was stopped by a signal (SIGSTOP)."
     health = client.health()
     return "" if health.ok or health.final or client.commanded else health.reason
 
