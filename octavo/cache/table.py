@@ -25,7 +25,7 @@ class BlockTable:
     node: Node | None = None
     """The tree's node for the last registered block."""
     rank: int = -1
-    """The rank whose memory has all blocks; -1 if each rank has its share of every block, or none was chosen yet."""
+    """The rank whose memory has all blocks; -1 if each rank has its share of every block, and for an empty table."""
 
     @property
     def blocks(self) -> list[int]:

@@ -66,7 +66,7 @@ def make_parser(schemes: dict[str, str]) -> OctavoParser:
 
 
 def _check_text(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a text of the comparison that can't be read: here, not after the model was written."""
+    """Read the text of the comparison, so that a wrong one is no news after the model is written."""
     from octavo.cli.eval import read_text
 
     if args.text is not None and args.no_eval:
@@ -76,14 +76,14 @@ def _check_text(args: argparse.Namespace) -> None:
 
 
 def _note_rounded(files: ModelFiles) -> None:
-    """Tell the user if the source itself is quantized: the comparison does not show what that lost."""
+    """Say so if the source's own matrices are rounded: its loss stays, and the comparison does not show it."""
     from octavo.models.save.places import rounded_types
 
     types = rounded_types(files)
     if types:
         say(
-            f"{files.name} is quantized itself ({', '.join(types)}): the precision that this lost is not regained, and "
-            "the comparison does not count it"
+            f"{files.name} is rounded itself ({', '.join(types)}): what that lost is not regained, and is not part of "
+            "the comparison"
         )
 
 

@@ -380,10 +380,8 @@ class Worker:
         own = own_rows_of(model, self.attention, self.block_size, self._exchange, num_blocks, num_slots, together)
         if not device.resident:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
-            mode, vocab_size = self.config.logprobs_mode, self.spec.vocab_size
-            host = host_parts(
-                model, self.attention, room, self.block_size, vocab_size, len(groups), mode, together.variants()
-            )
+            mode, sizes = self.config.logprobs_mode, (self.block_size, self.spec.vocab_size, len(groups))
+            host = host_parts(model, self.attention, room, *sizes, mode, together.variants())
             forward = forward_of(model, self.attention, self.block_size, self.parallel, self.mesh)
             return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
