@@ -87,7 +87,7 @@ def _fit(
     if tokens < 2 * block_size:
         raise ConfigError(
             f"The KV cache of {cache_bytes} bytes holds {tokens} tokens, which is too few to serve anything; raise "
-            f"{fit.to(fit.held(2 * block_size))}."
+            f"{fit.setting_for(fit.held(2 * block_size))}."
         )
     if wanted is None and tokens < longest:
         log.warning(

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.build_worker import build_local
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ParallelConfig
 from octavo.core.errors import ConfigError
 from octavo.core.output import StepOutput, TransferState
 from octavo.core.plan import PlanDraft, StepPlan, Transfers
@@ -53,7 +53,7 @@ class ReplayReport:
 def replay(
     path: Path, *, model: str | None = None, announce: Callable[[str], None] = lambda text: None
 ) -> ReplayReport:
-    """Compute the steps of a record again, in order, until one gives other tokens.
+    """Compute the steps of a record again on one device, in order, until one gives other tokens.
 
     Args:
         model: the model's path or name, if it differs from the recorded one.
@@ -64,7 +64,9 @@ def replay(
         ModelNotFoundError, ModelFileError: the model can't be read.
     """
     header, records = read_records(path)
-    config = _settings(header, model)
+    recorded = _settings(header, model)
+    config = dataclasses.replace(recorded, parallel=ParallelConfig())
+    num_blocks = header.sizes.num_blocks * recorded.parallel.cache_ranks  # of all ranks
     codec = PlanCodec(payload_types())
     build = build_local(config, model_files(config.model))
     announce(
@@ -72,7 +74,7 @@ def replay(
         f"{build.facts.device} ({build.facts.dtype})"
     )
     build.load(PhaseTimer(lambda name, seconds: None))
-    port = build.allocate(header.sizes)
+    port = build.allocate(msgspec.structs.replace(header.sizes, num_blocks=num_blocks))
     player = _Player(port.executor(), codec)
     try:
         for record in records:

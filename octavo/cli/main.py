@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import Protocol, cast
 
-from octavo.core.terminal import drop_unwritten, say
+from octavo.core.terminal import drop_unwritten, open_closed, say
 from octavo.version import __version__
 
 COMMANDS = {
@@ -55,6 +55,7 @@ class Subcommand(Protocol):
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return its exit status: 0 done, 1 failed, 2 misused, 128 + N ended by signal N."""
     words = sys.argv[1:] if argv is None else argv
+    open_closed()
     try:
         status = _main(words)
         sys.stdout.flush()

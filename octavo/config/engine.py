@@ -102,6 +102,11 @@ class EngineConfig:
                     f"--{flag} {given}: with --nnodes 1 no other machine joins. Set --nnodes to the number of "
                     f"machines, or leave --{flag} out."
                 )
+        if self.device.record_steps is not None and self.parallel.replicas > 1:
+            raise ConfigError(
+                f"--record-steps {self.device.record_steps}: a file has the steps of one engine, and with "
+                f"--data-parallel-size {self.parallel.data_parallel_size} there are several. Leave one of them out."
+            )
 
     @property
     def needs_weights(self) -> bool:

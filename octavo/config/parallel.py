@@ -44,7 +44,7 @@ class ParallelConfig:
     )
     prefill_context_parallel_threshold: int = setting(
         1024,
-        "tokens of a step from which on --prefill-context-parallel-size divides them",
+        "fewest tokens of a step that --prefill-context-parallel-size divides",
         read=quantities.count,
         metavar="N",
     )
@@ -74,7 +74,7 @@ class ParallelConfig:
     )
     dbo_prefill_token_threshold: int = setting(
         512,
-        "tokens of a step from which on --enable-dbo computes it in two parts",
+        "fewest tokens of a step that --enable-dbo computes in two parts",
         read=quantities.count,
         metavar="N",
     )
@@ -164,7 +164,7 @@ class ParallelConfig:
             )
 
     def _check_thresholds(self) -> None:
-        """Raise ConfigError for thresholds of what is off."""
+        """Raise ConfigError for a threshold without effect, since what it belongs to is off."""
         usual = ParallelConfig()
         contexts, parts = self.prefill_context_parallel_threshold, self.dbo_prefill_token_threshold
         if contexts != usual.prefill_context_parallel_threshold and self.prefill_context_parallel_size == 1:

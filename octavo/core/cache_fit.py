@@ -39,7 +39,7 @@ class CacheFit:
         return blocks_held(self.groups, tokens, self.block_size, self.in_flight)
 
     def longest(self, num_blocks: int, most: int) -> int:
-        """Return the tokens of the longest request that fits into so many blocks, at most `most`."""
+        """Return the tokens of the longest request that fits into `num_blocks`, at most `most`."""
         return bisect.bisect_right(range(most + 1), num_blocks, key=self.held) - 1
 
     def check(self, max_model_len: int) -> None:
@@ -50,12 +50,12 @@ class CacheFit:
         raise ConfigError(
             f"One request of --max-model-len {max_model_len} needs {need * self.block_bytes} bytes of KV cache, but "
             f"there are only {self.num_bytes}. Lower --max-model-len to "
-            f"{max(self.longest(self.most_blocks, max_model_len), 1)}, raise {self.to(need)}, or use --dtype bfloat16 "
-            "if it runs in float32."
+            f"{max(self.longest(self.most_blocks, max_model_len), 1)}, raise {self.setting_for(need)}, or use "
+            "--dtype bfloat16 if it runs in float32."
         )
 
-    def to(self, num_blocks: int) -> str:
-        """Return the setting that sizes the cache, with a value that is enough for so many blocks."""
+    def setting_for(self, num_blocks: int) -> str:
+        """Return the setting that sizes the cache, with a value that is enough for `num_blocks`."""
         if self.asked is None:
             return f"--kv-cache-memory-bytes to {num_blocks * self.block_bytes}"
         return f"--num-gpu-blocks-override to {num_blocks}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
 
@@ -19,6 +20,16 @@ def write_line(text: str, stream: TextIO) -> None:
         print(text, file=stream, flush=True)
     except OSError:
         drop_unwritten(stream)
+
+
+def open_closed() -> None:
+    """Open /dev/null in place of standard streams that are closed. Otherwise a socket or file would get their numbers,
+    and what libraries print. Call before other files are opened."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 (open until the end)
+            os.set_inheritable(stream.fileno(), True)  # child processes need them, too
+            setattr(sys, name, stream)
 
 
 def drop_unwritten(stream: TextIO) -> None:

@@ -29,8 +29,8 @@ def check_gpus(name: str, needed: int, settings: str) -> None:
 
     Args:
         name: as for `select_device`.
-        settings: the flags that need so many.
+        settings: the flags that need them.
     """
     if takes_gpu(name):
         check_usable()
-        check_enough(needed, settings)
+        check_enough(needed, settings, remedy="divide the model over several machines (--nnodes), ")

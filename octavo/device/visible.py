@@ -13,12 +13,18 @@ DEVICES = Path("/dev")
 
 
 def check_enough(
-    needed: int, settings: str, environment: Mapping[str, str] = os.environ, devices: Path = DEVICES
+    needed: int,
+    settings: str,
+    *,
+    remedy: str = "",
+    environment: Mapping[str, str] = os.environ,
+    devices: Path = DEVICES,
 ) -> None:
     """Raise ConfigError if this machine has GPUs, but fewer than needed. Does nothing where they can't be counted.
 
     Args:
         settings: the flags that need them.
+        remedy: what else helps than fewer GPUs.
         devices: folder where the driver has a file for each GPU.
     """
     stated = environment.get(_VISIBLE)
@@ -26,8 +32,7 @@ def check_enough(
     if 0 < len(names) < needed:
         where = "this machine has" if stated is None else f"{_VISIBLE}={stated} names"
         raise ConfigError(
-            f"{settings} needs {needed} GPUs, but {where} {len(names)}. Lower the number, divide the model over "
-            "several machines (--nnodes), or set --device cpu."
+            f"{settings} needs {needed} GPUs, but {where} {len(names)}. Lower the number, {remedy}or set --device cpu."
         )
 
 

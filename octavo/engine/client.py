@@ -225,12 +225,17 @@ class CoreClient:
         return self._dead
 
     @property
+    def commanded(self) -> bool:
+        """Whether the core has yet to answer a command. While it executes one, it may send nothing for minutes."""
+        return bool(self._calls)
+
+    @property
     def stopped(self) -> bool:
         """Whether a signal such as SIGSTOP has stopped the core's process."""
         return is_stopped(self._process.pid)
 
     async def end(self, reason: str) -> None:
-        """Kill a core that does not go on. Open streams end with EngineDeadError, which gives the reason."""
+        """Kill a core that hangs. Open streams end with EngineDeadError, which gives the reason."""
         self._die(reason)
         if isinstance(self._process, CoreProcess):
             await asyncio.to_thread(self._process.kill)

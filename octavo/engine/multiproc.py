@@ -248,7 +248,7 @@ class RankStaged:
 
 
 class RankTracer:
-    """A `Tracer` of rank 0, whose process writes the file; the other ranks launch the same operations."""
+    """A `Tracer` of the rank that samples, whose process writes the file."""
 
     def __init__(self, ranks: RankGroup, settings: ProfileSettings) -> None:
         self._ranks = ranks

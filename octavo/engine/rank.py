@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import DeviceLostError, OctavoError
+from octavo.core.errors import DeviceLostError, EngineStateError, OctavoError
 from octavo.core.futures import done
 from octavo.core.memory import memory_errors
 from octavo.core.pausing import SleepTag
@@ -272,6 +272,11 @@ class _RankMethods:
         if not self._traces:
             return
         given = msgspec.convert(settings, ProfileSettings, dec_hook=lambda kind, value: kind(value))  # a path is a text
+        if not given.folder.is_dir():  # the engine has made it
+            raise EngineStateError(
+                f"torch_profiler_dir: the rank that samples is on a machine without the folder {given.folder}. Name "
+                "one that the machines share."
+            )
         self._tracer = self._there().tracer(given)
         self._tracer.start()
         self._spans = Spans()

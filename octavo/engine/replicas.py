@@ -277,14 +277,16 @@ class ReplicaClient:
 def _hanging(client: CoreClient, looks_stopped: int) -> str:
     """Return why a replica counts as hanging; "" if it does not.
 
+    One that executes a command makes no progress meanwhile, such as while it replaces its weights or wakes up.
+
     Args:
         looks_stopped: successive looks at which its process was stopped. They are counted, not timed: this process may
             have stood still as well.
     """
     if looks_stopped > _MOST_LOOKS:
-        return "its process was stopped by a signal (SIGSTOP) and does not go on."
+        return "its process was stopped by a signal (SIGSTOP)."
     health = client.health()
-    return "" if health.ok or health.final else health.reason
+    return "" if health.ok or health.final or client.commanded else health.reason
 
 
 _GREATEST = ("block_size", "last_step_s", "paused", "sleep_level")

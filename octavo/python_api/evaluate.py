@@ -123,7 +123,7 @@ def questions_in(path: Path) -> list[Question]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read as UTF-8: {error}. Give a file of questions.") from error
+        raise ConfigError(f"--choices {path} can't be read as UTF-8: {error}. Give a file of questions.") from error
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             questions.append(_question(line, f"{path}, line {number}"))

@@ -39,11 +39,11 @@ class DraftBounds:
     def following(self, request: Request, num_running: int, wanted: int | None = None) -> int:
         """Return the number of drafts for a request whose row has just been planned.
 
-        Args:
-            wanted: the result of that function, if it is known.
-
         If all of them are accepted, the output is at most `max_tokens` long, so no position beyond the request's last
         is written. If all running requests have as many, their rows fit into one step, and so do their logits.
+
+        Args:
+            wanted: the result of `self.wanted(request)`, if it is known.
         """
         left = request.max_tokens - request.num_output - request.pending - 1
         share = min(self._step_tokens // num_running - 1, MOST_DRAFTED * self.most // num_running)

@@ -145,8 +145,8 @@ def _steps_of(request: Request) -> int:
 def victim_of(
     needy: Request, running: Sequence[Request], planned: Collection[Request], policy: Policy
 ) -> Request | None:
-    """Return an idle request that ranks after `needy` and has blocks where that needs them, or None. So the first in
-    line always progresses."""
+    """Return an idle request that ranks after `needy`, with blocks on the same rank, or None. So the first in line
+    always progresses."""
     rank, place = policy.rank(needy), needy.table.rank
     idle = [r for r in running if not r.inflight and r.finish is None and r not in planned and policy.rank(r) > rank]
     return max((r for r in idle if r.table.rank == place), key=policy.victim_rank, default=None)

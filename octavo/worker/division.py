@@ -36,7 +36,7 @@ def check_division(spec: DecoderSpec, parallel: ParallelConfig) -> None:
     How quantized weights are packed is not known here: what can't be cut for that reason is refused by the ranks.
 
     Raises:
-        ConfigError: the layers, or the tokens of large steps, can't be divided so.
+        ConfigError: the layers, or the tokens of large steps, can't be divided this way.
     """
     mesh = Mesh(0, parallel.tensor_parallel_size * parallel.cache_ranks)
     exchange = RowExchange(mesh) if parallel.divides_requests else None

@@ -259,6 +259,8 @@ class Hooks:
 
     def __init__(self, hooks: Sequence[WorkerHook] = ()) -> None:
         self._hooks = tuple(hooks)
+        self.preparing = _with_own(hooks, "prepare")
+        """The hooks that load weights besides the model's."""
         self._laying_out = _with_own(hooks, "lay_out")
         self._varying = _with_own(hooks, "variant")
         self._narrowing = _with_own(hooks, "only_row")

@@ -132,7 +132,6 @@ class OwnRows:
         lens, pasts = share.lens.tolist(), step.past_lens
         start = torch.zeros(len(lens) + 1, dtype=torch.int32, device=step.device)
         start[1:] = ends
-
         own, *others = (
             one.part(
                 tokens,
@@ -242,7 +241,7 @@ def check_features(hooks: Hooks) -> None:
     """Raise ConfigError if ranks can't divide the requests with these features."""
     for refused, what in (
         (hooks.varies, "adapters"),
-        (hooks.drawing, "models and heads that draft"),
+        (hooks.preparing, "models and heads that draft"),
         (hooks.tiers, "tiers of the KV cache"),
     ):
         if refused:

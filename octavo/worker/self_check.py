@@ -83,8 +83,9 @@ def check_products(model: Model, checkpoint: Checkpoint, *, everything: bool) ->
     left_out = found.keys() - chosen.keys()
     if left_out:
         log.info("self-check: layers of %s are too large; --self-check checks them", ", ".join(sorted(left_out)))
-    seconds = time.perf_counter() - began
-    log.info("self-check: %d forms of weights (%s), %.2f s", len(chosen), "; ".join(chosen), seconds)
+    if chosen:
+        seconds = time.perf_counter() - began
+        log.info("self-check: %d forms of weights (%s), %.2f s", len(chosen), "; ".join(chosen), seconds)
 
 
 def _products(model: Model) -> Iterator[_Product]:

@@ -15,6 +15,7 @@ import transformers
 from rank_kit import TWO_RANKS, ranks_in_threads
 
 from octavo import LLM, SamplingParams
+from octavo.core.errors import EngineStateError
 
 VOCAB = 464
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -82,6 +83,23 @@ def test_where_the_time_went_in_a_rank(model: Path, tmp_path: Path, monkeypatch:
     kernels = Counter(one["name"] for one in events if one.get("cat") == "octavo" and one["tid"] == 2)
     assert kernels["attend"] == 6 * 2, "two layers in each of 6 steps"
     assert any(one.get("cat") == "cpu_op" for one in events)
+
+
+def test_a_rank_that_can_not_reach_the_folder_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one on another machine; the engine goes on."""
+    ranks_in_threads(monkeypatch)
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "mine")}
+    with LLM(str(model), **TWO_RANKS, threads=1, kv_cache_memory_bytes=1 << 20, profiler_config=profiler) as llm:
+        (tmp_path / "mine").rmdir()
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "mkdir", lambda *_, **__: None)
+            with pytest.raises(EngineStateError, match=r"on a machine without the folder .*/mine"):
+                llm.start_profile()
+        assert len(tokens(llm)) == len(PROMPTS)
+        llm.start_profile()
+        assert llm.stop_profile()
 
 
 def tokens(llm: LLM) -> list[list[int]]:

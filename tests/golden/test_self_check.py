@@ -69,6 +69,14 @@ def test_every_form_of_weights_is_checked(
         assert str(form) in caplog.text
 
 
+def test_a_model_without_packed_weights_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make_checkpoint("llama", tmp_path)
+    files = model_files(tmp_path)
+    check_products(load_model(files, ReferenceAttention()), named(files), everything=True)
+    assert "self-check" not in caplog.text
+
+
 def test_products_of_every_layer_are_those_of_the_dequantized_weights(files: ModelFiles) -> None:
     """Gates, whose outputs alternate, included."""
     model, checkpoint = native(files), named(files)

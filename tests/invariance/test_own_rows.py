@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ from test_recurrent_families import FAMILIES as RECURRENT
 from test_several_ranks import engine, run
 from toy_drafter import DrafterEngine, beside_others, check_same, news_of
 from toy_engine import drive, tokens_of
-from toy_models import LLAMA
+from toy_models import LLAMA, model_files
 
 from octavo.core.errors import ConfigError
 from octavo.nn.row_exchange import RowExchange
+from octavo.replay import replay
+from octavo.worker.hooks import Hooks, Reserved, WorkerHook
+from octavo.worker.own_rows import check_features
+from octavo.worker.worker import Worker
 
 MODELS: dict[str, dict[str, Any]] = {
     "latent attention": FAMILIES["DeepseekV3ForCausalLM"] | {"architectures": ["DeepseekV3ForCausalLM"]},
@@ -111,6 +116,16 @@ def test_drafts_log_probabilities_and_aborts(monkeypatch: pytest.MonkeyPatch) ->
     loop.close()
 
 
+def test_a_record_is_computed_again_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = engine(MODELS[LATENT], **FEW, **TWO, record_steps=str(tmp_path / "steps"))
+    count = sum(map(len, tokens_of(drive(loop, requests())).values()))
+    loop.close()
+    monkeypatch.setattr("octavo.replay.model_files", lambda _: model_files(MODELS[LATENT]))
+    report = replay(tmp_path / "steps")
+    assert report.difference is None
+    assert report.tokens >= count
+
+
 @pytest.mark.slow
 def test_sleep_and_other_weights() -> None:
     few, where = FEW | {"config": MODELS[GROUPED]}, {"device": "cpu", "cpu_bind": "nobind"}
@@ -122,6 +137,17 @@ def test_adapters_are_refused_before_the_weights_are_loaded(monkeypatch: pytest.
     monkeypatch.setattr("octavo.worker.worker.load_weights", lambda *_, **__: pytest.fail("weights are loaded"))
     with pytest.raises(ConfigError, match="adapters don't work with data-parallel attention"):
         engine(MODELS[GROUPED], **FEW, **TWO, enable_lora=True)
+
+
+def test_features_with_weights_of_their_own_are_refused() -> None:
+    """They would compute all rows, with the block numbers of each rank's own requests."""
+
+    class Loading(WorkerHook):
+        def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+            return Reserved()
+
+    with pytest.raises(ConfigError, match="models and heads that draft don't work with data-parallel attention"):
+        check_features(Hooks([Loading()]))
 
 
 def test_what_can_not_be_combined_is_refused() -> None:

@@ -14,6 +14,7 @@ from octavo.config import EngineConfig
 from octavo.core import parsing, quantities
 from octavo.core.errors import ConfigError
 from octavo.core.flag import Flag
+from octavo.python_api.replicas import check_replicas
 
 
 @pytest.mark.parametrize(
@@ -135,3 +136,17 @@ def test_a_dtype_by_other_words(word: Any, dtype: str) -> None:
 def test_a_path_is_a_name_of_a_model() -> None:
     config = EngineConfig.of(model=Path("models/mine"), tokenizer=Path("other"))
     assert (config.model.model, config.model.tokenizer) == ("models/mine", "other")
+
+
+def test_replicas_do_not_record_their_steps_in_one_file() -> None:
+    EngineConfig.of(model="m", data_parallel_size=2, enable_expert_parallel=True, record_steps="steps").check()
+    with pytest.raises(ConfigError, match=r"--record-steps steps: .* with --data-parallel-size 2 there are several"):
+        EngineConfig.of(model="m", data_parallel_size=2, record_steps="steps").check()
+
+
+def test_replicas_that_need_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    config = EngineConfig.of(model="m", device="cuda", data_parallel_size=2, tensor_parallel_size=2)
+    says = "--data-parallel-size 2 --tensor-parallel-size 2 needs 4 GPUs, but CUDA_VISIBLE_DEVICES=0,1,2 names 3. "
+    with pytest.raises(ConfigError, match=f"{says}Lower the number, or set --device cpu"):  # not --nnodes: see `check`
+        check_replicas(config)

@@ -141,13 +141,16 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
 
 
 def _refuse_repeated(path: Path, keys: Iterable[tuple[str, int]], names: Mapping[str, Flag]) -> None:
-    """Refuse a setting that is in two lines, also under two names: the last would silently win."""
+    """Refuse a setting that is in two lines, also under two names, or as a whole and by key: the last would silently
+    win."""
     lines: dict[str, int] = {}
     for key, line in keys:
-        word = key.replace("_", "-").removeprefix("--")
-        name = names[word].name if word in names else word
-        if name in lines:
-            raise ConfigError(f"--config {path}: {key} is set in lines {lines[name]} and {line}; remove one of them.")
+        head, dot, below = key.partition(".")
+        word = head.replace("_", "-").removeprefix("--")
+        name = (names[word].name if word in names else word) + dot + below
+        for other, at in lines.items():
+            if f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}."):
+                raise ConfigError(f"--config {path}: {key} is set in lines {at} and {line}; remove one of them.")
         lines[name] = line
 
 

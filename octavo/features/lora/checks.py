@@ -46,7 +46,7 @@ _ROLES = {
 """How PEFT's names of tensors end; the first match counts."""
 
 Stamp = tuple[int, int, int]
-"""A file's number, size and time of change."""
+"""A file's inode, size and time of change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class AdapterFile:
         base: name of the base model that it was made for; "" if not stated.
         pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
         header: where a safetensors file has each tensor.
-        stamps: of the files that were read, by path, so that changes show without reading them again.
+        stamps: of the files that were read, by path: they show changes without reading the files again.
     """
 
     weights: Path
@@ -73,7 +73,7 @@ class AdapterFile:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
     def packed(self) -> bytes:
-        """Return it for `unpacked`: a hundredth of its size as objects, since names of tensors are much alike."""
+        """Return it compressed, for `unpacked`: to about a hundredth, since names of tensors are much alike."""
         return zlib.compress(msgspec.msgpack.encode(self, enc_hook=str), level=1)
 
     @property

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -219,7 +220,8 @@ class LoraEngine(EngineHook):
         since, weights = self._since.get(request), self._of.get(request)
         if since is None or weights is None:
             return ""
-        return f"adapter {weights.label} ({weights.state}, {1000 * (self._clock() - since):.0f} ms)"
+        state = "leaves for another adapter" if weights.closed else weights.state
+        return f"adapter {weights.label} ({state}, {1000 * (self._clock() - since):.0f} ms)"
 
     def reclaim(self, num_blocks: int, request: Request) -> None:
         self._residency.reclaim(num_blocks, self._of.get(request))
@@ -332,4 +334,9 @@ def build_engine(context: FeatureContext) -> LoraEngine | None:
         return None
     if context.whole_prompts:
         raise ConfigError(f"{context.model_name} is an encoder, which has no adapters. Leave out --enable-lora.")
+    folder = settings.lora_dir
+    if folder is not None and not Path(folder).expanduser().is_dir():
+        raise ConfigError(
+            f"--lora-dir {folder}: there is no such folder on the engine's machine. Correct the path or make it."
+        )
     return LoraEngine(settings)

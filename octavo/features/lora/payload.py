@@ -55,8 +55,8 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
         path: its folder or file.
         manifest: what it has, by itself.
         weight: factor of its addition.
-        file: what was found when its files were checked (`AdapterFile.packed`), so that they are not checked again
-            unless they have changed; b"" if not known.
+        file: the result of checking its files (`AdapterFile.packed`), which are checked again only if they have
+            changed; b"" if not known.
     """
 
     path: str

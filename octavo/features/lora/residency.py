@@ -272,10 +272,10 @@ class Residency:
     def _close(self) -> None:
         """Close as many adapters as others have lacked a place for long; open the rest.
 
-        Requests of busy adapters would keep all places for ever. Those of the base model and of other adapters pass.
+        Otherwise busy adapters would keep their places for ever. Requests of the base model and of other adapters pass.
         """
         self._placeless = {one: since for one, since in self._placeless.items() if one.requests}
-        # While all slots are taken, the planner asks about nobody, and nothing changes.
+        # While all slots are taken, the planner asks about no request, and nothing changes.
         waiting = sum(self._waits_long(one) and self._last_asked - one.asked <= 1 for one in self._placeless)
         closed = [one for one in self.resident if one.closed]
         for one in closed[waiting:]:

@@ -45,8 +45,8 @@ class LoraSettings(FeatureSettings):
 
     Raises:
         ConfigError: an adapter is not given in one of these forms, a number is out of range, or a setting is given that
-            has no effect without adapters. It implies none: which adapters there are must be said anyway, and a
-            server without any would answer their requests with 404.
+            has no effect without adapters. It does not enable them: a server that knows no adapter would answer
+            their requests with 404.
     """
 
     enable_lora: bool = setting(

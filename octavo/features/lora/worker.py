@@ -52,8 +52,8 @@ from octavo.worker.hooks import Site, WorkerHook
 LOW_RANK, GENERAL = "lora", "general"
 _THREADS = 2
 _MOST_RESERVED = 256 << 20
-"""Most bytes reserved for the way of one adapter to the device, which takes pinned memory on a GPU. Larger adapters'
-memory is allocated when they are loaded."""
+"""Most bytes of host memory, pinned on a GPU's machine, that are reserved for one adapter on its way to the device.
+Memory for larger adapters is allocated when they are loaded."""
 _LAYOUTS_KEPT = 256
 """Layouts that are kept of adapters that are neither in host memory nor in the tables: some may be in blocks already,
 and be used for the first time later."""

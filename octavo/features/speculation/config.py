@@ -13,8 +13,8 @@ METHODS: tuple[str, ...] = get_args(Method)
 OFF = "none"
 """The method of an engine that drafts nothing."""
 MEASURED_MODELS = frozenset({"smollm2"})
-"""Models of the catalogue that a CPU decodes faster with `auto`, or as fast, on every workload of docs/speculative.md.
-There they draft unless the settings say otherwise."""
+"""Models of the catalogue that a CPU decodes faster with `auto`, or as fast, on every workload that was measured
+(docs/speculative-measurements.md). There they draft unless the settings say otherwise."""
 HEAD_METHODS = ("eagle", "eagle3", "mtp")
 """Those in which a head drafts from the model's hidden states."""
 MODEL_METHODS = ("draft_model", *HEAD_METHODS, "medusa")

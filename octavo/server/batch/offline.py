@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -87,46 +88,57 @@ async def run_file(
     """
     path = output.with_name(output.name + ".journal")
     answered: dict[int, tuple[int, int]] = {}
-    journal = _open(path, source, answered)
     try:
-        tally = Tally(len(lines), len(answered))
-        seats = asyncio.Semaphore(concurrency)
-
-        async def run_line(number: int) -> None:
-            async with seats:
-                result = await executor.run(lines.read(number))
-            entry = record.encode(record.Answered(number, result.ok, msgspec.Raw(msgspec.json.encode(result))))
-            answered[number] = journal.append(entry), len(entry)
-            tally.outcomes["completed" if result.ok else "failed"] += 1
-            progress(tally)
-
-        async def watch() -> None:
-            while (reason := ill()) is None:
-                await asyncio.sleep(_WATCH_S)
-            raise ConfigError(f"{reason} The answers so far are kept; the same command resumes from there.")
-
-        async def run_all() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for number in range(len(lines)):
-                        if number not in answered:
-                            group.create_task(run_line(number))
-            except ExceptionGroup as group:
-                if unwritten := group.subgroup(OSError):  # one for each line that found the disk full
-                    raise unwritten.exceptions[0] from None
-                raise
-
-        await _first(run_all(), watch())
-        _write(output, journal, [answered[number] for number in range(len(lines))])
+        with contextlib.closing(_open(path, source, answered)) as journal:
+            tally = Tally(len(lines), len(answered))
+            work = _answer_all(lines, executor, journal, answered, tally, concurrency, progress)
+            await _first(work, _watch(ill))
+            _write(output, journal, [answered[number] for number in range(len(lines))])
     except OSError as exc:
         raise ConfigError(
-            f"--output-file {output} can't be written ({exc.strerror}). Make room there; the {len(answered)} answers "
-            f"so far are in {path}, and the same command resumes from there."
+            f"--output-file {output} can't be written ({exc.strerror or exc}). Make room there; the {len(answered)} "
+            f"answers so far are in {path}, and the same command resumes from there."
         ) from exc
-    finally:
-        journal.close()
     path.unlink()
     return tally
+
+
+async def _answer_all(
+    lines: Input,
+    executor: LineExecutor,
+    journal: Journal,
+    answered: dict[int, tuple[int, int]],
+    tally: Tally,
+    concurrency: int,
+    progress: Callable[[Tally], None],
+) -> None:
+    """Answer the lines that are not in `answered` yet, where the place of each answer in the journal is added."""
+    seats = asyncio.Semaphore(concurrency)
+
+    async def answer(number: int) -> None:
+        async with seats:
+            result = await executor.run(lines.read(number))
+        entry = record.encode(record.Answered(number, result.ok, msgspec.Raw(msgspec.json.encode(result))))
+        answered[number] = journal.append(entry), len(entry)
+        tally.outcomes["completed" if result.ok else "failed"] += 1
+        progress(tally)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(len(lines)):
+                if number not in answered:
+                    group.create_task(answer(number))
+    except ExceptionGroup as failed:
+        if unwritten := failed.subgroup(OSError):  # one for each line that found the disk full
+            raise unwritten.exceptions[0] from None
+        raise
+
+
+async def _watch(ill: Callable[[], str | None]) -> None:
+    """Raise ConfigError once the engine can't continue."""
+    while (reason := ill()) is None:
+        await asyncio.sleep(_WATCH_S)
+    raise ConfigError(f"{reason} The answers so far are kept; the same command resumes from there.")
 
 
 async def _first(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None]) -> None:
@@ -158,7 +170,11 @@ def _open(path: Path, source: Path, answered: dict[int, tuple[int, int]]) -> Jou
         journal.close()
         raise ConfigError(f"{path} holds the answers to another input; remove it, or choose another --output-file.")
     if not found:
-        journal.append(record.encode(JournalSource(digest)))
+        try:
+            journal.append(record.encode(JournalSource(digest)))
+        except OSError:
+            journal.close()
+            raise
     return journal
 
 

@@ -264,7 +264,7 @@ async def _watch_for_death(frontend: Frontend, lost: asyncio.Event) -> None:
 async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig, stop: Stop) -> None:
     if lifecycle.inflight:
         logger.info(
-            "Stopping: %d requests in flight have %.0f s to finish; a second signal ends them now.",
+            "Stopping: %d requests in flight have %.0f s to finish; another SIGTERM or SIGINT ends them now.",
             lifecycle.inflight,
             config.shutdown_timeout_s,
         )

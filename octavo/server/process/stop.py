@@ -23,7 +23,7 @@ class Stop:
         """The number of the last signal."""
 
     def request(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Count one signal. A second SIGHUP counts nothing: a terminal that closes may send several."""
+        """Count one signal. SIGHUP is ignored after the first signal: a terminal that closes may send several."""
         if number == signal.SIGHUP and self.first.is_set():
             return
         self.number = number

@@ -173,6 +173,8 @@ def test_a_variable_turns_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("port: 1\nhost: a\nport: 2", "port is set in lines 1 and 3; remove one of them."),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "max_num_seqs is set in lines 1 and 2"),
         ("gpu-memory-utilization: 0.5\nmemory-utilization: 0.4", "memory-utilization is set in lines 1 and 2"),
+        ("profiler-config.a: 1\nprofiler_config: {}", "profiler_config is set in lines 1 and 2"),
+        ("profiler-config: {}\nport: 1\nprofiler-config.a: 1", "profiler-config.a is set in lines 1 and 3"),
         ("dtype: int3", "'int3' is not one of auto, float32"),
         ("- a\n- b", "must hold `name: value` lines"),
         ("a: [", "is not valid YAML"),

@@ -1,4 +1,4 @@
-"""Commands whose output goes to a full disk."""
+"""Commands whose output goes to a full disk, or nowhere."""
 
 from __future__ import annotations
 
@@ -39,3 +39,12 @@ def test_lines_that_were_dropped_do_not_change_the_exit_status() -> None:
     code = "import sys; from octavo.core.terminal import write_line; write_line('x', sys.stdout)"
     done = run("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str) -> None:
+    """Child processes have them open, as this process has afterwards."""
+    code = "import subprocess, sys; from octavo.cli.main import main; main(['--version']); "
+    code += "sys.exit(subprocess.call([sys.executable, '-c', 'import os; [os.fstat(i) for i in range(3)]']))"
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], check=False)
+    assert done.returncode == 0

@@ -223,11 +223,12 @@ def test_files_may_be_urls(tmp_path: Path, engine: FakeEngine, store: str, monke
     assert json.loads((tmp_path / "output.jsonl").read_text())["custom_id"] == "c1"
 
 
+@pytest.mark.parametrize("answers", [3, -1], ids=["later", "at-the-start"])
 def test_a_full_disk_is_one_error_and_the_answers_so_far_are_kept(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    answers: int, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = write(tmp_path / "in", [line(n) for n in range(8)]), tmp_path / "out"
-    room, pwrite = iter(range(4)), os.pwrite  # for the journal's source, and three answers
+    room, pwrite = iter(range(1 + answers)), os.pwrite  # for the journal's source, and the answers
 
     def write_while_there_is_room(descriptor: int, data: bytes, offset: int) -> int:
         if next(room, None) is None:
@@ -239,8 +240,8 @@ def test_a_full_disk_is_one_error_and_the_answers_so_far_are_kept(
         with pytest.raises(ConfigError, match="No space left on device") as caught:
             run_batch.run(["-i", source, "-o", str(output)])
     assert str(output) in str(caught.value)
-    assert f"the 3 answers so far are in {output}.journal" in str(caught.value)
+    assert f"the {max(answers, 0)} answers so far are in {output}.journal" in str(caught.value)
     before = len(engine.requests)
     assert run_batch.run(["-i", source, "-o", str(output)]) == 0
-    assert len(engine.requests) - before == 5
+    assert len(engine.requests) - before == 8 - max(answers, 0)
     assert texts(output) == [f"say {n}" for n in range(8)]

@@ -132,8 +132,8 @@ def test_more_gpus_than_there_are_are_refused(needed: int, stated: str | None, s
         (tmp_path / name).touch()
     refused = pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext()
     with refused:
-        check_enough(needed, "-tp 3", {} if stated is None else {VISIBLE: stated}, tmp_path)
+        check_enough(needed, "-tp 3", environment={} if stated is None else {VISIBLE: stated}, devices=tmp_path)
 
 
 def test_gpus_that_can_not_be_counted_are_not_refused(tmp_path: Path) -> None:
-    check_enough(2, "-tp 2", {}, tmp_path)
+    check_enough(2, "-tp 2", environment={}, devices=tmp_path)

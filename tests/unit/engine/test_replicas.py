@@ -23,7 +23,7 @@ from octavo.engine.balance import Balance
 from octavo.engine.client import CoreClient
 from octavo.engine.fake import fake_info
 from octavo.engine.process import CoreProcess
-from octavo.engine.replicas import ReplicaClient, summed
+from octavo.engine.replicas import ReplicaClient, _hanging, summed
 from octavo.engine.stub import Stub
 
 P = ParamSpec("P")
@@ -167,6 +167,20 @@ async def test_a_replica_that_makes_no_progress_is_started_again(monkeypatch: py
         assert stuck.dead == "Replica 1 was ended: no step has completed"
         assert not made[1].alive
         assert await tokens_of(client, asking("x", [3])) == [7, 8, 7, 8]
+
+
+@in_loop
+async def test_a_replica_that_executes_a_command_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with replicas() as (client, made):
+        busy = client._clients[1]
+        monkeypatch.setattr(busy, "health", lambda: Health(ok=False, reason="no step has completed"))
+        os.kill(made[1].pid, signal.SIGSTOP)  # so that it does not answer yet
+        command = asyncio.create_task(busy.stop_profile())
+        await asyncio.sleep(0)
+        assert _hanging(busy, looks_stopped=0) == ""
+        os.kill(made[1].pid, signal.SIGCONT)
+        await command
+        assert _hanging(busy, looks_stopped=0) == "no step has completed"
 
 
 @in_loop

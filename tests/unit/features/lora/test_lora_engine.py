@@ -181,6 +181,7 @@ def test_a_request_waits_for_a_place_but_not_forever(paths: dict[str, str]) -> N
     house.ask("plain", max_tokens=2)
     house.step()
     assert house.loop.stats().waits.keys() == {"patient", *(f"again {number}" for number in range(4, 8))}
+    assert house.loop.stats().waits["again 4"] == "adapter a (leaves for another adapter, 0 ms)"
     house.step(2)
     assert house.ends == ["plain"]
     order = house.run()

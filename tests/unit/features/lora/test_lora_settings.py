@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from octavo.cli.flags.args import engine_from, values
 from octavo.cli.serve import make_parser
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
+from octavo.features import FeatureContext
+from octavo.features.lora.engine import build_engine
 from octavo.features.lora.settings import LoraModule, LoraSettings
 
 
@@ -86,3 +89,13 @@ def test_steps_with_adapters_can_not_be_recorded() -> None:
     LoraSettings().check_recordable()
     with pytest.raises(ConfigError, match="--record-steps can't be used with adapters"):
         LoraSettings(enable_lora=True).check_recordable()
+
+
+def test_a_folder_of_adapters_must_exist(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        settings = LoraSettings(lora_dir=str(folder))
+        build_engine(FeatureContext(vocab_size=9, eos_token_ids=(), load_tokenizer=Mock(), settings={"lora": settings}))
+
+    build(tmp_path)
+    with pytest.raises(ConfigError, match=f"--lora-dir {tmp_path}/none: there is no such folder"):
+        build(tmp_path / "none")
