@@ -1,4 +1,4 @@
-"""`DraftBounds`: how many draft tokens may follow the next sampled token of a request."""
+"""`DraftBounds`: how many draft tokens may follow the next sampled token of a request, and what rejected ones undo."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class DraftBounds:
         self._hooks = [hook for hook in hooks if type(hook).drafts is not EngineHook.drafts]
         self._readers = [hook for hook in hooks if type(hook).on_drafts is not EngineHook.on_drafts]
         self._step_tokens = limits.max_num_batched_tokens
+        self._cache = cache
 
     def wanted(self, request: Request) -> int:
         """Return the smallest bound of all features. Sequences in lockstep have no drafts."""
@@ -59,3 +60,18 @@ class DraftBounds:
     def valid(self, request: Request, drafts: Sequence[int]) -> int:
         """Show the request's drafts to its features; return how many of the first ones all of them leave."""
         return min((hook.on_drafts(request, drafts) for hook in hooks_of(request, self._readers)), default=len(drafts))
+
+    def verified(self, request: Request, num_drafts: int, num_tokens: int, num_sampled: int) -> None:
+        """Correct the request's counters by the drafts of a row that were rejected.
+
+        Args:
+            num_tokens: the row's tokens, drafts included.
+            num_sampled: tokens that it appends: the accepted drafts and one more.
+        """
+        rejected = 1 + num_drafts - num_sampled
+        if num_drafts and self.rewinds:
+            self._cache.settle(request.table, rewind=rejected > 0)
+            rejected = num_tokens if rejected else 0
+        request.num_computed -= rejected
+        request.pending -= 1 + num_drafts
+        request.unsure -= num_drafts

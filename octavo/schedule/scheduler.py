@@ -392,16 +392,10 @@ class Scheduler:
         return news
 
     def _take(self, request: Request, num_drafts: int, num_tokens: int, output: StepOutput, row: int) -> None:
-        """Process what a row of `num_tokens` sampled, and correct its bounds by the drafts that were rejected."""
+        """Process what a row of `num_tokens` sampled."""
         sampled = output.tokens[row]
         self._quarantine.passed(request)
-        request.pending -= 1 + num_drafts
-        rejected = 1 + num_drafts - len(sampled)
-        if num_drafts and self._drafts.rewinds:
-            self.cache.settle(request.table, rewind=rejected > 0)
-            rejected = num_tokens if rejected else 0
-        request.num_computed -= rejected
-        request.unsure -= num_drafts
+        self._drafts.verified(request, num_drafts, num_tokens, len(sampled))
         if row in output.drafts and not request.inflight:
             request.num_drafts = min(request.num_drafts, output.drafts[row])
         error, found = output.errors.get(row), output.logprobs.get(row)
