@@ -1,6 +1,6 @@
 """Write the table of architectures in docs/models.md from the registry and the configurations that the tests run.
 
-PYTHONPATH=.:tests python tools/models_table.py [FILE]
+python tools/models_table.py [FILE]
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(sys.path[0], "tests")))
 from bridge_kit import OTHERS, OWN
 from tiny import FAMILIES, config_of
 from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE

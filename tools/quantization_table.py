@@ -2,7 +2,7 @@
 
 A format has a cell if it is among the parameters of the column's test.
 
-PYTHONPATH=.:tests:tests/golden:tests/oracle python tools/quantization_table.py [FILE]
+    python tools/quantization_table.py [FILE]
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import test_quantized_support
 import torch
 from gguf import GGML_QUANT_SIZES
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend(str(Path(sys.path[0], "tests", folder)) for folder in ("", "golden", "oracle"))
+import test_quantized_support
 from quantized_kit import EXAMPLES
 
 from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks

@@ -57,7 +57,9 @@ def make_parser(schemes: dict[str, str]) -> OctavoParser:
         "--ignore", action="append", default=[], metavar="PATTERN", help="modules to keep, such as '*.down_proj'"
     )
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16"), help="of all else, in a folder that is rounded (bfloat16)"
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        help="of what is not quantized (bfloat16); not for gguf-*, gptq, awq",
     )
     parser.add_argument("--calibration", metavar="FILE", help="text for gptq and awq, samples separated by blank lines")
     parser.add_argument("--no-eval", action="store_true", help="do not compare it with the original")
@@ -66,7 +68,7 @@ def make_parser(schemes: dict[str, str]) -> OctavoParser:
 
 
 def _check_text(args: argparse.Namespace) -> None:
-    """Read the text of the comparison, so that a wrong one is no news after the model is written."""
+    """Raise ConfigError for a text that can't be read, before the model is written."""
     from octavo.cli.eval import read_text
 
     if args.text is not None and args.no_eval:
@@ -76,14 +78,14 @@ def _check_text(args: argparse.Namespace) -> None:
 
 
 def _note_rounded(files: ModelFiles) -> None:
-    """Say so if the source's own matrices are rounded: its loss stays, and the comparison does not show it."""
+    """Say so if the source's own matrices are quantized: their rounding errors remain."""
     from octavo.models.save.places import rounded_types
 
     types = rounded_types(files)
     if types:
         say(
-            f"{files.name} is rounded itself ({', '.join(types)}): what that lost is not regained, and is not part of "
-            "the comparison"
+            f"{files.name} was quantized before ({', '.join(types)}): its own rounding errors remain, and a comparison "
+            "with it does not show them"
         )
 
 
@@ -99,7 +101,6 @@ def write(args: argparse.Namespace) -> None:
     dtype = args.dtype or "bfloat16"
     with open_display() as display:
         files = resolve(args.model, progress=display.download)
-        _note_rounded(files)
         written = quantize(
             files,
             ROUNDINGS[args.scheme],
@@ -114,6 +115,9 @@ def write(args: argparse.Namespace) -> None:
         f"{args.output}: {written.matrices} matrices in {args.scheme}{groups}; {units.show_bytes(written.after)}, "
         f"{units.show_bytes(written.before)} in {dtype}"
     )
+    _note_rounded(files)
+    if files.format == "gguf":
+        say(f"the tokenizer stays in {files.name}: serve {args.output} with --tokenizer {args.model}")
 
 
 def _wrong_calibration(args: argparse.Namespace, methods: list[str]) -> str:
@@ -155,13 +159,13 @@ def write_file(args: argparse.Namespace) -> None:
     with open_display() as display:
         files = resolve(args.model, progress=display.download)
         check_source(files)
-        _note_rounded(files)
         keys = {} if files.format == "gguf" else tokenizer_keys(files.path, files.config.get("vocab_size", 0))
         written = write_gguf(files, STORAGES[args.scheme], path, tokenizer=keys, progress=display.download)
     say(
         f"{path}: {written.matrices} matrices in {args.scheme}; {units.show_bytes(written.after)}, "
         f"{units.show_bytes(written.before)} in 16 bits"
     )
+    _note_rounded(files)
 
 
 def evaluate(args: argparse.Namespace) -> None:

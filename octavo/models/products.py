@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from octavo.models.feed_forwards.experts import Experts
 from octavo.models.model import LayeredModel, Model
 from octavo.models.spec import DecoderSpec
 from octavo.nn.linear import Linear, Projection
-from octavo.nn.ops import few_rows, gating, products, triton_activation
+from octavo.nn.ops import products
 from octavo.nn.quant.gpu import OnGpu
+from octavo.nn.quant.gpu_launch import PlainForm, RowNorm, launch
 from octavo.nn.quant.packed_gpu import PackedOnGpu
 
 _LIKE = 4
@@ -41,64 +42,38 @@ def _is_packed(model: Model) -> bool:
     return any(isinstance(layer, Projection) and getattr(layer.scheme, "is_packed", False) for layer in layers)
 
 
-class _Form(NamedTuple):
-    """A product of few rows, as it is launched.
-
-    Attributes:
-        gates: the outputs are a SiLU gate and its operand.
-        last: the outputs belong to the residual stream, else the inputs are normalized.
-        added: the launch of one row adds them to the stream; that of more rows only if `last`.
-        wide: the outputs are float32.
-    """
-
-    outputs: int
-    inputs: int
-    gates: bool
-    last: bool
-    added: bool
-    wide: bool
-    biased: bool
-
-
 def launch_plain(model: LayeredModel) -> None:
     """Launch the kernels that multiply few rows with the model's plain matrices, and those of gates, with tensors that
     have no values: for compiling them ahead."""
     if not isinstance(model, CausalLM):
         return
     last, added, wide = _outputs(model), _added(model), _wide(model)
-    layers = (one for one in model.modules() if isinstance(one, Projection) and isinstance(one.scheme, OnGpu))
-    forms = (
-        _Form(*_shape(one, model.spec), _gates(one), one in last, one in added, one in wide, one.has_bias)
-        for one in layers
+    layers = [one for one in model.modules() if isinstance(one, Projection) and isinstance(one.scheme, OnGpu)]
+    forms = dict.fromkeys(
+        PlainForm(
+            *_shape(layer, model.spec),
+            _gates(layer),
+            layer in last,
+            layer in added,
+            layer in wide,
+            layer.has_bias,
+            None if layer in last else _norm(model, _shape(layer, model.spec)[1]),
+        )
+        for layer in layers
     )
-    for form in dict.fromkeys(forms):
-        _launch(form, model)
+    for form in forms:
+        launch(form, model.embedding.dtype, model.residual_dtype, model.device)
 
 
-def _launch(form: _Form, model: CausalLM) -> None:
-    dtype, residual, norm = model.embedding.dtype, model.residual_dtype, model.spec.norm
-
-    def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=kind, device=model.device)
-
-    weight = empty(form.outputs, form.inputs)
-    bias = empty(form.outputs) if form.biased else None
-    if form.added:
-        few_rows.fused_product(empty(1, form.inputs), weight, add_to=empty(1, form.outputs, kind=residual), bias=bias)
-    elif not form.last and norm.kind == "rms":
-        inner = form.inputs != model.spec.hidden_size  # then it is not the stream that is normalized
-        x = empty(1, form.inputs, kind=dtype if inner else residual)
-        scale = empty(form.inputs, kind=torch.float32 if norm.offset and not inner else dtype)
-        gated, wide = form.gates and not form.biased, torch.float32 if form.wide else None
-        few_rows.fused_product(x, weight, norm=(scale, norm.eps), gated=gated, bias=bias, dtype=wide)
-    if form.gates:
-        triton_activation.silu_mul(empty(2, form.outputs))
-    if dtype.itemsize == 2 and not form.biased:
-        if not form.wide and few_rows.pays(2, form.outputs):
-            added = empty(2, form.outputs) if form.last and form.added and residual == dtype else None
-            few_rows.few_product(empty(2, form.inputs), weight, added)
-        if form.gates and gating.serves(gating.TYPICAL, weight):
-            gating.gated_product(empty(gating.TYPICAL, form.inputs), weight)
+def _norm(model: CausalLM, inputs: int) -> RowNorm | None:
+    """Return the norm before a layer with this number of inputs."""
+    norm, dtype = model.spec.norm, model.embedding.dtype
+    if norm.kind != "rms":
+        return None
+    of_stream = inputs == model.spec.hidden_size
+    return RowNorm(
+        model.residual_dtype if of_stream else dtype, torch.float32 if norm.offset and of_stream else dtype, norm.eps
+    )
 
 
 def launch_packed(model: LayeredModel) -> None:

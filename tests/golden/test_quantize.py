@@ -26,6 +26,7 @@ from octavo.models.save.rounding import ROUNDINGS, pack
 from octavo.nn.weights import TensorSpec
 
 TEXT = "The river rose above the lower steps of the quay, and they counted the steps that were left."
+WEIGHTS = "model.safetensors"
 SMALL = ["--kv-cache-memory-bytes", "1M", "--threads", "1"]
 
 
@@ -39,10 +40,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_weights_are_the_nearest_of_their_grid(name: str, source: Path, tmp_path: Path) -> None:
-    scheme, original = ROUNDINGS[name], load_file(source / "model.safetensors")
+    scheme, original = ROUNDINGS[name], load_file(source / WEIGHTS)
     written = quantize(model_files(source), scheme, tmp_path / "out", dtype=torch.float16)
     assert written.matrices == 14
     assert written.group_size == (64 if scheme.grouped else 0)
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.name in ("config.json", WEIGHTS)}
+    assert len(modes) == 1, "not all files can be read by the same users"
     read = open_checkpoint(model_files(tmp_path / "out"))
     assert read.names() == original.keys()
     for key, weight in original.items():
@@ -55,6 +58,17 @@ def test_weights_are_the_nearest_of_their_grid(name: str, source: Path, tmp_path
         # Half a step: of integers, or of E4M3 with its 3 bits after the leading one. Scales are in float16.
         half_step = grid.abs() / 16 if scheme.floats else largest / ((1 << scheme.bits) - 1)
         assert bool(((values - grid).abs() <= half_step + largest * 2e-3).all())
+
+
+def test_weights_are_rounded_once(source: Path, tmp_path: Path) -> None:
+    """Those of a checkpoint in float32 or float16 are not rounded to the scales' dtype before."""
+    quantize(model_files(source), ROUNDINGS["int8"], tmp_path / "out", dtype=torch.bfloat16)
+    original, written = load_file(source / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert original[name].dtype == torch.float32
+    scales = written[f"{name}_scale"]
+    assert scales.dtype == torch.bfloat16
+    assert torch.equal(written[name], (original[name] / scales.float()).round().clamp(-128, 127).to(torch.int8))
 
 
 def test_words_are_completed_where_inputs_do_not_fill_them() -> None:
@@ -83,7 +97,7 @@ def test_a_gguf_file_is_written_with_the_names_that_others_read(source: Path, tm
     theirs = make_checkpoint("quantized", tmp_path / "again", {"vocab_size": 464})
     files = write_model(tmp_path / "tiny.gguf", theirs, "llama")
     assert quantize(files, ROUNDINGS["w8a16"], tmp_path / "out").matrices == 14
-    written = load_file(tmp_path / "out" / "model.safetensors")
+    written = load_file(tmp_path / "out" / WEIGHTS)
     read = open_checkpoint(model_files(tmp_path / "out"))
     assert read.names() == theirs.state_dict().keys()
     for key in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -153,9 +167,15 @@ def test_a_full_disk_leaves_nothing_behind(
 def test_a_source_that_is_rounded_itself(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     assert main(["quantize", str(source), "--scheme", "gguf-q8_0", "-o", str(first), "--no-eval"]) == 0
-    assert "rounded itself" not in capsys.readouterr().err
+    assert "quantized before" not in capsys.readouterr().err
     assert main(["quantize", str(first), "--scheme", "gguf-q8_0", "-o", str(second), "--no-eval"]) == 0
-    assert "first.gguf is rounded itself (Q8_0): what that lost is not regained" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "first.gguf was quantized before (Q8_0): its own rounding errors remain" in said
+    assert "--tokenizer" not in said
+    folder = tmp_path / "folder"
+    assert main(["quantize", str(first), "--scheme", "w8a16", "-o", str(folder), "--no-eval"]) == 0
+    said = capsys.readouterr().err
+    assert f"the tokenizer stays in {first}: serve {folder} with --tokenizer {first}" in said
 
 
 def test_models_that_make_embeddings_are_refused(source: Path, tmp_path: Path) -> None:

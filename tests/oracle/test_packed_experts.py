@@ -11,14 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
+import hopper
 from quantized_kit import blocks_of, value_of
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.models.load.quantized.codes import FLOATS
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
 from octavo.nn.ops import floats, packed_experts
-from octavo.nn.ops.expert_products import mix_stacked, mix_tiles, route_on_device, tilings_for
-from octavo.nn.ops.expert_rows import add_rows, gate_rows
+from octavo.nn.ops.expert_products import linear, mix_stacked, mix_tiles, route_on_device, tilings_for
+from octavo.nn.ops.expert_rows import add_rows, gate_rows, row_plans
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.experts import mix_reference
 from octavo.nn.ops.routing import Routing
@@ -237,6 +239,18 @@ def test_few_of_many_experts_are_read() -> None:
     assert off(mix_stacked(case.x[:2], some, part, case.form), few) < case.limit
 
 
+@pytest.mark.parametrize("group", [96, 192])
+def test_groups_of_floats_that_are_no_power_of_two(group: int) -> None:
+    torch.manual_seed(0)
+    one, exact = codes("e4m3", group)(64, 384)
+    assert one is not None
+    matrices = stacked(one, 1, DTYPE)
+    put(matrices, 0, one)
+    for tokens in (3, 9):
+        x = torch.randn(tokens, 384).to(DEVICE, DTYPE)
+        assert off(linear(x, matrices, None, 0), x.cpu().double() @ exact.T) < TOLERANCE
+
+
 SECOND = {
     "larger groups": (4, 128, False, "4-bit integers"),
     "smaller groups": (4, 64, False, "4-bit integers"),
@@ -265,6 +279,45 @@ def test_experts_of_different_forms(second: str) -> None:
         exact = value_of(half)
         assert off(scheme.gate_up_of(expert, x), x.cpu().double() @ torch.cat([exact, exact]).T) < TOLERANCE
         assert off(scheme.down_of(expert, x), x.cpu().double() @ value_of(down).T) < TOLERANCE
+
+
+@pytest.mark.parametrize("plain", ["gate_up", "down"])
+def test_one_product_is_packed_and_the_other_plain(plain: str) -> None:
+    """As if a rank's share of the inputs cuts groups."""
+    for tokens in (1, 9, 20):
+        case = Case(FORMS["4 bits, groups of 128"], tokens)
+        weight = (case.gate_up if plain == "gate_up" else case.down).to(DEVICE, DTYPE)
+        mixed = replace(case.stacked, **{plain: weight})
+        routing = case.routed()
+        got = mix_stacked(case.x, routing, mixed, case.form, case.added)
+        assert off(got, case.expected(case.x, routing) + case.added.cpu().double()) < case.limit
+
+
+def test_no_product_reads_experts_ahead_behind_a_packed_one() -> None:
+    """Launches of packed products let the next one begin before the experts are chosen."""
+    case = Case(FORMS["4 bits, groups of 128"], 1)
+    form = replace(case.form, size=64)
+    plain = StackedWeights(torch.empty(0), torch.empty(0))
+    packed = replace(plain, gate_up=case.stacked.gate_up)
+    assert row_plans(form, case.routed(), plain, DEVICE)[1].held
+    assert not row_plans(form, case.routed(), packed, DEVICE)[1].held
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_both_products_have_tiles_of_one_height(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if only one is packed, since choices are sorted once."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    form = ExpertsForm(num_experts=16, hidden_size=1024, size=512)
+    with FakeTensorMode():
+        packed = StackedWeights(
+            *(hopper.matrices(hopper.FORMS["4 bits"], 16, *shape) for shape in ((1024, 1024), (1024, 512)))
+        )
+        plain = StackedWeights(*(hopper.empty(16, *shape, dtype=DTYPE) for shape in ((1024, 1024), (1024, 512))))
+        for tokens in (5, 100, 200, 300, 600):
+            x = hopper.empty(tokens, 1024, dtype=DTYPE)
+            for stacked_ in (packed, replace(packed, gate_up=plain.gate_up), replace(packed, down=plain.down)):
+                first, second = tilings_for(x, 2, stacked_, form)
+                assert first.height == second.height, tokens
 
 
 def test_experts_whose_inputs_are_reordered_are_expanded() -> None:

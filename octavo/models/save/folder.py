@@ -111,11 +111,13 @@ def _write(
     """Round and write the tensors of these shapes; return their bytes."""
     total, done = sum(map(math.prod, shapes.values())) * dtype.itemsize, 0
     for name, shape in shapes.items():
-        tensor = checkpoint.tensor(name, TensorSpec(shape, dtype))
-        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        stored = {"weight": tensor} if name not in matrices else scheme.stored(tensor, size)
-        for suffix, part in stored.items():
-            written.add(name if name not in matrices else name.removesuffix("weight") + suffix, part)
+        if name in matrices:
+            matrix = checkpoint.tensor(name, TensorSpec(shape, torch.float32)).float()
+            for suffix, part in scheme.stored(matrix, size, dtype).items():
+                written.add(name.removesuffix("weight") + suffix, part)
+        else:
+            tensor = checkpoint.tensor(name, TensorSpec(shape, dtype))
+            written.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
         done += math.prod(shape) * dtype.itemsize
         progress("quantize", done, total)
     written.close()
@@ -225,8 +227,12 @@ class _Files:
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def _flush(self) -> None:
-        self._parts.append(self._folder / f"part-{len(self._parts)}.safetensors")
-        save_file(self._held, self._parts[-1], metadata={"format": "pt"})
+        part = self._folder / f"part-{len(self._parts)}.safetensors"
+        self._parts.append(part)
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(self._held, part, metadata={"format": "pt"})
+        part.chmod(mode)  # save_file lets only the owner read it
         self._held, self._size = {}, 0
 
 

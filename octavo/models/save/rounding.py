@@ -64,16 +64,20 @@ class Rounding:
             "ignore": ignored,
         }
 
-    def stored(self, weight: Tensor, group_size: int) -> dict[str, Tensor]:
-        """Round a matrix [N, K]; return its stored tensors by suffix. Scales have the matrix's dtype."""
+    def stored(self, weight: Tensor, group_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Round a matrix [N, K] of float32; return its stored tensors by suffix.
+
+        Args:
+            dtype: of scales.
+        """
         outputs, inputs = weight.shape
-        grouped = weight.float().view(outputs, -1, group_size if self.grouped else inputs)
+        grouped = weight.reshape(outputs, -1, group_size if self.grouped else inputs)
         largest = grouped.abs().amax(-1)
         if self.floats:
-            scales = _scales(largest / torch.finfo(E4M3).max, weight.dtype)
+            scales = _scales(largest / torch.finfo(E4M3).max, dtype)
             return {"weight": (grouped / scales.float()[..., None]).view_as(weight).to(E4M3), "weight_scale": scales}
         half = 1 << (self.bits - 1)
-        scales = _scales(largest / (half - 0.5), weight.dtype)
+        scales = _scales(largest / (half - 0.5), dtype)
         integers = (grouped / scales.float()[..., None]).round_().clamp_(-half, half - 1).view_as(weight)
         if self.activations:
             return {"weight": integers.to(torch.int8), "weight_scale": scales}

@@ -356,7 +356,10 @@ def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsFor
     if x.is_cuda and mean >= _MANY_ROWS and expert_tiles.serves(x, stacked, form):
         return _STAYING, _STAYING
     first = _tiling_for(x, mean, stacked.gate_up, form.hidden_size, first=True, gated=form.gated)
-    return first, _tiling_for(x, mean, stacked.down, form.size, first=False, gated=False)
+    second = _tiling_for(x, mean, stacked.down, form.size, first=False, gated=False)
+    # Choices are sorted once for both products, of which only one may be packed.
+    height = min(first.height, second.height)
+    return first._replace(height=height), second._replace(height=height)
 
 
 def _tiling_for(x: Tensor, mean: float, matrices: Matrices, inputs: int, *, first: bool, gated: bool) -> AnyTiling:

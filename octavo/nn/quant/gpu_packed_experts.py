@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops import expert_tiles
 from octavo.nn.ops.expert_products import linear
 from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeights
 from octavo.nn.ops.floats import Floats
@@ -131,6 +132,7 @@ class ExpertMatrices:
 
     def _expand(self, shape: Sequence[int]) -> None:
         """Have room for plain matrices [N, K], and move there what is packed."""
+        expert_tiles.usable(self.device, self.dtype)  # tried now rather than in a step
         self.weight = torch.empty(self.count, *shape, dtype=self.dtype, device=self.device)
         if self.codes is not None:
             matrices = self._matrices

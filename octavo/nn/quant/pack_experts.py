@@ -74,7 +74,9 @@ def _eight_bit_floats(
 ) -> PackedMatrix | None:
     codes, scales = _joined(parts, device)
     inputs = codes.shape[1]
-    group = inputs // scales.shape[1]
+    stored = inputs // scales.shape[1]
+    group = stored if stored == inputs else stored & -stored  # kernels divide inputs by powers of two
+    scales = scales.repeat_interleave(stored // group, 1)
     words = _words(inputs, group)
     if not words:
         return None

@@ -18,7 +18,7 @@ def test_the_docs_list_every_architecture_as_it_is() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     docs = module.DOCS.read_text(encoding="utf-8")
-    assert module.rewrite(docs) == docs, "run PYTHONPATH=.:tests python tools/models_table.py"
+    assert module.rewrite(docs) == docs, "run python tools/models_table.py"
 
 
 def test_the_docs_list_every_model_with_images() -> None:

@@ -48,9 +48,12 @@ class AWQ(Method):
 
     def matrix(self, module: Module) -> Integers:
         outputs, inputs = self.shape(module)
-        groups = 1 if self._group == -1 else inputs // self._group
-        if self._group != -1 and inputs % self._group:
+        size = (
+            inputs if self._group == -1 else min(self._group, inputs)
+        )  # a part may have some inputs of the only group
+        if inputs % max(size, 1):
             raise module.wrong("qweight", f"has {inputs} inputs, which groups of {self._group} don't divide")
+        groups = inputs // max(size, 1)
         words, zeros = module.stored("qweight", WORDS, None, None), module.stored("qzeros", WORDS, None, None)
         scales = module.stored("scales", SCALE_DTYPES, None, None)
         if self._by_rows:

@@ -55,16 +55,13 @@ class BitsAndBytes(Method):
 
     def _blocks(self, module: Module, pairs: Tensor, state: dict[str, Any]) -> Codes | Tensor:
         size, count = state["blocksize"], math.prod(state["shape"])
-        scales = module.tensor("weight.absmax")
+        scales = module.stored("weight.absmax", BYTES if "nested_blocksize" in state else SCALE_DTYPES, None)
         if "nested_blocksize" in state:
-            module.stored("weight.absmax", BYTES, None)
             block = state["nested_blocksize"]
             nested = module.stored("weight.nested_absmax", SCALE_DTYPES, -(-len(scales) // block)).float()
             steps = module.stored("weight.nested_quant_map", SCALE_DTYPES, 256).float()[scales.long()]
             outer = nested.repeat_interleave(block)[: len(scales)]
             scales = steps * outer + state["nested_offset"]
-        elif scales.dtype not in SCALE_DTYPES:
-            raise module.wrong("weight.absmax", f"is {scales.dtype}, not floating point")
         if len(pairs) * 2 < count or len(scales) != -(-count // size):
             raise module.wrong("weight", f"has {len(pairs)} bytes and {len(scales)} scales for {count} weights")
         indices = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
@@ -81,7 +78,12 @@ def _state(module: Module) -> dict[str, Any]:
     try:
         state = json.loads(bytes(module.tensor(suffix).tolist()))
         outputs, inputs = state["shape"]
-        sizes = {name: int(state[name]) for name in ("blocksize", "nested_blocksize") if name in state}
-        return {**state, **sizes, "shape": [int(outputs), int(inputs)]}
+        numbers: dict[str, Any] = {"blocksize": int(state["blocksize"]), "shape": [int(outputs), int(inputs)]}
+        if "nested_blocksize" in state:
+            numbers["nested_blocksize"] = int(state["nested_blocksize"])
+            numbers["nested_offset"] = float(state["nested_offset"])
+        if min(numbers["blocksize"], numbers.get("nested_blocksize", 1)) < 1:
+            raise ValueError("a block has no weights")
+        return numbers
     except (ValueError, KeyError, TypeError) as error:
         raise module.wrong(suffix, "is not a quantization state in JSON") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -105,16 +106,19 @@ class CompressedTensors(Method):
 
     def cut(self, module: Module, index: Index) -> Module | None:
         matrix, scales, groups = self.shape(module), module.shape("weight_scale"), "weight_g_idx"
-        tile = self._tile if len(scales) == 2 and 1 < scales[0] < matrix[0] else None
-        own = scale_dims(scales, matrix, tile)
+        in_tiles = len(scales) == 2 and scales[0] != matrix[0] and (max(scales) > 1 or self._has_tiles(module))
+        own = scale_dims(scales, matrix, self._tile if in_tiles else None)
         zeros = scale_dims(module.shape("weight_zero_point"), matrix, None) if module.has("weight_zero_point") else None
         if own is None:
             return None
         dims = {"weight": (0, 1), "weight_packed": (0, 1), "weight_scale": own, groups: (None, 0)}
         dims |= {"weight_zero_point": zeros or (0, 1)}
         cuts = self._cut_evenly(module, index, dims)
-        given = own_groups(module, groups, index[1], matrix[1], scales[-1]) if self._is_ordered(module) else {}
-        if cuts is None or given is None:
+        if cuts is None:
+            return None
+        ordered = self._is_ordered(module)
+        given = own_groups(module, groups, index[1], matrix[1], math.prod(scales[1:])) if ordered else {}
+        if given is None:
             return None
         sizes = [len(range(size)[part]) for size, part in zip(matrix, index, strict=True)]
         return module.part(cuts, given | {"weight_shape": torch.tensor(sizes)})
@@ -124,7 +128,11 @@ class CompressedTensors(Method):
         if scales.dtype == torch.uint8:
             module.stored("weight", (torch.float8_e4m3fn,), rows, columns)
             return coded(weight, from_e8m0(module.stored("weight_scale", BYTES, rows, columns // 32)))
-        is_tiled = scales.dim() == 2 and (scales.shape[1] > 1 or self._settings_of(module).get("strategy") == "block")
+        is_tiled = scales.dim() == 2 and (
+            scales.shape[1] > 1
+            or 1 < scales.shape[0] < rows  # a rank's part, of a column of tiles
+            or self._has_tiles(module)
+        )
         if weight.dtype.is_floating_point:
             if is_tiled and scales.shape[0] == rows:
                 check_groups(module, "weight_scale", columns, scales.shape[1])
@@ -155,9 +163,9 @@ class CompressedTensors(Method):
         if scales.dtype not in SCALE_DTYPES:
             raise module.wrong("weight_scale", f"is {scales.dtype} {list(scales.shape)}, not floating-point numbers")
         scales = scales.view(1, 1) if scales.numel() == 1 else scales
-        told = self._settings_of(module).get("num_bits")
+        stated = self._settings_of(module).get("num_bits")
         bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == packed.shape[1]), 0)
-        fits = bits and told in (None, bits) and packed.shape[0] == rows
+        fits = bits and stated in (None, bits) and packed.shape[0] == rows
         if not fits or scales.dim() != 2 or scales.shape[0] not in (1, rows):
             raise module.wrong(
                 "weight_packed",
@@ -178,9 +186,12 @@ class CompressedTensors(Method):
     def _is_ordered(self, module: Module) -> bool:
         """Return whether inputs are assigned to groups; otherwise all numbers are -1."""
         if not module.has("weight_g_idx"):
-            return self._settings_of(module).get("actorder") in ("group", True)
+            return self._settings_of(module).get("actorder") in ("group", "dynamic", True)
         groups = module.tensor("weight_g_idx")
         return not groups.numel() or bool((groups >= 0).any())
+
+    def _has_tiles(self, module: Module) -> bool:
+        return self._settings_of(module).get("strategy") == "block"
 
     def _has_zeros(self, module: Module) -> bool:
         """Return whether the module has zero points, or must have: without them, it would be read as symmetric."""

@@ -91,7 +91,8 @@ def scale_dims(
         tile: outputs and inputs that have a scale; None for scales of outputs, of groups of inputs, or of the matrix.
     """
     if tile is not None:
-        return None if len(scales) != 2 or any(n % size for n, size in zip(matrix, tile, strict=True)) else (0, 1)
+        divides = not any(n % size for n, size in zip(matrix, tile, strict=True))
+        return (0, 1) if divides and [n // size for n, size in zip(matrix, tile, strict=True)] == [*scales] else None
     if math.prod(scales) == 1:
         return None, None
     if scales[0] != matrix[0] or len(scales) > 2:

@@ -86,7 +86,9 @@ def unpack(words: Tensor, bits: int, count: int | None = None) -> Tensor:
     in the next.
     """
     count = words.shape[1] * 32 // bits if count is None else count
-    stream = words.contiguous().view(torch.uint8)
+    # `contiguous` may keep another stride of a single column.
+    words = words.contiguous() if words.stride(1) == 1 else words.clone(memory_format=torch.contiguous_format)
+    stream = words.view(torch.uint8)
     if bits == 8:
         integers = stream
     elif 8 % bits == 0:

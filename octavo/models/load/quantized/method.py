@@ -227,6 +227,9 @@ class Method(ABC):
                 all. Equal numbers of features have equal numbers of elements.
         """
         sizes, cuts = self.shape(module), {}
+        begin, end, _ = index[1].indices(sizes[1])
+        if begin % _PADDED or (end % _PADDED and end < sizes[1]):
+            return None  # of fewer inputs, shapes tell neither groups nor the number of bits
         for suffix, places in dims.items():
             if not module.has(suffix):
                 continue
@@ -234,7 +237,11 @@ class Method(ABC):
             own = [slice(None)] * len(stored)
             for wanted, dim, features in zip(index, places, sizes, strict=True):
                 begin, end, _ = wanted.indices(features)
-                if dim is None or (begin, end) == (0, features) or stored[dim] == 1:
+                if dim is None or (begin, end) == (0, features):
+                    continue
+                if dim >= len(stored) or not stored[dim]:
+                    return None  # a damaged checkpoint, of which reading the whole tells
+                if stored[dim] == 1 and features > _PADDED:
                     continue
                 most, least = max(features, stored[dim]), min(features, stored[dim])
                 if most % least or features % _PADDED or begin * stored[dim] % features or end * stored[dim] % features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,39 @@ def test_a_rank_reads_its_part_only(name: str, where: str) -> None:
         assert count <= 2 * most
     else:
         assert count < 0.6 * most
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_part_may_be_smaller_than_a_word_or_a_group(name: str) -> None:
+    torch.manual_seed(len(name))
+    stored, _ = EXAMPLES[name].write(torch.randn(64, 64))
+    view, spec = checkpoint(stored, EXAMPLES[name].settings), TensorSpec((64, 64), torch.float32)
+    values = view.tensor("a.proj.weight", spec)
+    every = slice(None)
+    for index in ((slice(8, 16), every), (every, slice(8, 16)), (every, slice(32, 64)), (slice(16, 24), slice(32, 64))):
+        assert torch.equal(view.tensor("a.proj.weight", spec, index), values[index])
+        blocks = view.blocks("a.proj.weight", codes=True, index=index)
+        if blocks is not None:
+            part = dequantized(blocks, torch.float32)
+            torch.testing.assert_close(part, values[index], rtol=1e-3, atol=float(values.abs().max()) * 1e-3)
+
+
+def test_a_column_of_tiles_needs_no_stated_strategy() -> None:
+    example = EXAMPLES["fp8-compressed-tiles"]
+    stored, _ = example.write(torch.randn(256, 256))
+    view, spec = checkpoint(stored, {**example.settings, "config_groups": {}}), TensorSpec((256, 256), torch.float32)
+    index = (slice(None), slice(128, 256))
+    assert torch.equal(view.tensor("a.proj.weight", spec, index), view.tensor("a.proj.weight", spec)[index])
+
+
+@pytest.mark.parametrize("change", [{"nested_blocksize": 0}, {"nested_offset": None}, {"blocksize": -1}], ids=str)
+def test_a_quantization_state_of_no_sense_is_named(change: dict[str, Any]) -> None:
+    stored, _ = EXAMPLES["bnb-fp4-nested"].write(torch.randn(ROWS, COLUMNS))
+    (name,) = [suffix for suffix in stored if "quant_state" in suffix]
+    state = {**json.loads(bytes(stored[name].tolist())), **change}
+    stored[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(ModelFileError, match=rf"{name} in .* is not a quantization state in JSON"):
+        checkpoint(stored, EXAMPLES["bnb-fp4-nested"].settings).tensor("a.proj.weight", SPEC)
 
 
 def test_experts_in_mxfp4() -> None:
@@ -276,12 +310,14 @@ def wrong(tensor: Tensor) -> dict[str, Tensor | None]:
     return found
 
 
+@pytest.mark.parametrize("part", [None, "outputs", "inputs"])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_no_wrong_tensor_is_read_silently(name: str) -> None:
+def test_no_wrong_tensor_is_read_silently(name: str, part: str | None) -> None:
     """Each is refused by its name or another one's of the module, or changes nothing, or gives a matrix of a shape that
-    the model refuses."""
+    the model refuses. So it is for a rank's part."""
     torch.manual_seed(0)
-    stored, exact = EXAMPLES[name].write(torch.randn(ROWS, COLUMNS))
+    size, index = (ROWS, COLUMNS) if part is None else (256, 256), None if part is None else PARTS[part]
+    stored, exact = EXAMPLES[name].write(torch.randn(size))
     for suffix, tensor in stored.items():
         for what, replacement in wrong(tensor).items():
             parts = {**stored, suffix: replacement}
@@ -290,14 +326,15 @@ def test_no_wrong_tensor_is_read_silently(name: str) -> None:
                 continue  # the form of floats with a factor for each group
             says, values = "", None
             try:
-                if view.has("a.proj.weight") and view.shape("a.proj.weight") == (ROWS, COLUMNS):
-                    values = view.tensor("a.proj.weight", SPEC)
+                if view.has("a.proj.weight") and view.shape("a.proj.weight") == size:
+                    values = view.tensor("a.proj.weight", TensorSpec(size, torch.float32), index)
             except ModelFileError as error:
                 says = str(error)
             if says:
                 assert re.search(r"a\.proj\..*(Get the checkpoint again|Octavo reads)", says), (suffix, what, says)
             elif values is not None:
-                torch.testing.assert_close(values.double(), exact, rtol=1e-2, atol=1e-2, msg=f"{suffix}, {what}")
+                expected = exact if index is None else exact[index]
+                torch.testing.assert_close(values.double(), expected, rtol=1e-2, atol=1e-2, msg=f"{suffix}, {what}")
 
 
 def test_the_groups_of_a_configuration_are_told_apart() -> None:
@@ -317,6 +354,16 @@ def test_the_groups_of_a_configuration_are_told_apart() -> None:
                 view.tensor("a.proj.weight", SPEC)
         else:
             torch.testing.assert_close(view.tensor("a.proj.weight", SPEC).double(), exact, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_every_name_of_an_order_by_activations_needs_groups(order: object) -> None:
+    settings = json.loads(json.dumps(EXAMPLES["w4a16-act-order"].settings))
+    settings["config_groups"]["group_0"]["weights"]["actorder"] = order
+    stored, _ = EXAMPLES["w4a16-act-order"].write(torch.randn(ROWS, COLUMNS))
+    del stored["weight_g_idx"]
+    with pytest.raises(ModelFileError, match=r"lacks its tensor a\.proj\.weight_g_idx"):
+        checkpoint(stored, settings).tensor("a.proj.weight", SPEC)
 
 
 SCALES = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax", "scale", "_weight_scale")
