@@ -237,9 +237,10 @@ def count_chosen(model: Any) -> list[int]:
 def step_bytes(model: CausalLM, chosen: Sequence[int]) -> float:
     """Return the bytes of the weights that a step reads."""
     mixtures = [layer.experts for layer in model.modules() if isinstance(layer, Experts)]
-    dense = sum(layer.nbytes for layer in weight_layers(model) if layer not in mixtures)
-    if not model.spec.tied:
-        dense -= model.embedding.nbytes
+    unread: list[Any] = [*mixtures, *model.ropes]  # of a table of rotations, a row for each token
+    if model.head.nbytes:  # else the head is the table of embeddings
+        unread.append(model.embedding)
+    dense = sum(layer.nbytes for layer in weight_layers(model) if layer not in unread)
     shares = (layer.nbytes * n / layer.form.num_experts for layer, n in zip(mixtures, chosen, strict=True))
     return dense + sum(shares)
 

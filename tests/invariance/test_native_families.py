@@ -81,3 +81,16 @@ def test_experts_are_replaced_by_those_of_other_weights_and_kept_once(tmp_path: 
     assert isinstance(first.model, NativeDecoder)
     first.model.adopt(second.model)
     assert torch.equal(first.step([first.row(prompt, 30)], [len(prompt)]), found[1])
+
+
+@pytest.mark.parametrize("kinds", [["linear_attention", "mlp"], ["mlp", "linear_attention"], ["full_attention", "moe"]])
+def test_chosen_tokens_of_layers_of_one_part(kinds: list[str], tmp_path: Path) -> None:
+    """A last layer without a mixer or without a feed-forward computes only the tokens that get logits, bit for bit."""
+    make_checkpoint("nemotron-h-moe", tmp_path, {"layers_block_type": kinds, "intermediate_size": 96})
+    runner = native_runner(tmp_path, torch.bfloat16)
+    tokens = [list(range(first, first + 30)) for first in (1, 50)]
+    step = runner.input([runner.row(prompt, 30) for prompt in tokens], [30, 30])
+    with torch.inference_mode():
+        everything = runner.model.forward(runner.model.embed(step), step)[step.logit_rows]
+        step.hidden_rows = step.logit_rows
+        assert torch.equal(runner.model.forward(runner.model.embed(step), step), everything)

@@ -64,16 +64,20 @@ struct DeltaToken {
         const auto put = [n](float* p, Vec v) { V == 1 ? store_first(p, n, v) : store(p, v); };
         Vec found[V] = {}, results[V] = {}, writes[V];
         for (int i = 0; i < size; i++)
+#pragma GCC unroll 4
             for (int j = 0; j < V; j++) found[j] = fused(found[j], splat(key[i]), get(states + (int64_t)i * stride + j * W));
+#pragma GCC unroll 4
         for (int j = 0; j < V; j++)
             writes[j] = (get(values + j * W) - found[j] * (decay * key_factor)) * (rate * key_factor);
         for (int i = 0; i < size; i++)
+#pragma GCC unroll 4
             for (int j = 0; j < V; j++) {
                 float* state = states + (int64_t)i * stride + j * W;
                 const Vec next = fused(get(state) * decay, splat(key[i]), writes[j]);
                 put(state, next);
                 results[j] = fused(results[j], splat(query[i]), next);
             }
+#pragma GCC unroll 4
         for (int j = 0; j < V; j++) put(values + j * W, results[j] * query_factor);
     }
 };

@@ -13,7 +13,8 @@
 
 namespace octavo {
 
-constexpr int kTogether = 4;  // channels whose states are advanced in one loop
+// Channels whose states are advanced in one loop. Loops over them are unrolled by pragmas: else GCC stores each sum.
+constexpr int kTogether = 4;
 
 // States of a layer: one for each block, `stride` floats apart; octavo/native/recurrent.py documents the fields.
 struct States {

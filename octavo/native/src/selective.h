@@ -39,6 +39,7 @@ struct ScanToken {
         const int64_t begin = (int64_t)first * state;
         for_vectors(state, [&](int at, int n) {
             const Vec into = load_first(b + at, n), read = load_first(c + at, n);
+#pragma GCC unroll 4
             for (int m = 0; m < M; m++) {
                 const int64_t place = begin + (int64_t)m * state + at;
                 const Vec kept = exponential(load_first(decay + place, n) * steps[first + m]);
@@ -47,6 +48,7 @@ struct ScanToken {
                 found[m] = fused(found[m], next, read);
             }
         });
+#pragma GCC unroll 4
         for (int m = 0; m < M; m++) sums[first + m] = horizontal_sum(found[m]);
     }
 };

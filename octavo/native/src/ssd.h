@@ -33,11 +33,13 @@ struct SsdToken {
     template <int M>
     void run(int first) const {
         Vec sums[M] = {}, inputs[M];
+#pragma GCC unroll 4
         for (int m = 0; m < M; m++) inputs[m] = splat(x[first + m] * size);
         float* own = states + (int64_t)first * state;
         int n = 0;
         for (; n + W <= state; n += W) {
             const Vec into = load(b + n), read = load(c + n);
+#pragma GCC unroll 4
             for (int m = 0; m < M; m++) {
                 const Vec next = fused(load(own + m * state + n) * decay, inputs[m], into);
                 store(own + m * state + n, next);
@@ -46,12 +48,14 @@ struct SsdToken {
         }
         if (const int rest = state - n; rest > 0) {
             const Vec into = load_first(b + n, rest), read = load_first(c + n, rest);
+#pragma GCC unroll 4
             for (int m = 0; m < M; m++) {
                 const Vec next = fused(load_first(own + m * state + n, rest) * decay, inputs[m], into);
                 store_first(own + m * state + n, rest, next);
                 sums[m] = fused(sums[m], next, read);
             }
         }
+#pragma GCC unroll 4
         for (int m = 0; m < M; m++) x[first + m] = horizontal_sum(sums[m]) + x[first + m] * skip;
     }
 };
