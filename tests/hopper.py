@@ -132,14 +132,12 @@ def launch_words(form: Codes, rows: int) -> None:
     blocks, group = -(-inputs // (form.width * 16 // bits)), form.group or inputs
     codes, scales = empty(outputs, blocks, form.width, dtype=WORDS), empty(outputs, inputs // group, dtype=form.scales)
     book = empty(3, 4, dtype=torch.int64) if form.kind == "table" else None
-    matrix, x = (
-        Words(codes, scales, None, None, outputs, inputs, bits, group, form.kind, book),
-        empty(rows, inputs, dtype=BITS16),
-    )
+    matrix = Words(codes, scales, None, None, outputs, inputs, bits, group, form.kind, book)
+    x = empty(rows, inputs, dtype=BITS16)
     if rows > FEW_WORDS:
         words.widen(matrix, empty(outputs, inputs, dtype=BITS16))
     else:
-        words.product(x, matrix, None, BITS16)
+        words.rows_product(x, matrix, words.rows_plan(matrix, x), WIDE)
 
 
 def variants(launches: dict[int, Callable[[], None]]) -> dict[Any, tuple[int, Any, list[Any], dict[str, Any]]]:

@@ -115,6 +115,28 @@ def test_packed_codes_are_multiplied_by_any_number_of_rows(form: str, dtype: tor
         assert off(got, x.double() @ exact.T + bias.double()) < limit
 
 
+@pytest.mark.parametrize("rows", [1, 20, packed.FEW_WORDS + 1])
+def test_codes_beside_an_adapter_and_a_residual_stream(rows: int) -> None:
+    parts = [codes_of("table", 64, size, 320) for size in (32, 16)]
+    parts[1] = replace(parts[1], book=parts[0].book)
+    exact = torch.cat([value_of(part) for part in parts])
+    layer = Linear("", DEVICE, [Part("q", 320, 32), Part("k", 320, 16)], NONE, PackedOnGpu(DTYPE, DEVICE))
+    layer.place(parts)
+    assert layer.packed_as == "4-bit codes"
+    x, value = torch.randn(rows, 320).to(DTYPE), torch.randn(rows, 48).to(DTYPE)
+    expected = value.double() + x.double() @ exact.T
+    limit = max(TOLERANCE, 1e-3)
+    stream = Stream(value.to(DEVICE, copy=True))
+    layer.into(stream, x.to(DEVICE))
+    assert off(stream.total().float(), expected) < limit
+    layer.delta = Doubled()
+    added = x.double().sum(1, keepdim=True)
+    assert off(layer(x.to(DEVICE)), expected - value.double() + added) < limit
+    stream = Stream(value.to(DEVICE, copy=True))
+    layer.into(stream, x.to(DEVICE))
+    assert off(stream.total().float(), expected + added) < limit
+
+
 def test_scales_of_codes_keep_their_precision() -> None:
     """In the smallest dtype that has it: powers of two in bfloat16; of floats no other than float32."""
     for kind, factor, dtype in (("e4m3", 2.0**-40, torch.bfloat16), ("table", 1e-9, torch.float32)):
