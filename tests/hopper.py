@@ -1,4 +1,5 @@
-"""Compile the launches of packed experts for a Hopper GPU, without one: `python tests/hopper.py FORM`.
+"""Compile the launches of packed experts, or of codes in words, for a Hopper GPU, without one: `python tests/hopper.py
+FORM`.
 
 Prints a line of JSON for each variant of a kernel: its name, the number of tokens, and what ptxas says of registers,
 spills and shared memory. `FakeTensorMode` makes tensors on a GPU that hold nothing, so the host's code chooses tilings
@@ -12,7 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -27,9 +30,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.device.compiler import NoDriver
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
-from octavo.nn.ops import expert_rows
+from octavo.nn.ops import expert_rows, words
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
+from octavo.nn.ops.packed import FEW_WORDS
+from octavo.nn.ops.words import Words
 
 BITS16, HALF, WIDE = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8, WORDS = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int16
@@ -61,6 +66,24 @@ FORMS = {
     "4 bits, groups of 32 with minima": Form(WORDS, 32, 32, HALF, minima=True),
     "NVFP4": Form(WORDS, 16, 16, HALF, floats=True),
     "MXFP4": Form(WORDS, 32, 32, BITS16, floats=True),
+}
+
+
+class Codes(NamedTuple):
+    """How the codes of a layer are stored; see `Words`. A group of 0 has all inputs."""
+
+    kind: Literal["table", "e4m3", "e5m2"]
+    group: int
+    width: int
+    inputs: int
+    scales: torch.dtype
+
+
+CODES = {
+    "codes in a table, groups of 64": Codes("table", 64, 64, 4096, HALF),
+    "codes in a table, filled up": Codes("table", 64, 16, 2880, HALF),
+    "E4M3 in words, groups of 32": Codes("e4m3", 32, 32, 4096, BITS16),
+    "E5M2 in words, whole rows": Codes("e5m2", 0, 64, 4096, WIDE),
 }
 
 
@@ -103,8 +126,23 @@ def launch(form: Form, shape: Shape, tokens: int) -> None:
     mix_stacked(empty(tokens, hidden, dtype=BITS16), routing, stacked, experts)
 
 
-def variants(form: Form, shape: Shape) -> dict[Any, tuple[int, Any, list[Any], dict[str, Any]]]:
-    """Return the launches that differ in more than sizes: number of tokens, kernel, arguments, options."""
+def launch_words(form: Codes, rows: int) -> None:
+    """Multiply rows, or expand the matrix."""
+    bits, outputs, inputs = 4 if form.kind == "table" else 8, 4096, form.inputs
+    blocks, group = -(-inputs // (form.width * 16 // bits)), form.group or inputs
+    codes, scales = empty(outputs, blocks, form.width, dtype=WORDS), empty(outputs, inputs // group, dtype=form.scales)
+    book = empty(3, 4, dtype=torch.int64) if form.kind == "table" else None
+    matrix = Words(codes, scales, None, None, outputs, inputs, bits, group, form.kind, book)
+    x = empty(rows, inputs, dtype=BITS16)
+    if rows > FEW_WORDS:
+        words.widen(matrix, empty(outputs, inputs, dtype=BITS16))
+    else:
+        words.rows_product(x, matrix, words.rows_plan(matrix, x), WIDE)
+
+
+def variants(launches: dict[int, Callable[[], None]]) -> dict[Any, tuple[int, Any, list[Any], dict[str, Any]]]:
+    """Return the launches, by number of tokens, that differ in more than sizes: number of tokens, kernel, arguments,
+    options."""
     found: dict[Any, tuple[int, Any, list[Any], dict[str, Any]]] = {}
 
     def collect(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -112,11 +150,21 @@ def variants(form: Form, shape: Shape) -> dict[Any, tuple[int, Any, list[Any], d
         key = (kernel.__name__, *map(_kind, stand_ins), *((name, str(value)) for name, value in options.items()))
         found.setdefault(key, (tokens, kernel, stand_ins, options))
 
-    means = (17, 30, 60)  # an expert's rows, for each height of tiles
     with FakeTensorMode(), mock.patch.object(JITFunction, "run", collect):
-        for tokens in (1, 2, 16, 17, *(mean * shape.experts // shape.top_k for mean in means)):
-            launch(form, shape, tokens)
+        for tokens in launches:
+            launches[tokens]()
     return found
+
+
+def launches_of(name: str) -> dict[int, Callable[[], None]]:
+    """Return launches of a form for numbers of tokens that have kernels of their own."""
+    if name in CODES:
+        return {rows: partial(launch_words, CODES[name], rows) for rows in (1, 32, 64, FEW_WORDS, FEW_WORDS + 1)}
+    form = FORMS[name]
+    shape = GPT_OSS if form.floats else QWEN3
+    means = (17, 30, 60)  # an expert's rows, for each height of tiles
+    counts = (1, 2, 16, 17, *(mean * shape.experts // shape.top_k for mean in means))
+    return {tokens: partial(launch, form, shape, tokens) for tokens in counts}
 
 
 def _stand_in(value: Any) -> Any:
@@ -153,11 +201,10 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    form = FORMS[sys.argv[1]]
     driver.set_active(NoDriver(GPUTarget("cuda", 90, 32)))
     torch.cuda.get_device_capability = lambda *args: (9, 0)
     CompiledKernel._init_handles = lambda self: None  # there is no GPU to load it
-    for tokens, kernel, args, options in variants(form, GPT_OSS if form.floats else QWEN3).values():
+    for tokens, kernel, args, options in variants(launches_of(sys.argv[1])).values():
         compiled = kernel.run(*args, grid=(1,), warmup=True, **options)
         print(json.dumps({"kernel": kernel.__name__, "tokens": tokens, **resources(compiled)}), flush=True)
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.nn.weights import QuantizedBlocks
+from octavo.models.load.quantized.codes import FLOATS
+from octavo.nn.weights import Codebook, QuantizedBlocks
 
 Stored = dict[str, Tensor]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -391,9 +392,22 @@ def blocks_of(bits: int, group: int, minima: bool, outputs: int, inputs: int) ->
     return QuantizedBlocks(values, grouped(scales), grouped(least) if minima else None, middle, bits)
 
 
+def codes_of(kind: str, group: int, outputs: int, inputs: int) -> QuantizedBlocks:
+    """A random matrix of codes: in a random table of 16 numbers, or in 8-bit floats."""
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.get(kind)
+    book = Codebook("table", torch.randn(16)) if dtype is None else FLOATS[dtype]
+    values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    if dtype is not None:
+        spread = torch.randn(outputs, inputs) * torch.exp2(torch.randint(-12, 6, (outputs, inputs)))
+        values = spread.to(dtype).view(torch.uint8)
+    scales = (torch.rand(outputs, inputs // (group or inputs)) + 0.5) / inputs**0.5
+    return QuantizedBlocks(values, scales, None, 0, book.bits, book=book)
+
+
 def value_of(blocks: QuantizedBlocks) -> Tensor:
     """Its values in float64."""
     size = blocks.values.shape[1] // blocks.scales.shape[1]
     scales = blocks.scales.double().repeat_interleave(size, 1)
     least = 0.0 if blocks.minima is None else blocks.minima.double().repeat_interleave(size, 1)
-    return (blocks.values.double() - blocks.zero_point) * scales + least
+    numbers = blocks.values if blocks.book is None else blocks.book.of(blocks.values)
+    return (numbers.double() - blocks.zero_point) * scales + least

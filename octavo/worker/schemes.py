@@ -32,6 +32,10 @@ _PACKED = ("auto-round", "awq", "gptq")
 _GROWTH: dict[int | None, float] = {3: 1.5, 4: 1.25, 8: 1.25}
 """Bits of packed integers on disk -> their bytes on a GPU, as a multiple of those on disk, at most."""
 _MOST_GROWTH = 2
+_KEPT = ("bitsandbytes", "torchao")
+"""Methods whose matrices of any form stay packed, but for experts in tables of 4 bits."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of configurations of models with experts."""
 
 if TYPE_CHECKING:
     from octavo.nn.quant.online import Online
@@ -119,7 +123,8 @@ def needed_bytes(wanted: int, whole: Callable[[], int], config: ModelConfig, fil
     """Return how many bytes a rank's weights will take at most, as its share of all weights.
 
     Packed integers keep their bytes, but those of 2 and 3 bits get 4, and zero points become minima in float16. Other
-    weights of 8 bits take a sixteenth more for scales, also those of experts. GGUF's types are counted one by one.
+    weights of 8 bits take a sixteenth more for scales, also those of experts, or an eighth with groups, and tables of 4
+    bits a quarter. GGUF's types are counted one by one.
 
     Args:
         wanted: bytes of the rank's weights without quantization.
@@ -140,8 +145,12 @@ def _packed_bytes(files: ModelFiles) -> int | None:
         return int(files.weight_bytes * _GROWTH.get(settings.get("bits", settings.get("w_bit")), _MOST_GROWTH))
     if files.format == "gguf":
         return _gguf_bytes(files)
-    keeps = rounds_activations(files.config) and _has_8_bits(files)
-    return files.weight_bytes * 17 // 16 if keeps else None
+    if _has_8_bits(files) and rounds_activations(files.config):
+        return files.weight_bytes * 17 // 16
+    if _settings(files).get("load_in_4bit"):
+        return None if _has_experts(files) else files.weight_bytes * 5 // 4
+    keeps = _has_8_bits(files) or method_name(files) in _KEPT
+    return files.weight_bytes * 9 // 8 if keeps else None
 
 
 def least_bytes(wanted: int, config: ModelConfig, files: ModelFiles) -> int:
@@ -182,6 +191,11 @@ def _has_8_bits(files: ModelFiles) -> bool:
     return method_name(files) == "fp8" or (
         bool(groups) and all((group.get("weights") or {}).get("num_bits") == 8 for group in groups.values())
     )
+
+
+def _has_experts(files: ModelFiles) -> bool:
+    configs = files.config, files.config.get("text_config") or {}
+    return any((config.get(key) or 0) > 1 for config in configs for key in _EXPERTS)
 
 
 def method_name(files: ModelFiles) -> str | None:

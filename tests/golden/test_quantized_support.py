@@ -152,7 +152,10 @@ def test_ranks_on_cpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is loaded into host memory")
-@pytest.mark.parametrize("name", ["gptq-4", "gptq-3", "awq-gemm", "fp8-channel", "Q4_0"])
+@pytest.mark.parametrize(
+    "name",
+    ["gptq-4", "gptq-3", "awq-gemm", "fp8-channel", "bnb-nf4", "bnb-fp4-nested", "torchao-float8", "mxfp8", "Q4_0"],
+)
 def test_the_memory_that_a_rank_on_a_gpu_needs(name: str, tmp_path: Path) -> None:
     """The estimate before the weights are loaded is that of the rank's part, and at least what they take then."""
     made, dtype = make(name, tmp_path), torch.bfloat16

@@ -189,6 +189,21 @@ def test_packed_weights_of_a_gpu_are_checked(mesh: Mesh, gptq: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is loaded into host memory")
+@pytest.mark.parametrize(("name", "form"), [("bnb-nf4", "4-bit codes"), ("mxfp8", "E4M3")])
+def test_packed_codes_of_a_gpu_are_checked(name: str, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    quantize(tmp_path, make_checkpoint("quantized", tmp_path), name)
+    files = model_files(tmp_path)
+    model = packed_on_gpu(files, Mesh())
+    check_products(model, named(files), everything=False)
+    for layer in model.modules():
+        if isinstance(layer, Projection) and layer.packed_as:
+            layer.scheme.matrix.scales.mul_(1.2)
+    with pytest.raises(SelfCheckError, match=f"stored as {form}"):
+        check_products(model, named(files), everything=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is loaded into host memory")
 @pytest.mark.parametrize("method", ONLINE)
 def test_weights_that_are_rounded_at_load_may_deviate_by_the_rounding(method: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from gguf import GGMLQuantizationType as Kind
-from quantized_kit import EXAMPLES, blocks_of, value_of
+from quantized_kit import EXAMPLES, blocks_of, codes_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,11 +29,11 @@ from octavo.nn.quant.codes import INTEGERS
 from octavo.nn.quant.integers import as_integers
 from octavo.nn.quant.online import ONLINE
 from octavo.nn.quant.packed_gpu import PackedOnGpu
-from octavo.nn.quant.words import pack_words, unpack_words
+from octavo.nn.quant.words import pack_codes, pack_words, unpack_words
 from octavo.nn.rounded import Rounded
 from octavo.nn.shard import NONE
 from octavo.nn.stream import Stream
-from octavo.nn.weights import QuantizedBlocks
+from octavo.nn.weights import Codebook, QuantizedBlocks
 
 GPU = torch.cuda.is_available()
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda" if GPU else "cpu")
@@ -51,6 +51,23 @@ FORMS = {
     "8 bits, groups of 16 with minima": (8, 16, True, 32, 96),
 }
 ROWS = [1, 2, 7, 16, 33, 64, 257] if GPU else [1, 7, 33]
+
+
+ALL_ROWS = [1, 2, 7, 16, 33, 64, 257]
+# Codes, group; outputs, inputs. Also groups that are no powers of two, and more inputs of a group than of a block.
+CODES = {
+    "a table, groups of 64": ("table", 64, 48, 320),
+    "a table, groups of 128": ("table", 128, 33, 1024),
+    "a table, groups of 48": ("table", 48, 17, 288),
+    "a table, groups of 512": ("table", 512, 16, 1536),
+    "a table, whole columns": ("table", 0, 40, 160),
+    "E4M3, groups of 32": ("e4m3", 32, 48, 160),
+    "E4M3, groups of 128": ("e4m3", 128, 33, 384),
+    "E4M3, whole columns": ("e4m3", 0, 20, 96),
+    "E5M2, groups of 64": ("e5m2", 64, 48, 320),
+    "E5M2, groups of 16": ("e5m2", 16, 17, 224),
+}
+CODE_FORMS = {"table": "4-bit codes", "e4m3": "E4M3", "e5m2": "E5M2"}
 
 
 def off(got: Tensor, expected: Tensor) -> float:
@@ -74,6 +91,67 @@ def test_packed_integers_are_multiplied_by_any_number_of_rows(form: str) -> None
         assert (parts is None) == (rows > packed.FEW_WORDS)
         if parts is not None:
             assert off(parts.sum(0), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float16], ids=str)
+@pytest.mark.parametrize("form", CODES)
+def test_packed_codes_are_multiplied_by_any_number_of_rows(form: str, dtype: torch.dtype) -> None:
+    kind, group, outputs, inputs = CODES[form]
+    blocks = codes_of(kind, group, outputs, inputs)
+    exact, layer = value_of(blocks), PackedOnGpu(dtype, DEVICE)
+    layer.prepare([{"weight": blocks}])
+    matrix = layer.matrix
+    assert isinstance(matrix, words.Words)
+    assert layer.packed_as == CODE_FORMS[kind]
+    # Scales and numbers of tables have the precision of float16.
+    limit = max(TOLERANCE, 1e-3 if kind == "table" else 0.0)
+    assert off(unpack_words(matrix), exact) < (limit if kind == "table" else 1e-6)
+    wide = torch.full((outputs, inputs), float("nan"), device=DEVICE)
+    assert off(words.widen(matrix, wide), exact) < (limit if kind == "table" else 1e-6)
+    bias = torch.randn(outputs).to(DTYPE)
+    for rows in ALL_ROWS if dtype == DTYPE else ALL_ROWS[1:2]:
+        x = torch.randn(rows, inputs).to(dtype)
+        got = packed.product(x.to(DEVICE), matrix, bias.to(DEVICE), torch.float32)
+        assert off(got, x.double() @ exact.T + bias.double()) < limit
+
+
+@pytest.mark.parametrize("rows", [1, 20, packed.FEW_WORDS + 1])
+def test_codes_beside_an_adapter_and_a_residual_stream(rows: int) -> None:
+    parts = [codes_of("table", 64, size, 320) for size in (32, 16)]
+    parts[1] = replace(parts[1], book=parts[0].book)
+    exact = torch.cat([value_of(part) for part in parts])
+    layer = Linear("", DEVICE, [Part("q", 320, 32), Part("k", 320, 16)], NONE, PackedOnGpu(DTYPE, DEVICE))
+    layer.place(parts)
+    assert layer.packed_as == "4-bit codes"
+    x, value = torch.randn(rows, 320).to(DTYPE), torch.randn(rows, 48).to(DTYPE)
+    expected = value.double() + x.double() @ exact.T
+    limit = max(TOLERANCE, 1e-3)
+    stream = Stream(value.to(DEVICE, copy=True))
+    layer.into(stream, x.to(DEVICE))
+    assert off(stream.total().float(), expected) < limit
+    layer.delta = Doubled()
+    added = x.double().sum(1, keepdim=True)
+    assert off(layer(x.to(DEVICE)), expected - value.double() + added) < limit
+    stream = Stream(value.to(DEVICE, copy=True))
+    layer.into(stream, x.to(DEVICE))
+    assert off(stream.total().float(), expected + added) < limit
+
+
+def test_scales_of_codes_keep_their_precision() -> None:
+    """In the smallest dtype that has it: powers of two in bfloat16; of floats no other than float32."""
+    for kind, factor, dtype in (("e4m3", 2.0**-40, torch.bfloat16), ("table", 1e-9, torch.float32)):
+        blocks = codes_of(kind, 32, 16, 96)
+        scales = torch.ones_like(blocks.scales) if dtype == torch.bfloat16 else blocks.scales
+        matrix = pack_codes([replace(blocks, scales=scales * factor)], DEVICE)
+        assert matrix is not None
+        assert matrix.scales.dtype == dtype
+        assert off(unpack_words(matrix), value_of(replace(blocks, scales=scales * factor))) < 1e-3
+    for kind, dtype in (("table", torch.float16), ("e5m2", torch.float32)):
+        matrix = pack_codes([codes_of(kind, 32, 16, 96)], DEVICE)
+        assert matrix is not None
+        assert matrix.scales.dtype == dtype
+    large = Codebook("table", torch.arange(16) * 1e5)
+    assert pack_codes([replace(codes_of("table", 32, 16, 96), book=large)], DEVICE) is None
 
 
 def test_columns_are_multiplied_in_the_order_of_activations() -> None:
@@ -208,13 +286,13 @@ def test_a_matrix_that_cannot_be_quantized_stays_plain() -> None:
     assert off(layer.apply(x.to(DEVICE)), x.double() @ weight.to(DTYPE).double().T) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.packs])
+@pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.packs or example.codes])
 def test_formats_of_checkpoints_stay_packed(name: str) -> None:
     """Whole, and the slices that ranks of tensor parallelism read."""
     stored, exact = EXAMPLES[name].write(torch.randn(48, 256) / 16)
     tensors = {f"a.{suffix}": tensor for suffix, tensor in stored.items()}
     view = dequantizing(TensorCheckpoint(tensors), settings_of(name))
-    blocks = view.blocks("a.weight")
+    blocks = view.blocks("a.weight", codes=EXAMPLES[name].codes)
     assert blocks is not None
     for index in ((slice(0, 48), slice(0, 256)), (slice(16, 32), slice(0, 256)), (slice(0, 48), slice(128, 256))):
         if not blocks.divides(index):

@@ -1,10 +1,12 @@
-"""Products with a matrix of small integers on a GPU, which are widened in registers; launched by `words.py`.
+"""Products with a matrix of small numbers on a GPU, which are widened in registers; launched by `words.py`.
 
 The matrix [N, K] is stored as words [N, blocks, WIDTH] of 16 bits. A word has 4 fields of 4 bits or 2 of 8 bits, and a
 block has WIDTH inputs for each field: word j holds its inputs WIDTH * i + j for all i, from the lowest bits on. So
 field i of a block's words is WIDTH adjacent inputs, which share a scale, and is moved like a tile of 16-bit numbers.
 
-value = scale * (integer - middle) + minimum, with a scale and perhaps a minimum for each group of inputs.
+value = scale * number + minimum, with a scale and perhaps a minimum for each group of inputs. KIND says how a field
+becomes a number: "integers", less the middle of their range; "table", a place in a `book` of 16 numbers; "planes", the
+same with the book of `planes_of`; "e4m3" or "e5m2", a float of 8 bits.
 """
 
 from __future__ import annotations
@@ -13,6 +15,99 @@ import triton
 import triton.language as tl
 
 from octavo.nn.ops.triton_overlap import follow
+
+
+@triton.jit
+def numbers_of_words(word, book, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
+    """Return the numbers of a field of words of 16 bits, in float32."""
+    if KIND == "integers":
+        return integers_of(word, FIELD, BITS)
+    elif KIND == "table":
+        return tl.load(book + ((word.to(tl.int32) >> (FIELD * BITS)) & 15), eviction_policy="evict_last").to(tl.float32)
+    else:
+        return floats_of(word, FIELD, 4 if KIND == "e4m3" else 5)
+
+
+@triton.jit
+def narrow_numbers_of_words(
+    word, book, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr
+):
+    """Return the numbers of a field of words as NARROW, which may round those of a table.
+
+    FAST: by few instructions for integers in bfloat16, of compute capability 9.0.
+    """
+    if FAST and KIND == "integers" and BITS == 4 and tl.bfloat16 == NARROW:
+        return small_integers_of(word, FIELD)
+    elif KIND == "planes":
+        return _selected(word, book, FIELD, NARROW)
+    else:
+        return numbers_of_words(word, book, FIELD, BITS, KIND).to(NARROW)
+
+
+@triton.jit
+def floats_of(word, FIELD: tl.constexpr, EXPONENT: tl.constexpr):
+    """Return a field of 8-bit floats with EXPONENT bits of exponent, which are finite, as float32.
+
+    By integer operations, since Triton converts E4M3 only on GPUs that have instructions for it.
+    """
+    SHIFT: tl.constexpr = 8 - EXPONENT
+    MASK: tl.constexpr = (127 << (24 - SHIFT)) - (1 << 31)
+    # Sign, exponent and mantissa go to their places in float32, whose exponents have a larger bias.
+    placed = ((word.to(tl.int32) << (24 - 8 * FIELD)) >> SHIFT) & MASK
+    return placed.to(tl.float32, bitcast=True) * (2.0 ** (128 - (1 << (EXPONENT - 1))))
+
+
+@triton.jit
+def planes_of(book):
+    """Return the bytes of 16 numbers of 16 bits, in registers: the low ones of the first and the last eight numbers,
+    and the high ones."""
+    return tl.load(book), tl.load(book + 1), tl.load(book + 2), tl.load(book + 3)
+
+
+_PLANES = tl.constexpr("=r,=r,r,r" + ",r" * 12 + ",l" * 16)
+"""Registers of `_selected`: two of results and of words; of the other arguments, one for each of four elements."""
+
+
+@triton.jit
+def _selected(word, planes, FIELD: tl.constexpr, NARROW: tl.constexpr):
+    """Return the numbers of a field of 4 bits, four words at a time, in 14 instructions.
+
+    Permutations select bytes of a table that stays in registers. With loads from a table Triton would no longer copy
+    words ahead of the product.
+    """
+    # The bytes that have the fields, such that one shift brings these into the order of the words.
+    PICK: tl.constexpr = (0x6240, 0x4062, 0x7351, 0x5173)[FIELD]
+    SHIFT: tl.constexpr = 20 if FIELD % 2 else 12
+    UNMOVED: tl.constexpr = 0xF0F0 if FIELD % 2 else 0x0F0F
+    bits = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 code, moved, place, half, low, high, first, second;
+        prmt.b32 code, $2, $3, $4;
+        shr.u32 moved, code, $8;
+        lop3.b32 code, $12, code, moved, 0xCA;
+        and.b32 place, code, 0x7777;
+        shr.u32 half, code, 1;
+        lop3.b32 half, half, 0x4444, 0x3210, 0xEA;
+        mov.b64 {first, second}, $16;
+        prmt.b32 low, first, second, place;
+        mov.b64 {first, second}, $20;
+        prmt.b32 high, first, second, place;
+        prmt.b32 low, low, high, half;
+        mov.b64 {first, second}, $24;
+        prmt.b32 high, first, second, place;
+        mov.b64 {first, second}, $28;
+        prmt.b32 first, first, second, place;
+        prmt.b32 high, high, first, half;
+        prmt.b32 $0, low, high, 0x5140;
+        prmt.b32 $1, low, high, 0x7362;
+        }""",
+        _PLANES,
+        [word, PICK, SHIFT, UNMOVED, planes[0], planes[1], planes[2], planes[3]],
+        dtype=tl.int16,
+        is_pure=True,
+        pack=4,
+    )
+    return bits.to(NARROW, bitcast=True)
 
 
 @triton.jit
@@ -93,13 +188,15 @@ def _weights(
     valid,
     scales,
     minima,
+    book,
     FIELD: tl.constexpr,
     BITS: tl.constexpr,
+    KIND: tl.constexpr,
     MINIMA: tl.constexpr,
 ):
     """Return a field of words as the matrix's values, in float32."""
     scale = tl.load(scales + place, mask=valid, other=0.0).to(tl.float32)
-    value = integers_of(word, FIELD, BITS) * scale[:, None]
+    value = numbers_of_words(word, book, FIELD, BITS, KIND) * scale[:, None]
     if MINIMA:
         value += tl.load(minima + place, mask=valid, other=0.0).to(tl.float32)[:, None]
     return value
@@ -111,11 +208,13 @@ def words_rows_kernel(
     words,
     scales,
     minima,
+    book,
     out,
     M,
     N: tl.constexpr,
     K: tl.constexpr,
     BITS: tl.constexpr,
+    KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -129,7 +228,7 @@ def words_rows_kernel(
     a part of the inputs and stores its product in its own part of `out` [PARTS_OF_K, M, N].
 
     SCALED: values are scaled and rounded to the dtype of x before they are multiplied; otherwise sums of each group are
-    scaled. Matrices with minima need it.
+    scaled. Matrices with minima need it; those of "planes" can't have it.
     """
     FIELDS: tl.constexpr = 16 // BITS
     SIZE: tl.constexpr = FIELDS * WIDTH
@@ -145,6 +244,7 @@ def words_rows_kernel(
     start = words + own.to(tl.int64)[:, None] * (BLOCKS * WIDTH) + j[None, :]
     row = x + m.to(tl.int64)[None, :] * K + j[:, None]
     m_valid = (m < M)[None, :]
+    numbers = planes_of(book) if KIND == "planes" else book
     follow(OVERLAPS)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     first = tl.program_id(1) * SHARE
@@ -165,8 +265,10 @@ def words_rows_kernel(
                         group < GROUPS,
                         scales,
                         minima,
+                        numbers,
                         part * OF_PART + i,
                         BITS,
+                        KIND,
                         MINIMA,
                     )
                     acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
@@ -179,10 +281,9 @@ def words_rows_kernel(
                         value = tl.load(row + k, mask=m_valid, other=0.0)
                     else:
                         value = tl.load(row + k, mask=m_valid & (k + j < K)[:, None], other=0.0)
-                    if OVERLAPS and BITS == 4 and value.dtype == tl.bfloat16:
-                        weight = small_integers_of(word, part * OF_PART + i)
-                    else:
-                        weight = integers_of(word, part * OF_PART + i, BITS).to(value.dtype)
+                    weight = narrow_numbers_of_words(
+                        word, numbers, part * OF_PART + i, BITS, KIND, value.dtype, OVERLAPS
+                    )
                     sums = tl.dot(weight, value, sums, input_precision="ieee")
                 acc += sums * scale[:, None]
     valid = (n < N)[:, None] & m_valid
@@ -195,10 +296,12 @@ def widen_kernel(
     words,
     scales,
     minima,
+    book,
     out,
     N: tl.constexpr,
     K: tl.constexpr,
     BITS: tl.constexpr,
+    KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -223,7 +326,7 @@ def widen_kernel(
         group = (at * SIZE + field * WIDTH) // GROUP
         inside = (n < N)[:, None] & (group < GROUPS)[None, :]
         own = n[:, None] * GROUPS + group[None, :]
-        value = integers_of(word, field, BITS)
+        value = numbers_of_words(word, book, field, BITS, KIND)
         value *= tl.load(scales + own, mask=inside, other=0.0).to(tl.float32)[:, :, None]
         if MINIMA:
             value += tl.load(minima + own, mask=inside, other=0.0).to(tl.float32)[:, :, None]

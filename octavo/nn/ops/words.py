@@ -1,9 +1,9 @@
-"""Products with a matrix of 4- or 8-bit integers on a GPU; the kernels and the layout are in `triton_words.py`."""
+"""Products with a matrix of 4- or 8-bit numbers on a GPU; the kernels and the layout are in `triton_words.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -13,19 +13,26 @@ from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_sum import sum_parts
 from octavo.nn.ops.triton_words import widen_kernel, words_rows_kernel
 
+PLANES = (torch.bfloat16, torch.float16)
+"""Dtypes of activations for which bytes of numbers are stored."""
+
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A matrix [N, K] of integers: value = scale * (integer - 2 ** (bits - 1)) + minimum.
+    """A matrix [N, K] of small numbers: value = scale * number + minimum.
 
     Attributes:
         codes: [N, blocks, width] int16; the last block is filled up with zeros.
-        scales: [N, G] float16, for groups of `group` inputs.
+        scales: [N, G], for groups of `group` inputs.
         minima: likewise, or None if all are 0.
         order: [K] int32: input of the layer that the matrix's column multiplies; None if they are in order.
         outputs, inputs: N and K.
         bits: 4 or 8.
         group: a divisor or a multiple of a block's inputs, or all inputs.
+        kind: what a code stands for: an integer, plus 2 ** (bits - 1); a place in a table of 16 numbers; or an 8-bit
+            float.
+        book: [3, 4] int64 of a table, else None: the numbers' bytes in bfloat16 and in float16, the low ones before
+            the high ones, and the numbers in float16.
     """
 
     codes: Tensor
@@ -36,11 +43,24 @@ class Words:
     inputs: int
     bits: int
     group: int
+    kind: Literal["integers", "table", "e4m3", "e5m2"] = "integers"
+    book: Tensor | None = None
 
     @property
     def width(self) -> int:
         """Words of a block."""
         return self.codes.shape[2]
+
+    @property
+    def table(self) -> Tensor | None:
+        """The numbers [16] in float16."""
+        return None if self.book is None else self.book.select(0, 2).view(torch.float16)
+
+    def looked_up(self, x: Tensor, *, scaled: bool) -> tuple[str, Tensor | None]:
+        """Return how a kernel that multiplies x looks up numbers: KIND and the book of `triton_words.py`."""
+        if self.book is None or scaled or not x.is_cuda or x.dtype not in PLANES:
+            return self.kind, self.table
+        return "planes", self.book.select(0, PLANES.index(x.dtype))
 
 
 def product(x: Tensor, words: Words, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -58,24 +78,28 @@ def rows_product(x: Tensor, words: Words, plan: RowsPlan, dtype: torch.dtype) ->
         x: contiguous, in the matrix's order of inputs.
     """
     rows, outputs = x.shape[0], words.outputs
+    scaled = plan.scaled or words.minima is not None
+    kind, book = words.looked_up(x, scaled=scaled)
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
     words_rows_kernel[(triton.cdiv(outputs, plan.block_n), plan.parts, triton.cdiv(rows, plan.block_m))](
         x,
         words.codes,
         words.scales,
         words.scales if words.minima is None else words.minima,
+        book,
         out,
         rows,
         N=outputs,
         K=words.inputs,
         BITS=words.bits,
+        KIND=kind,
         WIDTH=words.width,
         GROUP=words.group,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         PARTS_OF_K=plan.parts,
         MINIMA=words.minima is not None,
-        SCALED=plan.scaled or words.minima is not None,
+        SCALED=scaled,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **overlap(x.device),
@@ -92,10 +116,12 @@ def widen(words: Words, out: Tensor) -> Tensor:
         words.codes,
         words.scales,
         words.scales if words.minima is None else words.minima,
+        words.table,
         out,
         N=words.outputs,
         K=words.inputs,
         BITS=words.bits,
+        KIND=words.kind,
         WIDTH=words.width,
         GROUP=words.group,
         BLOCK_N=plan.block_n,
@@ -146,7 +172,7 @@ def rows_plan(words: Words, x: Tensor) -> RowsPlan:
     rows, blocks = x.shape[0], words.codes.shape[1]
     if not x.is_cuda:
         return RowsPlan(16 if rows <= 16 else 64, 128, 2 if blocks > 1 else 1, 1, 1)
-    if rows > _SMALL and x.dtype.itemsize == 2:
+    if rows > _SMALL and x.dtype.itemsize == 2 and words.kind != "table":  # which would spill in larger tiles
         block_m, block_n, warps, stages = 128, 128, 8, 2
     else:
         block_m, block_n, warps, stages = min(_SMALL, max(16, triton.next_power_of_2(rows))), 64, 4, 3

@@ -29,7 +29,7 @@ def as_integers(parts: Sequence[QuantizedBlocks], device: torch.device) -> list[
     groups = max(part.scales.shape[1] for part in found)
     if any(groups % part.scales.shape[1] for part in found):
         return None
-    return alike([_in_groups(part, groups) for part in found])
+    return alike([in_groups(part, groups) for part in found])
 
 
 def _integers(part: QuantizedBlocks, book: Codebook, device: torch.device) -> QuantizedBlocks | None:
@@ -47,7 +47,7 @@ def _integers(part: QuantizedBlocks, book: Codebook, device: torch.device) -> Qu
     bits = fitting[0]
     table = (whole + (1 << (bits - 1))).to(device, torch.uint8)
     made = QuantizedBlocks(table[part.values.to(device).int()], scales, minima, 1 << (bits - 1), bits, part.order)
-    return _in_groups(made, max(groups, inputs // _BLOCK))
+    return in_groups(made, max(groups, inputs // _BLOCK))
 
 
 def _halved(factors: Tensor) -> Tensor | None:
@@ -58,8 +58,8 @@ def _halved(factors: Tensor) -> Tensor | None:
     return halves if bool(close.all()) else None
 
 
-def _in_groups(part: QuantizedBlocks, groups: int) -> QuantizedBlocks:
-    """Return integers with scales for as many groups, a multiple of theirs."""
+def in_groups(part: QuantizedBlocks, groups: int) -> QuantizedBlocks:
+    """Return a matrix with scales for as many groups, a multiple of its own."""
     repeats = groups // part.scales.shape[1]
     minima = None if part.minima is None else part.minima.repeat_interleave(repeats, 1)
     return replace(part, scales=part.scales.repeat_interleave(repeats, 1), minima=minima)

@@ -27,12 +27,15 @@ from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.quant.gpu_packed_experts import PackedStack
 from octavo.nn.quant.integers import as_integers
 from octavo.nn.quant.online import Online
+from octavo.nn.quant.words import pack_codes
 from octavo.nn.rounded import Rounded
 from octavo.nn.stream import StreamNorm
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
 
 _LAUNCHED = (1, 16, 32, 64, 128)
 """Numbers of rows that have kernels of their own."""
+_CODES = {"table": "4-bit codes", "e4m3": "E4M3", "e5m2": "E5M2"}
+"""Kind of `Words` -> form, for messages."""
 
 
 class PackedOnGpu(OnGpu):
@@ -40,7 +43,7 @@ class PackedOnGpu(OnGpu):
 
     Attributes:
         matrix: the packed matrix; None if it is plain.
-        codes, scales, minima, order: its tensors.
+        codes, scales, minima, order, book: its tensors.
     """
 
     takes_blocks = takes_codes = True
@@ -67,6 +70,7 @@ class PackedOnGpu(OnGpu):
         self.scales: Tensor | None = None
         self.minima: Tensor | None = None
         self.order: Tensor | None = None
+        self.book: Tensor | None = None
 
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
@@ -88,12 +92,14 @@ class PackedOnGpu(OnGpu):
 
     def _packed(self, parts: list[QuantizedBlocks]) -> packed.Matrix | None:
         """Return the parts as one matrix; None if no kernel multiplies with it."""
-        matched = alike(parts) if self._rounds else None
-        made = None if matched is None else pack_floats(matched, self.device)
+        matched = alike(parts)
+        made = pack_floats(matched, self.device) if matched is not None and self._rounds else None
         if made is not None:
             return made
         integers = as_integers(parts, self.device)
-        return None if integers is None else pack_integers(integers, self.device, self.dtype)
+        if integers is not None:
+            return pack_integers(integers, self.device, self.dtype)
+        return None if matched is None else pack_codes(matched, self.device)
 
     def share(self, weight: Stored) -> None:
         super().share(dequantized(weight, self.dtype) if isinstance(weight, QuantizedBlocks) else weight)
@@ -105,13 +111,14 @@ class PackedOnGpu(OnGpu):
         if isinstance(matrix, Fragments):
             fragments.compile_ahead(matrix, self.dtype)
         elif isinstance(matrix, Words):
+            self.book = matrix.book
             packed.SCRATCH.reserve(matrix.outputs * matrix.inputs, self.dtype, self.device)
 
     @property
     def fused_rows(self) -> int:  # type: ignore[override]
         """Return the most rows supported by `fused`.
 
-        In Triton, a single row of integers is multiplied by matrix units, too: on an H200 that takes 60 % of the time
+        In Triton, a single row of words is multiplied by matrix units, too: on an H200 that takes 60 % of the time
         of a kernel without them, which could fuse norm and gate.
         """
         if isinstance(self.matrix, Fragments):
@@ -130,7 +137,9 @@ class PackedOnGpu(OnGpu):
             form = "8-bit integers" if self.matrix.codes.dtype == torch.int8 else "8-bit floats"
             return f"{form} in tiles" if self.matrix.tile else form
         minima, order = " with minima" if self.minima is not None else "", ", inputs reordered"
-        return f"{self.matrix.bits}-bit integers{minima}{'' if self.order is None else order}"
+        kind = self.matrix.kind if isinstance(self.matrix, Words) else "integers"
+        form = _CODES.get(kind, f"{self.matrix.bits}-bit integers")
+        return f"{form}{minima}{'' if self.order is None else order}"
 
     @property
     def is_rounded(self) -> bool:
@@ -212,7 +221,7 @@ class PackedOnGpu(OnGpu):
             return fragments.row_product(
                 x, matrix, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype, narrow=self.dtype
             )
-        assert isinstance(matrix, Floats), "integers in words are multiplied without fusion"
+        assert isinstance(matrix, Floats), "words are multiplied without fusion"
         options: dict[str, Any] = {"bias": self.bias, "norm": norm, "gated": gated, "add_to": add_to, "dtype": dtype}
         if self._has_row8(matrix, norm, gated=gated):
             return row8.row_product(x, matrix, **options, narrow=self.dtype)
@@ -308,7 +317,7 @@ class PackedOnGpu(OnGpu):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + tensor_bytes(self.codes, self.scales, self.minima, self.order)
+        return super().nbytes + tensor_bytes(self.codes, self.scales, self.minima, self.order, self.book)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,23 @@
-"""Convert matrices of integers to the words that the kernels of a GPU read; see `nn/ops/triton_words.py`."""
+"""Convert quantized matrices to the words that the kernels of a GPU read; see `nn/ops/triton_words.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops.words import Words
-from octavo.nn.weights import QuantizedBlocks
+from octavo.nn.ops.words import PLANES, Words
+from octavo.nn.quant.integers import in_groups
+from octavo.nn.weights import Codebook, QuantizedBlocks
 
-_BLOCK = 32
 _WIDTHS = (64, 32, 16)
 _FILLED = 16
 """Blocks may be filled up with at most this fraction of the inputs."""
+_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_LEAST, _MOST = 2.0**-14, 65504.0  # of float16's normal numbers
 
 
 def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: int | None = None) -> Words:
@@ -25,7 +28,7 @@ def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: in
     """
     bits, inputs = parts[0].bits, parts[0].values.shape[1]
     width, group = _form(parts, group)
-    every = -(-group // _BLOCK)
+    every = group * parts[0].scales.shape[1] // inputs
     has_minima = any(part.minima is not None for part in parts)
     codes = torch.cat([codes_of_words(part.values.to(device), bits, width) for part in parts])
     scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
@@ -34,14 +37,60 @@ def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: in
     return Words(codes, scales, minima, order, codes.shape[0], inputs, bits, group)
 
 
+def pack_codes(parts: Sequence[QuantizedBlocks], device: torch.device) -> Words | None:
+    """Return codes of one codebook, with the same groups, as one matrix on a device; None for other parts, and for
+    tables whose numbers float16 lacks."""
+    book, groups = parts[0].book, parts[0].scales.shape[1]
+    if book is None or (book.kind != "table" and book.kind not in _FLOATS):
+        return None
+    if book.kind == "table" and not _fits(book.numbers):
+        return None
+    size = parts[0].values.shape[1] // groups
+    if groups > 1:
+        groups *= size // (size & -size)  # the kernels' groups are powers of two
+    words = pack_words([in_groups(part, groups) for part in parts], device)
+    scales = _narrowed(words.scales, book)
+    return replace(words, scales=scales, kind=book.kind, book=_looked_up(book, device))
+
+
 def unpack_words(words: Words) -> Tensor:
     """Return the matrix's values [N, K] in float32, in its order of inputs."""
     shifts = torch.arange(0, 16, words.bits, dtype=torch.int32, device=words.codes.device)
     fields = words.codes[:, :, None, :].int() >> shifts[:, None] & ((1 << words.bits) - 1)
-    integers = fields.flatten(1)[:, : words.inputs] - (1 << (words.bits - 1))
-    place = torch.arange(words.inputs, device=integers.device) // words.group
-    values = integers * words.scales.float()[:, place]
+    numbers = _numbers(words, fields.flatten(1)[:, : words.inputs])
+    place = torch.arange(words.inputs, device=numbers.device) // words.group
+    values = numbers * words.scales.float()[:, place]
     return values if words.minima is None else values + words.minima.float()[:, place]
+
+
+def _numbers(words: Words, fields: Tensor) -> Tensor:
+    if words.kind == "integers":
+        return (fields - (1 << (words.bits - 1))).float()
+    if words.table is not None:
+        return words.table.float()[fields]
+    return fields.to(torch.uint8).view(_FLOATS[words.kind]).float()
+
+
+def _looked_up(book: Codebook, device: torch.device) -> Tensor | None:
+    """Return the numbers of a table as `Words` has them; None for floats."""
+    if book.kind != "table":
+        return None
+    planes = [book.numbers.to(dtype).view(torch.uint8).view(2, 8, 2).permute(2, 0, 1) for dtype in PLANES]
+    rows = [*planes, book.numbers.half().view(torch.uint8)]
+    return torch.stack([row.reshape(-1).view(torch.int64) for row in rows]).to(device)
+
+
+def _narrowed(scales: Tensor, book: Codebook) -> Tensor:
+    """Return float32 scales in the bfloat16 that is equal, or of a table in float16 if it has their precision."""
+    if torch.equal(scales.bfloat16().float(), scales):
+        return scales.bfloat16()
+    return scales.half() if book.kind == "table" and _fits(scales) else scales
+
+
+def _fits(factors: Tensor) -> bool:
+    """Return whether float16 has these factors with its full precision."""
+    sizes = factors.abs()
+    return bool(((sizes == 0) | ((sizes >= _LEAST) & (sizes <= _MOST))).all())
 
 
 def codes_of_words(values: Tensor, bits: int, width: int) -> Tensor:
@@ -55,7 +104,7 @@ def codes_of_words(values: Tensor, bits: int, width: int) -> Tensor:
 
 
 def minima_of(blocks: QuantizedBlocks) -> Tensor:
-    """Return the minima [N, K / 32], also if all are 0."""
+    """Return the minima, also if all are 0."""
     return torch.zeros_like(blocks.scales) if blocks.minima is None else blocks.minima
 
 
@@ -69,7 +118,7 @@ def _form(parts: Sequence[QuantizedBlocks], known: int | None) -> tuple[int, int
             group = known or min(largest_group(part, _sizes(inputs, size)) for part in parts)
             if group >= width:
                 return width, group
-    raise AssertionError("each 32 inputs have one scale")
+    raise AssertionError("each 16 inputs have one scale")
 
 
 def _sizes(inputs: int, size: int) -> list[int]:

@@ -46,9 +46,13 @@ def test_a_packed_model_fits_where_an_expanded_one_would_not(
     assert needed_bytes(400, lambda: 400, ModelConfig(**settings), given, CpuDevice()) == 400
 
 
-@pytest.mark.parametrize(("weights", "needed"), [(EIGHT, 106), (FOUR, 400)])
-def test_weights_of_8_bits_keep_their_bytes(weights: dict[str, int], needed: int, tmp_path: Path) -> None:
-    groups = {"all": {"weights": weights, "input_activations": EIGHT}}
+@pytest.mark.parametrize(
+    ("weights", "activations", "needed"), [(EIGHT, EIGHT, 106), (EIGHT, None, 112), (FOUR, EIGHT, 400)]
+)
+def test_weights_of_8_bits_keep_their_bytes(
+    weights: dict[str, int], activations: dict[str, int] | None, needed: int, tmp_path: Path
+) -> None:
+    groups = {"all": {"weights": weights, "input_activations": activations}}
     settings = {"quant_method": "compressed-tensors", "config_groups": groups}
     given = files(tmp_path, None, quantization_config=settings)
     assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
@@ -57,6 +61,23 @@ def test_weights_of_8_bits_keep_their_bytes(weights: dict[str, int], needed: int
 @pytest.mark.parametrize(("bits", "needed"), [(2, 200), (3, 150), (4, 125), (8, 125)])
 def test_packed_integers_keep_about_their_bytes(bits: int, needed: int, tmp_path: Path) -> None:
     given = files(tmp_path, None, quantization_config={"quant_method": "gptq", "bits": bits})
+    assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "further", "needed"),
+    [
+        ("bitsandbytes", "load_in_4bit", {}, 125),
+        ("bitsandbytes", "load_in_8bit", {"num_experts": 4}, 112),
+        ("bitsandbytes", "load_in_4bit", {"num_experts": 4}, 400),
+        ("torchao", "", {}, 112),
+    ],
+)
+def test_tables_and_floats_in_groups_keep_about_their_bytes(
+    method: str, bits: str, further: dict[str, int], needed: int, tmp_path: Path
+) -> None:
+    """But experts in tables of 4 bits are expanded."""
+    given = files(tmp_path, None, quantization_config={"quant_method": method, bits: True}, **further)
     assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
 
 
