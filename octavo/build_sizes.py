@@ -82,12 +82,13 @@ def _fit(
     fit = CacheFit(loaded.groups, block_size, block_bytes, in_flight, cache_bytes, asked)
     if wanted is not None:
         fit.check(wanted)
-    num_blocks = asked or min(fit.most_blocks, max(fit.held(2 * block_size), num_seqs * fit.held(wanted or longest)))
+    least = min(2 * block_size, longest)
+    num_blocks = asked or min(fit.most_blocks, max(fit.held(least), num_seqs * fit.held(wanted or longest)))
     tokens = fit.longest(num_blocks, longest)
-    if tokens < 2 * block_size:
+    if tokens < least:
         raise ConfigError(
             f"The KV cache of {cache_bytes} bytes holds {tokens} tokens, which is too few to serve anything; raise "
-            f"{fit.setting_for(fit.held(2 * block_size))}."
+            f"{fit.setting_for(fit.held(least))}."
         )
     if wanted is None and tokens < longest:
         log.warning(

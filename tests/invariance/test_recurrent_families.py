@@ -58,3 +58,14 @@ def test_tokens_of_a_family(config: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert again["r1", 0] == expected["r1", 0]
     assert (stats.num_preemptions > 0) == attends, "only sequences with keys and values grow"
     assert stats.prefix_cache_hits > 0
+
+
+def test_a_context_may_be_shorter_than_two_blocks() -> None:
+    """Where keys take few bytes, a block has room for many positions so that a state fits into it."""
+    bamba = FAMILIES["BambaForCausalLM"] | {"architectures": ["BambaForCausalLM"], "model_type": "any"}
+    loop = engine(bamba | {"max_position_embeddings": 64}, max_model_len=None, kv_cache_dtype="int8")
+    assert loop.stats().block_size > 32
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    found = tokens_of(drive(loop, [GenerateRequest(id="r", tokens=[5] * 14, params=params)]))
+    loop.close()
+    assert len(found["r", 0]) == 50
