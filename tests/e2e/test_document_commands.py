@@ -35,6 +35,8 @@ NOT_HERE = {
 SERVED = ("octavo bench serve", "curl ")
 LONG = ("octavo bench", "octavo quantize", "octavo eval")
 ALONE = ("octavo chat -q", "octavo generate", "octavo pull --list", "octavo run-batch", *LONG)
+AFTER = {"octavo eval smollm2-w8a16": "octavo quantize smollm2 --scheme w8a16 -o smollm2-w8a16"}
+"""Commands that need what another one wrote."""
 BATCH = {
     "custom_id": "one",
     "method": "POST",
@@ -101,6 +103,10 @@ def test_every_command_is_run_or_says_why_not() -> None:
 )
 def test_a_command_that_stands_alone(command: str, smollm2_files: object, tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl").write_text(json.dumps(BATCH) + "\n")
+    for start, before in AFTER.items():
+        assert before in ALL
+        if command.startswith(start):
+            assert run(before, tmp_path).returncode == 0
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
