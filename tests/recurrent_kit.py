@@ -21,7 +21,7 @@ class Rows:
     """Rows of a step: each one's tokens, tokens before them, and block.
 
     Attributes:
-        num_blocks: of the cache, of which rows have some.
+        num_blocks: of the cache; rows use some of them.
     """
 
     lengths: Sequence[int]

@@ -143,7 +143,7 @@ def norm_gated(b: ProgramBuilder, norm: GatedNorm, source: int, output: int, dty
 
 
 def sum_squares(b: ProgramBuilder, norm: GatedNorm, source: int, groups: int, exchange: Exchange) -> None:
-    """Add operations before `norm_gated`: sums of squares over ranks, of which each has a part of one group.
+    """Add operations before `norm_gated`: sums of squares over ranks that have a part of a group each.
 
     Args:
         groups: of all ranks.

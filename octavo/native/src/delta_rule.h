@@ -56,7 +56,7 @@ struct DeltaToken {
         rate = sigmoid(splat(gates[delta.rate + head]))[0];
     }
 
-    // Advances the state of V vectors of values, of the last of which n values count; the outputs replace the values.
+    // Advances the state of V vectors of values; only n values of the last one count. The outputs replace the values.
     // states: [size], rows `stride` apart.
     template <int V>
     void run(float* states, int stride, float* values, int n) const {

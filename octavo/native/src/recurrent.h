@@ -52,7 +52,7 @@ inline void store_first(T* p, int n, Vec v) {
     std::memcpy(p, lanes, n * sizeof(T));
 }
 
-// Calls body(c, n) for vectors of `size` values from c on, of which the last may have fewer than W.
+// Calls body(c, n) for vectors of `size` values from c on; the last one may have fewer than W.
 template <class Body>
 inline void for_vectors(int size, const Body& body) {
     int c = 0;

@@ -357,7 +357,7 @@ def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsFor
         return _STAYING, _STAYING
     first = _tiling_for(x, mean, stacked.gate_up, form.hidden_size, first=True, gated=form.gated)
     second = _tiling_for(x, mean, stacked.down, form.size, first=False, gated=False)
-    # Choices are sorted once for both products, of which only one may be packed.
+    # Choices are sorted once for both products; perhaps only one of them is packed.
     height = min(first.height, second.height)
     return first._replace(height=height), second._replace(height=height)
 

@@ -240,7 +240,7 @@ class Method(ABC):
                 if dim is None or (begin, end) == (0, features):
                     continue
                 if dim >= len(stored) or not stored[dim]:
-                    return None  # a damaged checkpoint, of which reading the whole tells
+                    return None  # the checkpoint is damaged; reading all of it reports that
                 if stored[dim] == 1 and features > _PADDED:
                     continue
                 most, least = max(features, stored[dim]), min(features, stored[dim])
