@@ -1,4 +1,4 @@
-"""Convert codes to the integers that a GPU's kernels multiply with."""
+"""Convert codes, and integers around other zero points, to the integers that a GPU's kernels multiply with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_integers(parts: Sequence[QuantizedBlocks], device: torch.device) -> list[
     Args:
         device: where codes are converted.
     """
-    made = [part if part.book is None else _integers(part, part.book, device) for part in parts]
+    made = [_centred(part) if part.book is None else _integers(part, part.book, device) for part in parts]
     found = [part for part in made if part is not None]
     if len(found) < len(parts):
         return None
@@ -30,6 +30,19 @@ def as_integers(parts: Sequence[QuantizedBlocks], device: torch.device) -> list[
     if any(groups % part.scales.shape[1] for part in found):
         return None
     return alike([in_groups(part, groups) for part in found])
+
+
+def _centred(part: QuantizedBlocks) -> QuantizedBlocks | None:
+    """Return integers whose zero point is the middle of their range, as kernels have it; None if 8 bits don't fit."""
+    if part.zero_point == 1 << (part.bits - 1):
+        return part
+    least, most = (value - part.zero_point for value in map(int, part.values.aminmax()))
+    for bits in (part.bits, 8):
+        middle = 1 << (bits - 1)
+        if -middle <= least and most < middle:
+            moved = (part.values.short() + (middle - part.zero_point)).to(torch.uint8)
+            return replace(part, values=moved, zero_point=middle, bits=bits)
+    return None
 
 
 def _integers(part: QuantizedBlocks, book: Codebook, device: torch.device) -> QuantizedBlocks | None:
