@@ -32,7 +32,7 @@ class MixerSpec:
     @property
     def lacking(self) -> str | None:
         """What the CPU's native program lacks for this mixer; None if it has an `emit`."""
-        return "a kind of mixer"
+        return f"mixers of the kind {type(self).__name__}"
 
     def of_rank(self, ranks: int) -> Self | None:
         """Return the parameters of a rank's share; None if the mixer can't be divided over them. Attention divides

@@ -48,12 +48,11 @@ class AWQ(Method):
 
     def matrix(self, module: Module) -> Integers:
         outputs, inputs = self.shape(module)
-        size = (
-            inputs if self._group == -1 else min(self._group, inputs)
-        )  # a part may have some inputs of the only group
-        if inputs % max(size, 1):
+        # A rank's part may have some inputs of a single group.
+        size = max(1, inputs if self._group == -1 else min(self._group, inputs))
+        if inputs % size:
             raise module.wrong("qweight", f"has {inputs} inputs, which groups of {self._group} don't divide")
-        groups = inputs // max(size, 1)
+        groups = inputs // size
         words, zeros = module.stored("qweight", WORDS, None, None), module.stored("qzeros", WORDS, None, None)
         scales = module.stored("scales", SCALE_DTYPES, None, None)
         if self._by_rows:
