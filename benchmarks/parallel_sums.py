@@ -10,6 +10,7 @@ words, which is the floor of any sum here, and the smallest launch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -30,10 +31,11 @@ from octavo.parallel.join import LOCAL, MeetingPoint, join
 from octavo.parallel.peers import Limits, PeerCollectives
 
 HIDDEN = 8192
-ROWS = (1, 4, 16, 64, 256, 1024)
+ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 """Of 16 KiB in bfloat16: the first is what a model of 70 billion parameters sums for one token."""
 REPEATS = 20
-ONE_SHOT, TWO_SHOTS, NCCL = Limits(1 << 60, 1 << 60), Limits(0, 1 << 60), Limits(0, 0)
+ONE_SHOT, TWO_SHOTS = Limits(1 << 60, 1 << 60), Limits(0, 1 << 60)
+STORED, NCCL = Limits(0, 0, 1 << 60), Limits(0, 0)
 _PATIENCE_S = 90.0
 
 
@@ -93,8 +95,8 @@ def run_rank(place: RankPlace, environment: dict[str, str], trial: bool, found: 
     device = torch.device("cpu" if trial else "cuda")
     ways: dict[str, Limits | None] = {"NCCL": None}
     if isinstance(group, PeerCollectives):
-        result["chosen_bytes"] = {"one_shot": group.limits.one_shot, "two_shots": group.limits.two_shots}
-        ways = {"one shot": ONE_SHOT, "two shots": TWO_SHOTS}
+        result["chosen_bytes"] = dataclasses.asdict(group.limits)
+        ways = {"one shot": ONE_SHOT, "two shots": TWO_SHOTS, "stored": STORED}
         ways |= {} if group._others is None else {"NCCL": NCCL}
         result["link"] = link_floor(group, place)
     timed = timed_on_cpu if trial else timed_in_graph

@@ -28,33 +28,60 @@ class _Handle(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the memory that a rank receives in: cells (`triton_peers.py`), then room for rows (`triton_stores.py`).
+
+    Attributes:
+        programs: of a launch that exchanges cells, at most.
+        slot: words that a rank can send at a time, for each program.
+        storers: programs of a launch that stores rows.
+        groups: most groups of a storer's rows.
+        room: bytes of rows that each other rank can store at a time.
+    """
+
+    programs: int
+    slot: int
+    storers: int
+    groups: int
+    room: int
+
+    def cells(self, ranks: int) -> int:
+        """Return the bytes of the cells."""
+        return 8 * self.programs * 2 * (ranks + 1) * self.slot
+
+    def total(self, ranks: int) -> int:
+        """Return the bytes of cells, rows and flags."""
+        return self.cells(ranks) + 2 * (ranks - 1) * (self.room + 4 * self.storers * self.groups)
+
+
 class Inboxes:
     """The memory that ranks receive in, as this rank reaches it.
 
     Attributes:
         rank: this rank's number.
-        addresses: [ranks] int64, of each rank's inbox of zeros at first.
-        counts: [programs] int32, how many exchanges each program has made; zeros at first.
-        slot: words that a rank can send to an inbox at a time, for each program.
+        ranks: their number.
+        sizes: of each rank's memory.
+        cells, rooms: [ranks] int64, addresses of each rank's cells, and of its room for rows.
+        counts: [programs] int32, how many exchanges of cells each program has made; zeros at first.
+        turns: [storers] int32, how many launches have stored rows; zeros at first.
     """
 
-    rank: int
-    addresses: Tensor
-    counts: Tensor
-    slot: int
-
-    @property
-    def ranks(self) -> int:
-        return len(self.addresses)
-
-
-def inbox_bytes(ranks: int, programs: int, slot: int) -> int:
-    """Return the size of one rank's inbox: see `triton_peers.py`."""
-    return 8 * programs * 2 * (ranks + 1) * slot
+    def __init__(self, rank: int, addresses: Tensor, sizes: Sizes) -> None:
+        """
+        Args:
+            addresses: [ranks] int64, of each rank's memory of zeros.
+        """
+        self.rank, self.ranks, self.sizes = rank, len(addresses), sizes
+        self.cells, self.rooms = addresses, addresses + sizes.cells(self.ranks)
+        self.counts = torch.zeros(sizes.programs, dtype=torch.int32, device=addresses.device)
+        self.turns = torch.zeros(sizes.storers, dtype=torch.int32, device=addresses.device)
 
 
-def map_inboxes(rank: int, share: Share, programs: int, slot: int) -> Inboxes:
-    """Allocate this rank's inbox on the current GPU, and map those of the others. It is freed with the process.
+def map_inboxes(rank: int, share: Share, sizes_for: Callable[[int], Sizes]) -> Inboxes:
+    """Allocate this rank's memory on the current GPU, and map that of the others. It is freed with the process.
+
+    Args:
+        sizes_for: returns the sizes for a number of ranks.
 
     Raises:
         PeerAccessError: a rank could not do so; all ranks raise it.
@@ -63,7 +90,8 @@ def map_inboxes(rank: int, share: Share, programs: int, slot: int) -> Inboxes:
     ranks = len(share("present", b""))
     own = c_uint64()
     handle = _Handle()
-    size = inbox_bytes(ranks, programs, slot)
+    sizes = sizes_for(ranks)
+    size = sizes.total(ranks)
     problem = ""
     try:
         _check(driver, driver.cuMemAlloc_v2(byref(own), c_size_t(size)), "allocate memory")
@@ -86,8 +114,7 @@ def map_inboxes(rank: int, share: Share, programs: int, slot: int) -> Inboxes:
     except PeerAccessError as error:
         problem = str(error)
     _agree(share, "mapped", problem)
-    counts = torch.zeros(programs, dtype=torch.int32, device="cuda")
-    return Inboxes(rank, torch.tensor(addresses, dtype=torch.int64, device="cuda"), counts, slot)
+    return Inboxes(rank, torch.tensor(addresses, dtype=torch.int64, device="cuda"), sizes)
 
 
 def _agree(share: Share, name: str, problem: str) -> None:

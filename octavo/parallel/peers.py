@@ -6,6 +6,7 @@ latency, and a separate addition and norm after it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.device.transfer import link_of
 from octavo.parallel.collectives import BeginningSums, Collectives, ExchangingRows, PendingSum, ScatteringSums
-from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, map_inboxes, raise_first
+from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, Sizes, map_inboxes, raise_first
 
 if TYPE_CHECKING:
     from octavo.device.transfer import Graph
@@ -30,8 +31,14 @@ PROGRAMS = 128
 """Of a launch at most. All must run at once, since they wait for other ranks'; the smallest supported chips have more
 multiprocessors."""
 SLOT = 4096
+STORERS = 256
+"""Programs that store rows: two of a multiprocessor, so that one sends while the other adds up."""
+GROUPS = 16
+_ROOM = 64 << 20
+"""Bytes of rows that a rank can be sent at a time, by all others together. Larger sums take several launches."""
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
-_TRIED_ROWS = (1, 4, 16, 64, 256, 1024)
+_LONGEST_ROW = 16384
+_TRIED_ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 """Rows of 16 KiB, for which ways are timed."""
 _TRIAL_READS = 1 << 22
 """Tries to read a cell before the trial fails, which takes seconds."""
@@ -40,10 +47,17 @@ _REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes of a tensor up to which a way is the fastest: one shot, then two shots, then that of the process group."""
+    """Bytes of a tensor up to which a way is the fastest: one shot of cells, then two shots, then rows that are stored,
+    then that of the process group."""
 
     one_shot: int
     two_shots: int
+    stored: int = 0
+
+    @property
+    def most(self) -> int:
+        """The most bytes that go through the memory of peers."""
+        return max(self.two_shots, self.stored)
 
 
 ALL_SIZES = Limits(64 << 10, 1 << 62)
@@ -63,6 +77,8 @@ class PeerCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        if self._stores(x):
+            return self._store(x, torch.empty_like(x), None)
         words = self._row_words(x) if x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots else 0
         if not words:
             return self._rest.all_reduce(x)
@@ -89,7 +105,7 @@ class PeerCollectives:
         """See `ScatteringSums`. A small sum goes to all ranks: the others' parts cost less than a second kind of
         launch."""
         rest = self._others
-        if isinstance(rest, ScatteringSums) and x.nbytes > self.limits.two_shots:
+        if isinstance(rest, ScatteringSums) and x.nbytes > self.limits.most:
             return rest.reduce_scatter(x)
         return self.all_reduce(x)[self._inboxes.rank]
 
@@ -98,7 +114,7 @@ class PeerCollectives:
         that launch can't."""
         x = x.contiguous()
         fits = x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots and x.dim() == 2
-        return PeerSum(self, x) if fits and self._row_words(x) == _words(x) > 0 else None
+        return PeerSum(self, x) if self._stores(x) or (fits and self._row_words(x) == _words(x) > 0) else None
 
     def begin_sum(self, x: Tensor) -> PendingSum | None:
         others = self._others
@@ -108,6 +124,8 @@ class PeerCollectives:
         """Add the sum of x over ranks to the stream in place; return the RMS norm. See `RankSum`."""
         weight, eps = norm
         out = torch.empty_like(stream, dtype=dtype)
+        if self._stores(x):
+            return self._store(x, out, (stream, stream, weight, eps))
         self._exchange(x, out, (stream, stream, weight, eps), _words(x))
         return out
 
@@ -122,12 +140,52 @@ class PeerCollectives:
         words = _words(x)
         if x.numel() == 0 or words == 0:
             return 0
-        least = -(-words // self._inboxes.slot)
+        least = -(-words // self._inboxes.sizes.slot)
         each = next((words // parts for parts in range(least, words) if words % parts == 0), words)
-        return each if self._inboxes.ranks <= each <= self._inboxes.slot else 0
+        return each if self._inboxes.ranks <= each <= self._inboxes.sizes.slot else 0
+
+    def _stores(self, x: Tensor) -> bool:
+        """Return whether x [T, H] is summed by storing its rows."""
+        if x.dim() != 2 or x.dtype not in _SUMMED or not self.limits.two_shots < x.nbytes <= self.limits.stored:
+            return False
+        width = x.shape[1]
+        return width * x.element_size() % 16 == 0 and width <= _LONGEST_ROW
 
     def _exchange(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, Tensor, float] | None, words: int) -> None:
         self._launch(x, out, norm, words, two_shots=x.nbytes > self.limits.one_shot)
+
+    def _store(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, Tensor, float] | None) -> Tensor:
+        """Sum x [T, H] by storing its rows, as many at a time as there is room for; return `out`."""
+        most = self._inboxes.sizes.room // (x.shape[1] * x.element_size())
+        for first in range(0, len(x), most):
+            rows = slice(first, first + most)
+            part = norm if norm is None else (norm[0][rows], norm[1][rows], *norm[2:])
+            self._launch_stores(x[rows], out[rows], part)
+        return out
+
+    def _launch_stores(
+        self,
+        x: Tensor,
+        out: Tensor,
+        norm: tuple[Tensor, Tensor, Tensor, float] | None,
+        *,
+        patience: int = 0x7FFFFFFF,
+    ) -> None:
+        from octavo.parallel import triton_stores  # needs triton, which machines without a GPU may lack
+
+        inboxes = self._inboxes
+        triton_stores.launch(
+            x,
+            inboxes.rooms,
+            inboxes.turns,
+            out,
+            norm,
+            rank=inboxes.rank,
+            room=inboxes.sizes.room,
+            groups=inboxes.sizes.groups,
+            patience=patience,
+            overlaps=self._overlaps,
+        )
 
     def _launch(
         self,
@@ -145,13 +203,13 @@ class PeerCollectives:
         inboxes = self._inboxes
         launch(
             x,
-            inboxes.addresses,
+            inboxes.cells,
             inboxes.counts,
             out,
             norm,
             rank=inboxes.rank,
             words=words,
-            slot=inboxes.slot,
+            slot=inboxes.sizes.slot,
             two_shots=two_shots,
             gathers=gathers,
             patience=patience,
@@ -171,22 +229,27 @@ class PeerCollectives:
             self._launch(x, out, None, SLOT, two_shots=two_shots, patience=_TRIAL_READS)
             if not torch.equal(out, expected):
                 return f"got wrong sums in {1 + two_shots} shots"
+        out = torch.full_like(x, -1.0)
+        self._launch_stores(x, out, None, patience=_TRIAL_READS)
+        if not torch.equal(out, expected):
+            return "got wrong sums of stored rows"
         found = torch.full((ranks, 3, SLOT), -1, dtype=torch.int32, device=device)
         self._launch(x.view(torch.int32), found, None, SLOT, gathers=True, patience=_TRIAL_READS)
         return "" if torch.equal(found.view(torch.float32), torch.stack(each)) else "gathered wrong values"
 
     def times(self) -> dict[str, dict[int, float]]:
         """Return the milliseconds of a recorded sum, for each way and number of bytes."""
-        found: dict[str, dict[int, float]] = {"one shot": {}, "two shots": {}, "others": {}}
+        found: dict[str, dict[int, float]] = {"one shot": {}, "two shots": {}, "stored": {}, "others": {}}
         for rows in _TRIED_ROWS:
             x = torch.ones(rows, 2 * SLOT, dtype=torch.bfloat16, device=self._inboxes.counts.device)
             out = torch.empty_like(x)
-            ways: tuple[tuple[str, Callable[[], object]], ...] = (
-                ("one shot", partial(self._launch, x, out, None, SLOT)),
-                ("two shots", partial(self._launch, x, out, None, SLOT, two_shots=True)),
-                ("others", partial(self._rest.all_reduce, x)),
-            )
-            for name, way in ways:
+            ways: dict[str, Callable[[], object]] = {
+                "one shot": partial(self._launch, x, out, None, SLOT),
+                "two shots": partial(self._launch, x, out, None, SLOT, two_shots=True),
+                "stored": partial(self._store, x, out, None),
+                "others": partial(self._rest.all_reduce, x),
+            }
+            for name, way in ways.items():
                 found[name][x.nbytes] = _recorded_ms(way, x.device)
         return found
 
@@ -210,9 +273,11 @@ def with_peers(rank: int, share: Share, others: Collectives | None) -> Collectiv
     Every rank must call it. With `others`, the sizes up to which each way is used are those that are fastest here.
     """
     try:
-        inboxes = map_inboxes(rank, share, PROGRAMS, SLOT)
+        inboxes = map_inboxes(rank, share, sizes_for)
         made = PeerCollectives(inboxes, others, ALL_SIZES, overlaps=torch.cuda.get_device_capability() >= (9, 0))
-        made._launch(torch.empty(0, SLOT, device="cuda"), torch.empty(0, device="cuda"), None, SLOT)
+        nothing = torch.empty(0, SLOT, device="cuda")
+        made._launch(nothing, nothing, None, SLOT)
+        made._launch_stores(nothing, nothing, None)
         share("compiled", b"")
         raise_first(share("tried", made.problem().encode()))
     except (PeerAccessError, OSError, ImportError) as error:
@@ -222,7 +287,10 @@ def with_peers(rank: int, share: Share, others: Collectives | None) -> Collectiv
     if others is not None:
         made.limits = limits_of([json.loads(one) for one in share("times", json.dumps(made.times()).encode())])
         if rank == 0:
-            log.info("sums over ranks: one shot to %d KiB, two shots to %d KiB, then NCCL", *in_kib(made.limits))
+            log.info(
+                "sums over ranks: one shot to %d KiB, two shots to %d KiB, stored rows to %d KiB, then NCCL",
+                *in_kib(made.limits),
+            )
     return made
 
 
@@ -233,7 +301,7 @@ def alike(made: Collectives, others: Collectives, share: Share) -> Collectives:
         made: the result of `with_peers` in this group.
         share: exchanges data with the ranks of the same number in other groups.
     """
-    own = [made.limits.one_shot, made.limits.two_shots] if isinstance(made, PeerCollectives) else None
+    own = dataclasses.astuple(made.limits) if isinstance(made, PeerCollectives) else None
     found = [json.loads(one) for one in share("limits", json.dumps(own).encode())]
     if not isinstance(made, PeerCollectives) or None in found:
         return others
@@ -241,8 +309,8 @@ def alike(made: Collectives, others: Collectives, share: Share) -> Collectives:
     return made
 
 
-def in_kib(limits: Limits) -> tuple[int, int]:
-    return limits.one_shot >> 10, limits.two_shots >> 10
+def in_kib(limits: Limits) -> tuple[int, int, int]:
+    return limits.one_shot >> 10, limits.two_shots >> 10, limits.stored >> 10
 
 
 def limits_of(times: list[Mapping[str, Mapping[str, float]]]) -> Limits:
@@ -253,22 +321,21 @@ def limits_of(times: list[Mapping[str, Mapping[str, float]]]) -> Limits:
     sizes = sorted(int(size) for size in times[0]["others"])
     total = {way: {size: sum(one[way][str(size)] for one in times) for size in sizes} for way in times[0]}
 
-    def last(better: str, worse: str) -> int:
-        """The size up to which one way is better, without a gap."""
-        limit = 0
-        for size in sizes:
-            if total[better][size] >= total[worse][size]:
-                break
-            limit = size
-        return limit
+    def last(better: Sequence[str], worse: str) -> int:
+        """The size up to which one of the better ways is faster, without a gap."""
+        slower = (size for size in sizes if min(total[way][size] for way in better) >= total[worse][size])
+        end = next(slower, None)
+        return max((size for size in sizes if end is None or size < end), default=0)
 
-    best = {size: min(total["one shot"][size], total["two shots"][size]) for size in sizes}
-    most = 0
-    for size in sizes:
-        if best[size] >= total["others"][size]:
-            break
-        most = size
-    return Limits(min(last("one shot", "two shots"), most), most)
+    cells = ("one shot", "two shots")
+    most = last((*cells, "stored"), "others")
+    two_shots = min(last(cells, "stored"), most)
+    return Limits(min(last(cells[:1], cells[1]), two_shots), two_shots, most if most > two_shots else 0)
+
+
+def sizes_for(ranks: int) -> Sizes:
+    """Return the sizes of the memory that each of several ranks receives in."""
+    return Sizes(PROGRAMS, SLOT, STORERS, GROUPS, _ROOM // max(2, ranks))
 
 
 def _words(x: Tensor) -> int:

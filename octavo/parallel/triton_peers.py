@@ -86,15 +86,26 @@ def _packed(first, second, DTYPE: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _finish(value, start, valid, elements, out, residual, total, weight, eps, WIDTH, NORMS: tl.constexpr):
+def begin_row(residual, weight, start, elements, valid, NORMS: tl.constexpr):
+    """Return what `finish_row` needs of a row's residual and of the norm's weights; called while the row is awaited."""
+    if NORMS:
+        held = tl.load(residual + start, mask=valid, other=0.0).to(tl.float32)
+        scale = tl.load(weight + elements, mask=valid, other=0.0).to(tl.float32)
+    else:
+        held = 0.0
+        scale = 0.0
+    return held, scale
+
+
+@triton.jit
+def finish_row(value, held, scale, start, valid, out, total, eps, WIDTH, NORMS: tl.constexpr):
     """Store a row's sums; or add them to the residual, and store that and its norm."""
     if NORMS:
-        value += tl.load(residual + start, mask=valid, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)
+        rounded = (value + held).to(total.dtype.element_ty)
         tl.store(total + start, rounded, mask=valid)
         wide = rounded.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        value = wide * inverse * tl.load(weight + elements, mask=valid, other=0.0).to(tl.float32)
+        value = wide * inverse * scale
     tl.store(out + start, value.to(out.dtype.element_ty), mask=valid)
 
 
@@ -149,6 +160,8 @@ def exchange_kernel(
         own = tl.load(x.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * WORDS + words, mask=in_row, other=0)
         _send(inboxes, half + rank * SLOT, words, own, in_row, number, RANKS, PART if SHOTS == 2 else 0)
         mine = _inbox(inboxes, rank) + half
+        start = row.to(tl.int64) * (WORDS * EACH) + elements
+        held, scale = begin_row(residual, weight, start, elements, valid, NORMS)
         if SHOTS == 2:
             place = rank * PART + parts
             here = (parts < PART) & (place < WORDS)
@@ -165,8 +178,7 @@ def exchange_kernel(
             else:
                 first, second = _add_up(mine + RANKS * SLOT, words, in_row, number, patience, SLOT, 1, DTYPE, EACH)
             value = first if EACH == 1 else tl.interleave(first, second)
-            start = row.to(tl.int64) * (WORDS * EACH) + elements
-            _finish(value, start, valid, elements, out, residual, total, weight, eps, WORDS * EACH, NORMS)
+            finish_row(value, held, scale, start, valid, out, total, eps, WORDS * EACH, NORMS)
         row += tl.num_programs(0)
     tl.debug_barrier()
     tl.store(counts + program, number)

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.parallel.peer_memory import Inboxes, PeerAccessError, inbox_bytes
+from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Sizes
 from octavo.parallel.peers import Limits, PeerCollectives, limits_of, with_peers
 
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PROGRAMS, SLOT = 3, 64
-ONE, TWO = Limits(1 << 40, 1 << 40), Limits(0, 1 << 40)
+SLOT = 64
+SIZES = Sizes(programs=3, slot=SLOT, storers=2, groups=3, room=512)
+ONE, TWO, STORED = Limits(1 << 40, 1 << 40), Limits(0, 1 << 40), Limits(0, 0, 1 << 40)
 Norm = tuple[Tensor, float]
 
 
@@ -31,11 +32,10 @@ class Ranks:
     """
 
     def __init__(self, count: int, limits: Limits) -> None:
-        cells = inbox_bytes(count, PROGRAMS, SLOT) // 8
-        self.memory = [torch.zeros(cells, dtype=torch.int64, device=DEVICE) for _ in range(count)]
+        self.memory = [torch.zeros(SIZES.total(count), dtype=torch.uint8, device=DEVICE) for _ in range(count)]
         addresses = torch.tensor([one.data_ptr() for one in self.memory], device=DEVICE)
-        self.counts = [torch.zeros(PROGRAMS, dtype=torch.int32, device=DEVICE) for _ in range(count)]
-        inboxes = [Inboxes(rank, addresses, self.counts[rank], SLOT) for rank in range(count)]
+        inboxes = [Inboxes(rank, addresses, SIZES) for rank in range(count)]
+        self.counts = [count for one in inboxes for count in (one.counts, one.turns)]
         self.each = [Impatient(one, None, limits) for one in inboxes]
 
     def together(self, compute: Callable[[PeerCollectives, int], Any]) -> list[Any]:
@@ -52,6 +52,9 @@ class Impatient(PeerCollectives):
 
     def _launch(self, *args: Any, **options: Any) -> None:
         super()._launch(*args, **options | {"patience": 2})
+
+    def _launch_stores(self, *args: Any, **options: Any) -> None:
+        super()._launch_stores(*args, **options | {"patience": 2})
 
 
 def parts(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Tensor]:
@@ -94,7 +97,31 @@ def test_sums(count: int, shape: tuple[int, ...], dtype: torch.dtype, limits: Li
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("limits", [ONE, TWO], ids=["one shot", "two shots"])
+@pytest.mark.parametrize(("count", "rows", "width"), [(2, 1, 16), (2, 13, 16), (3, 5, 24), (4, 2, 32)], ids=str)
+def test_sums_of_stored_rows(count: int, rows: int, width: int) -> None:
+    """Thirteen rows are stored in one launch of seven and six rows, in three and two groups of three."""
+    ranks = Ranks(count, STORED)
+    for seed in range(3):  # halves of the rooms take turns
+        each = parts(count, rows, width, seed=seed)
+        for found in ranks.together(lambda one, rank, each=each: one.all_reduce(each[rank])):
+            assert torch.equal(found, total(each).bfloat16())
+
+
+def test_more_stored_rows_than_there_is_room_for() -> None:
+    """Two launches: both halves of the room. A third would overwrite the first, since nobody waits here."""
+    ranks = Ranks(2, STORED)
+    each = parts(2, 2 * SIZES.room // 32 - 3, 16)
+    for found in ranks.together(lambda one, rank: one.all_reduce(each[rank])):
+        assert torch.equal(found, total(each).bfloat16())
+
+
+def test_stored_rows_are_of_whole_16_bytes() -> None:
+    one = PeerCollectives(Ranks(2, STORED).each[0]._inboxes, Elsewhere(), STORED)
+    for x in (torch.zeros(2, 6), torch.zeros(2, 2, 8), torch.zeros(2, 8, dtype=torch.int32)):
+        assert torch.equal(one.all_reduce(x.to(DEVICE)), (x + 100).to(DEVICE))
+
+
+@pytest.mark.parametrize("limits", [ONE, TWO, STORED], ids=["one shot", "two shots", "stored"])
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32], ids=str)
 def test_a_sum_with_the_stream_and_its_norm(wide: torch.dtype, limits: Limits) -> None:
     ranks = Ranks(2, limits)
@@ -142,9 +169,13 @@ def test_what_is_too_large_or_not_of_whole_words_goes_another_way() -> None:
 
 def test_limits_are_where_another_way_becomes_faster() -> None:
     one = {"one shot": {"1": 1.0, "2": 3.0, "4": 3.0}, "two shots": {"1": 2.0, "2": 2.0, "4": 2.0}}
+    one |= {"stored": {"1": 9.0, "2": 9.0, "4": 9.0}}
     assert limits_of([one | {"others": {"1": 9.0, "2": 9.0, "4": 2.5}}] * 2) == Limits(1, 4)
     assert limits_of([one | {"others": {"1": 9.0, "2": 1.0, "4": 9.0}}]) == Limits(1, 1), "no gap"
     assert limits_of([one | {"others": {"1": 0.5, "2": 9.0, "4": 9.0}}]) == Limits(0, 0)
+    rows, larger = {"stored": {"1": 3.0, "2": 1.0, "4": 1.5}}, {"others": {"1": 9.0, "2": 9.0, "4": 9.0}}
+    assert limits_of([one | rows | larger]) == Limits(1, 1, 4)
+    assert limits_of([one | rows | {"others": {"1": 9.0, "2": 9.0, "4": 1.0}}]) == Limits(1, 1, 2)
     slow = {way: {size: 5 * time for size, time in times.items()} for way, times in one.items()}
     others = {"others": {"1": 4.0, "2": 9.0, "4": 5.0}}
     assert limits_of([one | others]) == Limits(1, 4)
@@ -169,7 +200,8 @@ def on_one_gpu(rank: int, folder: str) -> None:
     made = with_peers(rank, share, None)
     assert isinstance(made, PeerCollectives), "the process does not reach the other's memory"
     results = []
-    for limits, rows, dtype in itertools.product((ONE, TWO), (1, 7, 200), (torch.bfloat16, torch.float32)):
+    sizes = itertools.product((ONE, TWO, STORED), (1, 7, 200, 5000), (torch.bfloat16, torch.float32))
+    for limits, rows, dtype in sizes:
         made.limits = limits
         each, (stream,), (weight,) = (
             noise(2, rows, 4096, dtype=dtype),
@@ -177,24 +209,27 @@ def on_one_gpu(rank: int, folder: str) -> None:
             parts(1, 4096, dtype=dtype, seed=2),
         )
         assert torch.equal(made.all_reduce(each[rank]), total(each).to(dtype))
+        made.limits = ONE
         gathered = made.all_gather(each[rank])
+        made.limits = limits
         assert all(torch.equal(mine, its) for mine, its in zip(gathered, each, strict=True))
         summands = made.summands(each[rank])
         assert summands is not None
         normed = summands.normed_with(stream, (weight, 1e-5), dtype)
         results += [stream.cpu(), normed.cpu()]
-    made.limits = ONE
-    x, kept = noise(2, 4, 4096)[rank], torch.zeros(4, 4096, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            kept += made.all_reduce(x)
-    for _ in range(5):
-        graph.replay()
-    expected = torch.zeros_like(kept)
-    for _ in range(15):
-        expected += total(noise(2, 4, 4096)).bfloat16()
-    assert torch.equal(kept, expected), "replays"
+    for limits, rows in ((ONE, 4), (STORED, 4), (STORED, 700)):
+        made.limits = limits
+        x, kept = noise(2, rows, 4096)[rank], torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                kept += made.all_reduce(x)
+        for _ in range(5):
+            graph.replay()
+        expected = torch.zeros_like(kept)
+        for _ in range(15):
+            expected += total(noise(2, rows, 4096)).bfloat16()
+        assert torch.equal(kept, expected), "replays"
     share("done", b"")
     torch.save(results, Path(folder) / f"results-{rank}.pt")
 
