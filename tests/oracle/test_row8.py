@@ -1,4 +1,5 @@
-"""Products of one row with 8-bit numbers by the CUDA kernel of Hopper GPUs against float64; launches that overlap."""
+"""Products of one row with 8- and 16-bit numbers by the CUDA kernel of Hopper GPUs against float64; launches that
+overlap."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ pytest.importorskip("triton")
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops import floats, fragments, row8
+from octavo.nn.ops import few_rows, floats, fragments, row8, row16, stored_row
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import RowForm
+from octavo.nn.ops.stored_row import StoredForm
 from octavo.nn.quant.online import ONLINE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -49,12 +51,36 @@ def off(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("inputs", [64, 4096, 14336, 20480])
-def test_blocks_fit_into_shared_memory(inputs: int, gated: bool) -> None:
-    form = RowForm(gated=gated, normed=True, biased=False, added=False, x_float=False, out_float=False)
-    _, macros, threads, shared = row8._source(floats.DTYPE, 0, torch.bfloat16, 64, inputs, form)
+@pytest.mark.parametrize("dtype", [floats.DTYPE, torch.bfloat16], ids=str)
+def test_blocks_fit_into_shared_memory(inputs: int, gated: bool, dtype: torch.dtype) -> None:
+    form, row = StoredForm(dtype, 0, torch.bfloat16, 64, inputs), RowForm(gated, True, False, False, False, False)
+    _, macros, threads, shared = stored_row.source_of(form, row, stored_row.ring_plan(form))
     assert threads <= 1024
     assert macros["DEPTH"] >= 2
     assert shared + STATIC <= LARGEST_BLOCK
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(OUTPUTS, INPUTS), (32, 20480), (3072, 32)])
+def test_plain_matrices(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(outputs, inputs, device=GPU).div_(inputs**0.5).to(dtype)
+    assert row16.serves(outputs, inputs, dtype, GPU, scale=dtype, gated=True)
+    assert not row16.serves(outputs, inputs, dtype, GPU, scale=torch.float32, gated=True)
+    exact, scale, bias = weight.cpu().double(), torch.rand(inputs).to(dtype), torch.randn(outputs).to(dtype)
+    for residual in (dtype, torch.float32):
+        x, stream = torch.randn(1, inputs).to(residual), torch.randn(1, outputs).to(residual)
+        wide, norm = x.double(), (scale.to(GPU), 1e-5)
+        normed = wide * (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt() * scale.double()
+        for product in (row16.row_product, few_rows.fused_product):
+            assert off(product(x.to(GPU), weight, dtype=torch.float32), wide @ exact.T) < 1e-4
+            got = product(x.to(GPU), weight, bias=bias.to(GPU), norm=norm, dtype=torch.float32)
+            assert off(got, normed @ exact.T + bias.double()) < 1e-4, "a row that is not narrow yet loses nothing"
+            target = stream.to(GPU, copy=True)
+            assert product(x.to(GPU), weight, add_to=target) is target
+            assert off(target, wide @ exact.T + stream.double()) < 1e-2
+            gate, up = (normed @ exact.T).chunk(2, 1)
+            assert off(product(x.to(GPU), weight, norm=norm, gated=True), F.silu(gate) * up) < 1e-2
 
 
 @on_hopper

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.nn.ops import few_rows, gating, triton_activation
+from octavo.nn.ops import few_rows, gating, row16, triton_activation
+from octavo.nn.ops.fragments import RowForm
 
 
 class RowNorm(NamedTuple):
@@ -52,11 +53,15 @@ def launch(form: PlainForm, dtype: torch.dtype, residual: torch.dtype, device: t
 
     weight = empty(form.outputs, form.inputs)
     bias = empty(form.outputs) if form.biased else None
-    if form.added:
+    gated = form.gates and not form.biased
+    kind = None if form.added or form.norm is None else form.norm.scale
+    if row16.serves(form.outputs, form.inputs, dtype, device, scale=kind, gated=gated):
+        row16.compile_ahead(form.outputs, form.inputs, dtype, _row_form(form, residual, gated=gated))
+    elif form.added:
         few_rows.fused_product(empty(1, form.inputs), weight, add_to=empty(1, form.outputs, kind=residual), bias=bias)
     elif form.norm is not None:
         x, scale = empty(1, form.inputs, kind=form.norm.dtype), empty(form.inputs, kind=form.norm.scale)
-        gated, wide = form.gates and not form.biased, torch.float32 if form.wide else None
+        wide = torch.float32 if form.wide else None
         few_rows.fused_product(x, weight, norm=(scale, form.norm.eps), gated=gated, bias=bias, dtype=wide)
     if form.gates:
         triton_activation.silu_mul(empty(2, form.outputs))
@@ -66,3 +71,16 @@ def launch(form: PlainForm, dtype: torch.dtype, residual: torch.dtype, device: t
             few_rows.few_product(empty(2, form.inputs), weight, added)
         if form.gates and gating.serves(gating.TYPICAL, weight):
             gating.gated_product(empty(gating.TYPICAL, form.inputs), weight)
+
+
+def _row_form(form: PlainForm, residual: torch.dtype, *, gated: bool) -> RowForm:
+    """Return what is fused with the product of one row."""
+    wide = torch.float32
+    return RowForm(
+        gated=gated,
+        normed=not form.added and form.norm is not None,
+        biased=form.biased,
+        added=form.added,
+        x_float=not form.added and form.norm is not None and form.norm.dtype == wide,
+        out_float=(form.added and residual == wide) or (not form.added and form.wide),
+    )

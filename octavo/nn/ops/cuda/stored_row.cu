@@ -1,19 +1,22 @@
-// Multiply one row x [K] by a matrix [N, K] of 8-bit numbers as they are stored, with the operations of a decoder before
-// and after: the norm of the row, the gated activation or the addition to `out`.
+// Multiply one row x [K] by a matrix [N, K] of 8- or 16-bit numbers as they are stored, with the operations of a decoder
+// before and after: the norm of the row, the gated activation or the addition to `out`.
 //
-// The matrix units take float16, which has all of these numbers; the row is scaled so that it fits. Each thread has 16
-// adjacent numbers of two outputs, in an order of inputs that does not change the units' sums.
+// Each thread has 16 bytes of adjacent numbers of two outputs, in an order of inputs that does not change the units' sums.
+// For 8 bits, the matrix units take float16, which has all of these numbers; the row is scaled so that it fits. For 16
+// bits they take the narrow type: a row that is not narrow yet is the sum of two that are, in two of the units' columns.
 //
 // Grid: a block for each multiprocessor, which takes strips of 16 outputs in turn, with GATED also the 16 that they gate,
 // N / 2 below. The block's warps share the inputs. Each thread copies the numbers that it multiplies itself into a ring
 // of its own in shared memory, DEPTH spans ahead, so that no barrier is needed: the first ones before it waits for the
 // previous launch, and others across strips.
 //
-// Macros: FORM 0 for E4M3, 1 for E5M2, 2 for integers; TILED: scales of tiles of 128 x 128, in rows of STRIDE, instead of
-// outputs; HALF: the narrow type is float16, else bfloat16; N; K; WARPS; SPAN steps of 64 inputs that a warp copies at a
-// time; DEPTH; NORMED, GATED, BIASED, ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type.
+// Macros: FORM 0 for E4M3, 1 for E5M2, 2 for integers, 3 for the narrow type; TILED: scales of tiles of 128 x 128, in rows of STRIDE, instead of
+// outputs; HALF: the narrow type is float16, else bfloat16; N; K; WARPS; SPAN steps of 64 bytes of an output that a warp copies at
+// a time; DEPTH; NORMED, GATED, BIASED, ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type.
 
-#define STEPS (K / 64)
+#define BYTES (FORM == 3 ? 2 : 1)
+#define SPLIT (FORM == 3 && (NORMED || X_FLOAT))
+#define STEPS (K * BYTES / 64)
 #define SIDES (GATED ? 2 : 1)
 #define STRIPS (N / (16 * SIDES))
 #define SPANS ((STEPS + SPAN - 1) / SPAN)
@@ -55,9 +58,14 @@ __device__ __forceinline__ uint4 written(const uint4* from) {
 // Multiply a step of a strip; `held` are the thread's numbers.
 __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[2], const uint4* held, const u32* given,
                                          const float* scales, int strip, int step, int lane) {
+#if FORM == 3
+  const uint4 low = ((const uint4*)given)[(SPLIT ? lane / 4 % 2 * (K / 8) : 0) + step * 4 + lane % 4];
+  const u32 right[4] = {low.x, low.y, low.z, low.w};
+#else
   const uint4* const row = (const uint4*)given + step * 8 + 2 * (lane % 4);
   const uint4 low = row[0], high = row[1];
   const u32 right[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#endif
 #pragma unroll
   for (int side = 0; side < SIDES; side++) {
     uint4 a = held[side * 2 * SPAN * 32], b = held[(side * 2 + 1) * SPAN * 32];
@@ -66,6 +74,15 @@ __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[2], const
     b.x ^= 0x80808080u, b.y ^= 0x80808080u, b.z ^= 0x80808080u, b.w ^= 0x80808080u;
 #endif
     const u32 upper[4] = {a.x, a.y, a.z, a.w}, lower[4] = {b.x, b.y, b.z, b.w};
+#if FORM == 3
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+          "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(d[side][0]), "+f"(d[side][1]), "+f"(d[side][2]), "+f"(d[side][3])
+          : "r"(upper[2 * r]), "r"(lower[2 * r]), "r"(upper[2 * r + 1]), "r"(lower[2 * r + 1]), "r"(right[2 * r]),
+            "r"(right[2 * r + 1]));
+#else
 #pragma unroll
     for (int r = 0; r < 4; r++)
       asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -73,6 +90,7 @@ __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[2], const
           : "+f"(d[side][0]), "+f"(d[side][1]), "+f"(d[side][2]), "+f"(d[side][3])
           : "r"(pair8<0>(upper[r])), "r"(pair8<0>(lower[r])), "r"(pair8<1>(upper[r])), "r"(pair8<1>(lower[r])),
             "r"(right[2 * r]), "r"(right[2 * r + 1]));
+#endif
 #if TILED
     const float scale = scales[(strip * 16 + side * (N / 2)) / 128 * STRIDE + step / 2];
     total[side][0] += d[side][0] * scale, total[side][1] += d[side][2] * scale;
@@ -82,7 +100,7 @@ __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[2], const
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __restrict__ codes,
+stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __restrict__ codes,
      const float* __restrict__ scales, const void* __restrict__ bias, void* out, float eps) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float sums[2][WARPS][16 * SIDES], measures[WARPS];
@@ -96,7 +114,7 @@ row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __rest
   auto begin = [&]() {
 #pragma unroll
     for (int side = 0; side < SIDES; side++)
-      next[side] = codes + (u64)(next_strip * 16 + side * (N / 2) + lane / 4) * K + 16 * (lane % 4) + warp * (SPAN * 64);
+      next[side] = codes + (u64)(next_strip * 16 + side * (N / 2) + lane / 4) * (K * BYTES) + 16 * (lane % 4) + warp * (SPAN * 64);
   };
   begin();
   auto issue = [&]() {
@@ -108,7 +126,7 @@ row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __rest
         const int side = i / (2 * SPAN), half = i / SPAN % 2, step = i % SPAN;
         if (STEPS % SPAN && span * SPAN + step >= STEPS) continue;
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to + i * 512 + lane * 16),
-                     "l"(next[side] + half * 8 * K + step * 64) : "memory");
+                     "l"(next[side] + half * 8 * K * BYTES + step * 64) : "memory");
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -169,6 +187,8 @@ row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __rest
   for (int w = 0; w < WARPS; w++) measure = NORMED ? measure + measures[w] : fmaxf(measure, measures[w]);
 #if NORMED
   const float factor = rsqrtf(measure / K + eps), back = 1.f;
+#elif FORM == 3
+  const float factor = 1.f;
 #else  // a power of two, so that the largest magnitude is about 2 ** 8
   const int power = min(max((int)(__float_as_uint(measure) >> 23) - 135, -126), 126);
   const float factor = __uint_as_float((u32)(127 - power) << 23), back = __uint_as_float((u32)(127 + power) << 23);
@@ -178,6 +198,9 @@ row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __rest
     const int i = j * WARPS * 32 + threadIdx.x;
     if (i * 8 >= K) continue;
     u32 pairs[4];
+#if SPLIT
+    u32 rest[4];
+#endif
 #if NORMED
     const u32 weights[4] = {norm_of[j].x, norm_of[j].y, norm_of[j].z, norm_of[j].w};
 #endif
@@ -187,9 +210,21 @@ row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __rest
       const float2 weight = wide2(weights[p]);
       v[j][p].x *= weight.x, v[j][p].y *= weight.y;
 #endif
+#if FORM == 3
+      v[j][p].x *= factor, v[j][p].y *= factor;
+      pairs[p] = narrow2(v[j][p].x, v[j][p].y);
+#if SPLIT
+      const float2 rounded = wide2(pairs[p]);
+      rest[p] = narrow2(v[j][p].x - rounded.x, v[j][p].y - rounded.y);
+#endif
+#else
       pairs[p] = half2(v[j][p].x * factor, v[j][p].y * factor);
+#endif
     }
     ((uint4*)given)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+#if SPLIT
+    ((uint4*)given)[K / 8 + i] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
+#endif
   }
   __syncthreads();
 
@@ -216,8 +251,8 @@ row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __rest
     if (lane % 4 == 0) {
 #pragma unroll
       for (int side = 0; side < SIDES; side++) {
-        sums[turn][warp][side * 16 + g] = total[side][0] + d[side][0];
-        sums[turn][warp][side * 16 + g + 8] = total[side][1] + d[side][2];
+        sums[turn][warp][side * 16 + g] = total[side][0] + d[side][0] + (SPLIT ? d[side][1] : 0.f);
+        sums[turn][warp][side * 16 + g + 8] = total[side][1] + d[side][2] + (SPLIT ? d[side][3] : 0.f);
       }
     }
     __syncthreads();
@@ -229,7 +264,9 @@ row8(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __rest
         y[side] = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) y[side] += sums[turn][w][side * 16 + threadIdx.x];
+#if FORM != 3
         y[side] *= (TILED ? 1.f : scales[n + side * (N / 2)]) * back;
+#endif
 #if BIASED
         y[side] += narrow_at(bias, n + side * (N / 2));
 #endif
