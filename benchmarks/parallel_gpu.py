@@ -159,6 +159,8 @@ def settings_of(section: Section, args: argparse.Namespace) -> dict[str, Any]:
     common: dict[str, Any] = {"load_format": "dummy", "max_num_seqs": 1024, "scheduling_policy": "longest-first"}
     if args.trial:
         cpu = {"device": "cpu", "cpu_bind": "nobind", "threads": 1, "memory_bytes": 1 << 26, "dtype": "float32"}
+        if section.settings.get("enable_dbo"):
+            cpu["attention_backend"] = "torch"  # native programs don't compute steps in parts
         return common | {"max_model_len": 2304, "max_num_seqs": 64, **cpu} | dict(section.settings)
     return common | {"device": "cuda", "max_model_len": 16384, "max_num_batched_tokens": 8192} | dict(section.settings)
 
@@ -247,17 +249,18 @@ def run_reading(section: Section, args: argparse.Namespace) -> dict[str, Any]:
     from octavo.models.registry import build_model, spec_of
     from octavo.nn.attention.reference import ReferenceAttention
 
-    config = files_of(section, args).config | {"num_hidden_layers": 4}
+    config = files_of(section, args).config | {"num_hidden_layers": 2}
     cpu, attention = torch.device("cpu"), ReferenceAttention()
     shapes = build_model(spec_of(config), dtype=torch.bfloat16, device=cpu, attention=attention)
     wanted = [want for layer in weight_layers(shapes) for want in layer.wanted()]
     folder = Path(tempfile.mkdtemp(prefix="weights-", dir="."))
     try:
         path = folder / "model.safetensors"
-        save_file({want.name: torch.empty(want.spec.shape, dtype=want.spec.dtype).normal_() for want in wanted}, path)
+        save_file({want.name: repeated_noise(want.spec.shape, want.spec.dtype) for want in wanted}, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        print(f"wrote {path.stat().st_size} bytes after {seconds_since_exec():.1f} s", file=sys.stderr, flush=True)
         files = ModelFiles(name="few layers", path=folder, format="safetensors", weights=(path,), config=config)
         asked = settings_of(section, args) | {"load_format": "auto"}
         loop, info = build_core(EngineConfig.of(**asked), files)
@@ -268,6 +271,18 @@ def run_reading(section: Section, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder)
     return found
+
+
+def repeated_noise(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a tensor that repeats one block of noise: torch draws with one thread, 150 million numbers a second."""
+    import torch
+
+    made = torch.empty(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.empty(min(made.numel(), 1 << 20), dtype=dtype).normal_(generator=generator)
+    for part in made.view(-1).split(len(block)):
+        part.copy_(block[: len(part)])
+    return made
 
 
 def read_bytes(pid: int) -> int:
@@ -284,6 +299,7 @@ def run_sums(section: Section, args: argparse.Namespace) -> dict[str, Any]:
     return measure_sums(section.gpus, trial=args.trial)
 
 
+REPLICAS_2 = {"data_parallel_size": 2}
 TWO, FOUR, EIGHT_GPUS = ({"tensor_parallel_size": size} for size in (2, 4, 8))
 STAGES = {"pipeline_parallel_size": 2}
 PROMPTS_2, PROMPTS_4 = ({"prefill_context_parallel_size": size} for size in (2, 4))
@@ -294,17 +310,20 @@ SENT = {"all2all_backend": "all_to_all"}
 SECTIONS = [
     Section("sums over 2 ranks", 2, run_sums, 60),
     Section("8B TP 2", 2, run_engine, 90, EIGHT, TWO, (*ALL, "chat", "decode:2")),
+    Section("8B TP 2, parts", 2, run_engine, 75, EIGHT, TWO | {"enable_dbo": True}, ("prefill", "chat")),
     Section("70B TP 2, cold", 2, run_engine, 150, SEVENTY, TWO, ALL, caches="70B"),
     Section("70B TP 2, warm", 2, run_engine, 60, SEVENTY, TWO, (), caches="70B"),
     Section("8B PP 2", 2, run_engine, 75, EIGHT, STAGES, ("decode:2", "prefill")),
     Section("8B one GPU", 1, run_engine, 75, EIGHT, {}, ("prefill", "prefill:0.016", "single")),
     Section("8B prompts over 2", 2, run_engine, 75, EIGHT, PROMPTS_2, ("prefill", "prefill:0.016", "single")),
     Section("8B one GPU, served", 1, run_served, 50, EIGHT, {}, ("chat",)),
-    Section("8B DP 2, served", 2, run_served, 50, EIGHT, {"data_parallel_size": 2}, ("chat",)),
+    Section("8B DP 2, served", 2, run_served, 50, EIGHT, REPLICAS_2, ("chat",)),
+    Section("8B one GPU, served, twice", 1, run_served, 75, EIGHT, {}, ("chat:2",)),
+    Section("8B DP 2, served, twice", 2, run_served, 60, EIGHT, REPLICAS_2, ("chat:2",)),
     Section("V2-Lite EP 2", 2, run_engine, 75, LATENT, TWO | WHOLE, ALL),
     Section("V2-Lite DP 2 with EP", 2, run_engine, 75, LATENT, REQUESTS_2, ALL),
     Section("V2-Lite DP 2 with EP, rows", 2, run_engine, 75, LATENT, REQUESTS_2 | SENT, ALL),
-    Section("bytes read by 2 ranks", 2, run_reading, 40, EIGHT, TWO),
+    Section("bytes read by 2 ranks", 2, run_reading, 60, EIGHT, TWO | {"enforce_eager": True}),
     Section("sums over 4 ranks", 4, run_sums, 60),
     Section("70B TP 4", 4, run_engine, 120, SEVENTY, FOUR, ALL),
     Section("8B prompts over 4", 4, run_engine, 75, EIGHT, PROMPTS_4, ("prefill", "prefill:0.016")),

@@ -64,7 +64,7 @@ ALL_SIZES = Limits(64 << 10, 1 << 62)
 
 
 class PeerCollectives:
-    """`Collectives` through the memory of peers up to a size, and of other shapes through a process group.
+    """`Collectives` through the memory of peers up to a size, and of other tensors through a process group.
 
     Args:
         others: for tensors that are larger, or not of whole words; None if there is nothing else.
@@ -76,25 +76,24 @@ class PeerCollectives:
         self._overlaps = overlaps
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        if self._stores(x):
-            return self._store(x, torch.empty_like(x), None)
-        words = self._row_words(x) if x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots else 0
+        sent = self._in_words(x)
+        if self._stores(sent):
+            return self._store(sent, torch.empty_like(sent), None)
+        words = self._row_words(sent) if x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots else 0
         if not words:
-            return self._rest.all_reduce(x)
-        out = torch.empty_like(x)
-        self._exchange(x, out, None, words)
-        return out
+            return self._rest.all_reduce(sent)
+        out = torch.empty_like(sent)
+        self._exchange(sent, out, None, words)
+        return out if out.shape == x.shape else out[: x.numel()].view(x.shape)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
-        words = self._row_words(x) if x.nbytes <= self.limits.two_shots else 0
+        sent = self._in_words(x)
+        words = self._row_words(sent) if x.nbytes <= self.limits.two_shots else 0
         if not words:
-            return self._rest.all_gather(x)
-        ranks = self._inboxes.ranks
-        out = x.new_empty(ranks, x.nbytes // 4, dtype=torch.int32)
-        self._launch(x.view(torch.int32), out, None, words, gathers=True)
-        return list(out.view(x.dtype).view(ranks, *x.shape))
+            return self._rest.all_gather(sent)
+        out = x.new_empty(self._inboxes.ranks, sent.nbytes // 4, dtype=torch.int32)
+        self._launch(sent.flatten().view(torch.int32), out, None, words, gathers=True)
+        return [one[: x.numel()].view(x.shape) for one in out.view(x.dtype)]
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         rest = self._rest
@@ -132,17 +131,30 @@ class PeerCollectives:
     @property
     def _rest(self) -> Collectives:
         if self._others is None:
-            raise ConfigError("Ranks that share a GPU can't exchange tensors of this shape: give each a GPU.")
+            raise ConfigError("Ranks that share a GPU can't exchange tensors in this way: give each a GPU.")
         return self._others
 
+    def _in_words(self, x: Tensor) -> Tensor:
+        """Return x, contiguous; with zeros behind it, as one row, if it is not of whole words and nothing else sends
+        it."""
+        if self._others is not None or x.nbytes % 4 == 0:
+            return x.contiguous()
+        return torch.nn.functional.pad(x.flatten(), (0, -x.nbytes % 4 // x.element_size()))
+
     def _row_words(self, x: Tensor) -> int:
-        """Return the words of the rows in which x is sent, rows of its own or parts of them; 0 if it can't be."""
-        words = _words(x)
-        if x.numel() == 0 or words == 0:
+        """Return the words of the rows in which x, contiguous, is sent; 0 if it can't be.
+
+        They are rows of its own, or equal parts of them. Without either, rows have a power of two words, so that few
+        kernels are compiled for many sizes, and the last one may be shorter.
+        """
+        words, slot, ranks = _words(x), self._inboxes.sizes.slot, self._inboxes.ranks
+        if x.numel() == 0 or x.nbytes % 4:
             return 0
-        least = -(-words // self._inboxes.sizes.slot)
-        each = next((words // parts for parts in range(least, words) if words % parts == 0), words)
-        return each if self._inboxes.ranks <= each <= self._inboxes.sizes.slot else 0
+        least = -(-words // slot)
+        for parts in range(least, 4 * least):
+            if words % parts == 0 and words // parts >= ranks:
+                return words // parts
+        return min(slot, 1 << (max(x.nbytes // 4, ranks) - 1).bit_length())
 
     def _stores(self, x: Tensor) -> bool:
         """Return whether x [T, H] is summed by storing its rows."""

@@ -109,7 +109,7 @@ def finish_row(value, held, scale, start, valid, out, total, eps, WIDTH, NORMS: 
     tl.store(out + start, value.to(out.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def exchange_kernel(
     x,
     inboxes,
@@ -121,6 +121,7 @@ def exchange_kernel(
     eps,
     rank,
     num_rows,
+    size,
     patience,
     WORDS: tl.constexpr,
     EACH: tl.constexpr,
@@ -132,10 +133,12 @@ def exchange_kernel(
     SHOTS: tl.constexpr,
     GATHERS: tl.constexpr,
     NORMS: tl.constexpr,
+    RAGGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Sum x [num_rows, WORDS words] over ranks: to `out`; or with NORMS add it to `residual`, which makes `total`,
-    whose norm is `out`. With GATHERS store all ranks' x in `out` [RANKS, num_rows, WORDS], as words.
+    whose norm is `out`. With GATHERS store all ranks' x in `out` [RANKS, num_rows, WORDS], as words. With RAGGED the
+    last row has fewer words: x has `size`, and so has each rank's part of a gathered `out`.
 
     Args:
         inboxes: [RANKS] int64, addresses of the ranks' inboxes.
@@ -151,11 +154,13 @@ def exchange_kernel(
     program = tl.program_id(0)
     DTYPE: tl.constexpr = x.dtype.element_ty
     words, parts, elements = tl.arange(0, BLOCK), tl.arange(0, PART_BLOCK), tl.arange(0, BLOCK * EACH)
-    in_row, valid = words < WORDS, elements < WORDS * EACH
     number = tl.load(counts + program)
     row = program
     while row < num_rows:
         number += 1
+        # Without RAGGED the masks are constants, so that words are loaded and sent several at a time.
+        extent = tl.minimum(size - row * WORDS, WORDS) if RAGGED else WORDS
+        in_row, valid = words < extent, elements < extent * EACH
         half = (program * 2 + (number & 1)).to(tl.int64) * ((RANKS + 1) * SLOT)
         own = tl.load(x.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * WORDS + words, mask=in_row, other=0)
         _send(inboxes, half + rank * SLOT, words, own, in_row, number, RANKS, PART if SHOTS == 2 else 0)
@@ -164,14 +169,17 @@ def exchange_kernel(
         held, scale = begin_row(residual, weight, start, elements, valid, NORMS)
         if SHOTS == 2:
             place = rank * PART + parts
-            here = (parts < PART) & (place < WORDS)
+            here = (parts < PART) & (place < extent)
             first, second = _add_up(mine, parts, here, number, patience, SLOT, RANKS, DTYPE, EACH)
             summed = _packed(first, second, DTYPE, EACH)
             _send(inboxes, half + RANKS * SLOT, place, summed, here, number, RANKS, 0)
         if GATHERS:
             for other in tl.static_range(RANKS):
                 found = _receive(mine + other * SLOT + words, in_row, number, patience)
-                tl.store(out + (other * num_rows + row).to(tl.int64) * WORDS + words, found, mask=in_row)
+                target = (other * num_rows + row).to(tl.int64) * WORDS
+                if RAGGED:
+                    target = other * size.to(tl.int64) + row * WORDS
+                tl.store(out + target + words, found, mask=in_row)
         else:
             if SHOTS == 1:
                 first, second = _add_up(mine, words, in_row, number, patience, SLOT, RANKS, DTYPE, EACH)
@@ -199,14 +207,16 @@ def launch(
     patience: int = 0x7FFFFFFF,
     overlaps: bool = False,
 ) -> None:
-    """Launch `exchange_kernel` for x, contiguous, in rows of `words` 32-bit words, at most `slot`.
+    """Launch `exchange_kernel` for x, contiguous, in rows of `words` 32-bit words, at most `slot`. Without a norm, the
+    last row may be shorter.
 
     Args:
         norm: residual, total, weight and epsilon; None for sums alone.
         two_shots: the words of a row must be at least the number of ranks.
     """
     ranks = len(inboxes)
-    rows = x.numel() * x.element_size() // (4 * words)
+    size = x.numel() * x.element_size() // 4
+    rows = -(-size // words)
     part = -(-words // ranks)
     residual, total, weight, eps = (x, x, x, 0.0) if norm is None else norm
     block = triton.next_power_of_2(words)
@@ -221,6 +231,7 @@ def launch(
         eps,
         rank,
         rows,
+        size,
         patience,
         WORDS=words,
         EACH=4 // x.element_size(),
@@ -232,6 +243,7 @@ def launch(
         SHOTS=2 if two_shots else 1,
         GATHERS=gathers,
         NORMS=norm is not None,
+        RAGGED=size % words > 0,
         OVERLAPS=overlaps,
         num_warps=max(1, min(16, block // 128)),
         **({"launch_pdl": True} if overlaps else {}),

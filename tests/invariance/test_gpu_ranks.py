@@ -56,7 +56,7 @@ MODELS["latent experts"] = MODELS["latent"] | DEEP | {"architectures": ["Deepsee
 TP: Settings = {"tensor_parallel_size": 2}
 PP: Settings = {"pipeline_parallel_size": 2}
 DP: Settings = {"data_parallel_size": 2, "enable_expert_parallel": True}
-PROMPTS: Settings = {"prefill_context_parallel_size": 2, "prefill_context_parallel_threshold": 32}
+PROMPTS: Settings = {"prefill_context_parallel_size": 2, "prefill_context_parallel_threshold": 8}
 PROMPTS |= {"enforce_eager": True}  # steps as short as these are recorded otherwise, and then not divided
 DIVISIONS: dict[str, Settings] = {
     "TP 2": TP,
@@ -149,6 +149,7 @@ def test_tokens_under_each_setting(division: str, setting: str) -> None:
         ("TP 2", "full", "eager"),
         ("TP 2, steps in parts", "full", ""),
         ("prompts over 2", "full", ""),
+        ("prompts over 2", "latent", ""),
         ("prompts over 2", "latent", "chunks and preemption"),
         ("DP 2 with EP", "experts", ""),
         ("DP 2 with EP", "latent experts", "chunks and preemption"),

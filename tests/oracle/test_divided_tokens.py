@@ -28,14 +28,17 @@ from octavo.worker.context_parallel import Share
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 2
 ROWS = [(20, 12), (17, 1), (9, 9)]
+"""Length and queries of each. Pieces are so short that latent attention takes the absorbed form on a GPU."""
+PROMPTS = [(40, 40), (20, 12), (17, 1)]
 BLOCK = 16
 
 
 class Known:
-    """`Collectives` of one rank; the test states what the other ranks send."""
+    """`Collectives` of one rank; the test states what all ranks send."""
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
+    def __init__(self, rank: int, parts: Sequence[Tensor]) -> None:
         most = max(map(len, parts))
+        self._own = parts[rank]
         self._parts = [torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])]) for part in parts]
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -44,6 +47,7 @@ class Known:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         assert x.shape == self._parts[0].shape
         assert x.dtype == self._parts[0].dtype
+        assert torch.equal(x[: len(self._own)], self._own)
         return self._parts
 
 
@@ -56,7 +60,7 @@ def shares_of(step: StepInput, given: Tensor, backend: Any) -> list[tuple[Tensor
     parts = [given.index_select(0, Share.of(step, Mesh(rank, RANKS)).tokens) for rank in range(RANKS)]
     found = []
     for rank in range(RANKS):
-        share = Share.of(step, Mesh(rank, RANKS, Known(parts)))
+        share = Share.of(step, Mesh(rank, RANKS, Known(rank, parts)))
         own = share.step(step)
         assert own.exchange is not None
         for one in (own, own.exchange.everyone):
@@ -109,10 +113,11 @@ def test_keys_and_values(window: int | None) -> None:
         assert torch.equal(layer.cache.view(torch.uint8), whole.view(torch.uint8))
 
 
+@pytest.mark.parametrize("rows", [ROWS, PROMPTS], ids=["short pieces", "prompts"])
 @pytest.mark.parametrize("kind", [TorchLatents, TritonLatents])
-def test_latents(kind: Any) -> None:
+def test_latents(kind: Any, rows: list[tuple[int, int]]) -> None:
     triton = kind is TritonLatents
-    case = latent_case(ROWS, SMALL, HALF if triton else torch.float32)
+    case = latent_case(rows, SMALL, HALF if triton else torch.float32)
     backend, device = (kind(HALF, SMALL), DEVICE) if triton else (kind(), torch.device("cpu"))
     step = moved(case.step, device)
     step.attn = backend.prepare(step, BLOCK)
@@ -122,8 +127,8 @@ def test_latents(kind: Any) -> None:
     layer = PagedLatents(SMALL, backend)
     filled = torch.randn(backend.cache_shape(SMALL, case.num_blocks, BLOCK)).to(device, case.dtype)
     layer.cache = whole = filled.clone()
-    stored = latents.clone()
-    expected = layer(q.clone(), stored, norm, cos_sin, expansion, step)
+    expected = layer(q.clone(), latents.clone(), norm, cos_sin, expansion, step)
+    stored = whole.flatten(0, 1)[step.slot_mapping]
     for tokens, own in shares_of(step, stored, backend):
         layer.cache = filled.clone()
         found = layer(q[tokens], latents[tokens], norm, cos_sin, expansion, own)

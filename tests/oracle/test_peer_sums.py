@@ -84,8 +84,21 @@ def total(each: list[Tensor]) -> Tensor:
         (2, (1, 64), torch.float32),
         (3, (1, 22), torch.float16),
         (4, (1, 200), torch.float32),
+        (4, (3, 1), torch.float32),
+        (3, (1, 202), torch.bfloat16),
+        (2, (5, 67), torch.float32),
+        (2, (7, 3), torch.bfloat16),
     ],
-    ids=["bfloat16, more rows than programs", "float32", "three ranks, parts that are not equal", "rows in parts"],
+    ids=[
+        "bfloat16, more rows than programs",
+        "float32",
+        "three ranks, parts that are not equal",
+        "rows in parts",
+        "fewer words than ranks",
+        "a prime number of words",
+        "rows that are too long and can't be divided",
+        "half a word at the end",
+    ],
 )
 def test_sums(count: int, shape: tuple[int, ...], dtype: torch.dtype, limits: Limits) -> None:
     ranks = Ranks(count, limits)
@@ -143,9 +156,41 @@ def test_a_sum_with_the_stream_and_its_norm(wide: torch.dtype, limits: Limits) -
 def test_gathers() -> None:
     ranks = Ranks(2, ONE)
     for dtype, width in itertools.product((torch.float32, torch.int64), (8, 72)):
-        each = [(one * 9).to(dtype) for one in parts(2, 2, width)]
-        for found in ranks.together(lambda one, rank, each=each: one.all_gather(each[rank])):
-            assert all(torch.equal(mine, its) for mine, its in zip(found, each, strict=True))
+        gather(ranks, [(one * 9).to(dtype) for one in parts(2, 2, width)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 1), torch.float32),
+        ((2, 3, 1), torch.int32),
+        ((5, 67), torch.float32),
+        ((2, 3), torch.bfloat16),
+        ((7, 3), torch.bfloat16),
+        ((3, 1), torch.uint8),
+    ],
+    ids=str,
+)
+def test_gathers_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    ranks = Ranks(3, ONE)
+    gather(ranks, [one.abs().to(dtype) for one in parts(3, *shape)])
+
+
+def test_gathers_what_is_not_contiguous() -> None:
+    gather(Ranks(2, ONE), [one.t() for one in parts(2, 5, 3)])
+
+
+def gather(ranks: Ranks, each: list[Tensor]) -> None:
+    for found in ranks.together(lambda one, rank: one.all_gather(each[rank])):
+        assert all(torch.equal(mine, its) for mine, its in zip(found, each, strict=True))
+
+
+def test_rows_are_divided_alike_for_many_sizes() -> None:
+    """A kernel is compiled for each number of words in a row."""
+    one = Ranks(2, ONE).each[0]
+    assert {one._row_words(torch.empty(rows, 72)) for rows in range(1, 40)} == {36}
+    assert {one._row_words(torch.empty(rows, 67)) for rows in range(1, 40)} == {SLOT}
+    assert {one._row_words(torch.empty(2, rows, 1)) for rows in range(1, 40)} == {2, 4, 8, 16, 32, 64}
 
 
 class Elsewhere:
@@ -161,7 +206,7 @@ class Elsewhere:
 def test_what_is_too_large_or_not_of_whole_words_goes_another_way() -> None:
     ranks = Ranks(2, Limits(64, 128))
     one = PeerCollectives(ranks.each[0]._inboxes, Elsewhere(), Limits(64, 128))
-    for x in (torch.zeros(3, 33), torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.int64)):
+    for x in (torch.zeros(3, 33), torch.zeros(1, 3, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.int64)):
         assert torch.equal(one.all_reduce(x.to(DEVICE)), (x + 100).to(DEVICE))
         assert one.summands(x.to(DEVICE)) is None
     assert one.summands(torch.zeros(1, 2 * SLOT, device=DEVICE)) is None, "a norm needs the whole row"
@@ -217,6 +262,12 @@ def on_one_gpu(rank: int, folder: str) -> None:
         assert summands is not None
         normed = summands.normed_with(stream, (weight, 1e-5), dtype)
         results += [stream.cpu(), normed.cpu()]
+    for limits, shape in itertools.product((ONE, TWO), ((4, 1), (7, 3), (2, 9014))):
+        made.limits = limits
+        each = noise(2, *shape)
+        assert torch.equal(made.all_reduce(each[rank]), total(each).bfloat16())
+        gathered = made.all_gather(each[rank])
+        assert all(torch.equal(mine, its) for mine, its in zip(gathered, each, strict=True))
     for limits, rows in ((ONE, 4), (STORED, 4), (STORED, 700)):
         made.limits = limits
         x, kept = noise(2, rows, 4096)[rank], torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda")

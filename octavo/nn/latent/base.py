@@ -107,7 +107,8 @@ class LatentBackend(Protocol):
 
         Args:
             q: [T, num_heads, nope_dim + rope_dim], the last two dimensions contiguous. The last channels are rotated.
-            latents: [T, rank + rope_dim]; the first channels are normalized, the others rotated.
+            latents: [T, rank + rope_dim]; the first channels are normalized, the others rotated. They may be left as
+                they are if only the cache is read: `attend` does not need them, and `step.exchange` is None.
             cos_sin: [max_position, rope_dim] float32, as for `apply_rope`.
         """
         ...

@@ -67,6 +67,8 @@ class TritonLatents:
         launches: LatentLaunches = step.attn
         weight, eps = norm
         block = min(16, triton.next_power_of_2(spec.num_heads))
+        # Otherwise nobody reads the latents: the absorbed form reads the cache.
+        kept = launches.expanded is not None or step.exchange is not None
         latent_write_kernel[(len(q), triton.cdiv(spec.num_heads, block) + 1)](
             q,
             latents,
@@ -87,7 +89,7 @@ class TritonLatents:
             HALF=spec.rope_dim // 2,
             BLOCK_HALF=triton.next_power_of_2(spec.rope_dim // 2),
             PAGE=cache.shape[1],
-            KEPT=launches.expanded is not None,
+            KEPT=kept,
             num_warps=2,
             **overlap(q.device),
         )
