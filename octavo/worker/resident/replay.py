@@ -333,7 +333,8 @@ class GraphReplay:
         assert self._sampling is not None, "a later stage samples"
         if step.recorded is None or step.rows is None or not self._slots.plain(step.plan):
             return None
-        return self._sampling.replay(*step.recorded, len(step.rows), allowed)
+        size, variant = step.recorded
+        return self._sampling.replay(size, variant, len(step.rows), allowed)
 
     def retract(self, step: Step) -> Tensor:
         raise AssertionError("the forward pass samples no tokens")
