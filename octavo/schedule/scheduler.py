@@ -218,6 +218,7 @@ class Scheduler:
             text = error.message if isinstance(error, InvalidRequestError) else str(error)
             self._end(request, FinishReason.ERROR, error=text, refused=refused)
         if any(isinstance(error, HookError) for _, error in self._planner.refused):
+            self._turns.clear()
             self._requests.rebuild()
         self._planner.refused = []
         return self._take_news()
@@ -377,7 +378,6 @@ class Scheduler:
         elif request.finish is None and not request.inflight and request.certain_to_finish:
             self._answer(request, output, row)
         if request.finish is not None and not request.inflight and request.slot >= 0:
-            self._turns.clear()  # an aborted request had its turn until now
             self._requests.release(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -386,6 +386,7 @@ class Scheduler:
         try:
             self._end(request, FinishReason.ERROR, error=internal_error(error))
         finally:
+            self._turns.clear()
             self._requests.rebuild()  # since ending it may have failed halfway
 
     def _take_news(self) -> list[TokenDelta]:
@@ -471,7 +472,7 @@ class Scheduler:
         if request.index < request.params.n:
             self._news.append(news)
         request.finish = reason
-        self._turns.clear()
+        self._turns.drop({request})
         self._requests.end(request)
 
     # Statistics

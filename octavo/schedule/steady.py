@@ -31,6 +31,7 @@ class Steady:
 
     Attributes:
         rows: the requests, in the order of the batch.
+        requests: the same as a set.
         hooks: the features to call for these steps.
         senders: those of them that may have payloads for sampling.
         unfilled: token slots that the last step added to the rows' blocks, less those that it filled.
@@ -46,6 +47,7 @@ class Steady:
         drafts: DraftBounds,
     ) -> None:
         self.rows = list(step.rows)
+        self.requests = frozenset(step.rows)
         self.unfilled = 0
         self._draft = step.draft
         self._cache = cache

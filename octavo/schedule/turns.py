@@ -7,7 +7,7 @@ requests, so that the requests are divided over as many steps; each is repeated 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from octavo.cache.cache import KVCache
 from octavo.core.plan import PlanDraft
@@ -46,8 +46,14 @@ class Turns:
         self._steps.clear()
         self.complete = False
 
+    def drop(self, requests: Set[Request]) -> None:
+        """Forget the steps that have one of these requests: they are planned from scratch."""
+        kept = deque(one for one in self._steps if one.requests.isdisjoint(requests))
+        self.complete = self.complete and len(kept) == len(self._steps)
+        self._steps = kept
+
     def has(self, steady: Steady) -> bool:
-        """Return whether nothing has changed since the steps of `steady` began."""
+        """Return whether nothing has changed for the requests of `steady` since its steps began."""
         return any(one is steady for one in self._steps)
 
     def add(self, step: StepBuilder, running: Sequence[Request], unfilled: int) -> None:
@@ -56,20 +62,20 @@ class Turns:
         Args:
             unfilled: token slots in the blocks of the `running` requests that hold no token.
         """
-        steady, alone = None, self._limits.turns == 1
-        repeats = len(step.rows) == len(running) if alone else not step.draft.new  # new requests join any turn
-        if self._allowed and repeats:
-            steady = Steady.after(step, self._limits, self._cache, self._kv, self._hooks, self._drafts)
-        if steady is None:
-            self.clear()
+        self.drop(set(step.rows))
+        self.complete = False
+        turns, share = self._limits.turns, -(-len(running) // self._limits.turns)
+        if not self._allowed or len(step.rows) > share or (turns == 1 and len(step.rows) < share):
             return
-        mine = set(steady.rows)
-        self._steps = deque(one for one in self._steps if mine.isdisjoint(one.rows))
+        steady = Steady.after(step, self._limits, self._cache, self._kv, self._hooks, self._drafts)
+        if steady is None:
+            return
+        if steady.rows != [request for request in running if request in steady.requests]:
+            return  # a new request is last in its first step only
         self._steps.append(steady)
         self.unfilled = unfilled
-        count = sum(len(one.rows) for one in self._steps)
-        ordered = steady.rows == [request for request in running if request in mine]
-        self.complete = count == len(running) and len(self._steps) <= self._limits.turns and ordered
+        sizes = [len(one.rows) for one in self._steps]
+        self.complete = sum(sizes) == len(running) and max(sizes) <= share
 
     def next(self, in_flight: int) -> tuple[PlanDraft, Steady | None] | None:
         """Return the next step and what repeats it; a step without rows if all requests are in flight; None if it must
