@@ -3,6 +3,7 @@ has them."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from octavo.device.cuda_transfer import CudaLink, CudaRecorder
 from octavo.device.transfer import Graph, HostLink, Link
 from octavo.worker.resident.warm_up import warm_up
 
-_KINDS = {"_forward": "forward", "_sample": "sample", "_forward_mixed": "mixed"}
+_KINDS = {"_forward": "forward", "compute": "sample", "_forward_mixed": "mixed"}
+_RECORDING = threading.Lock()
+"""Ranks in threads record one after another, since recording replaces what all of them call."""
 
 
 class Tape(TorchDispatchMode):
@@ -39,7 +42,7 @@ class Tape(TorchDispatchMode):
         self._paused = False
 
     def record(self, launch: Callable[[], None]) -> None:
-        with self._launches(), self:
+        with _RECORDING, self._launches(), self:
             launch()
 
     def replay(self) -> None:
@@ -67,16 +70,23 @@ class Tape(TorchDispatchMode):
     @contextmanager
     def _launches(self) -> Iterator[None]:
         """Record the launches of Triton's kernels, whose interpreter calls torch itself."""
-        run = InterpretedFunction.run
+        run, upload, own = InterpretedFunction.run, HostLink.upload, threading.get_ident()
 
         def launch(kernel: Any, *args: Any, **options: Any) -> None:
+            if threading.get_ident() != own:
+                run(kernel, *args, **options)
+                return
             self._calls.append(lambda: run(kernel, *args, **options))
             self._paused = True
             run(kernel, *args, **options)
             self._paused = False
 
+        def refuse(link: HostLink, array: np.ndarray) -> Tensor:
+            assert threading.get_ident() != own, "a transfer from the host was recorded"
+            return upload(link, array)
+
         InterpretedFunction.run = launch
-        HostLink.upload, upload = _refuse, HostLink.upload  # type: ignore[method-assign]
+        HostLink.upload = refuse  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -92,10 +102,6 @@ def _copy(values: Any, into: list[Tensor]) -> None:
     made = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
     for value, place in zip(made, into, strict=True):
         place.copy_(value)
-
-
-def _refuse(link: HostLink, array: np.ndarray) -> Tensor:
-    raise AssertionError("a transfer from the host was recorded")
 
 
 class CountedGraph:
@@ -179,6 +185,17 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch, *, late: bool = True) -> Co
     # An interpreter compiles nothing, so nothing need run before it is recorded.
     monkeypatch.setattr("octavo.worker.resident.replay._is_loaded", lambda *_: True)
     return replayed
+
+
+def interpret_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks in threads launch kernels one at a time, since Triton's interpreter has one program index for all."""
+    run, launching = InterpretedFunction.run, threading.Lock()
+
+    def alone(kernel: Any, *args: Any, **options: Any) -> None:
+        with launching:
+            run(kernel, *args, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", alone)
 
 
 class Transfers:

@@ -49,6 +49,7 @@ from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import make_siblings
 from octavo.schedule.steady import Steady
 from octavo.schedule.tiers import Tiers
+from octavo.schedule.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ class Scheduler:
         self._planning = False
         self._news: list[TokenDelta] = []
         """Deltas not handed over yet; kept here, so that no failure loses them."""
-        self._steady: Steady | None = None
-        self._repeats = limits.turns == 1 and all(hook.opt_in for hook in hooks)
+        self._turns = Turns(limits, cache, self._requests.kv, hooks, self._drafts)
 
     def attach(self, shape: PageShape, call: HookCall) -> None:
         """Give the features access to KV blocks and to their worker halves; called once, when the worker is there.
@@ -147,7 +147,7 @@ class Scheduler:
         """
         self._launched.clear()
         self.cache.lost()
-        self._steady = None
+        self._turns.clear()
         guilty = self._guilty()
         seated = (r for r in self._requests.choices(None, None) if r.slot >= 0)  # `running` may be half written
         lost = [r for r in seated if r.inflight or self._planning]
@@ -178,7 +178,7 @@ class Scheduler:
         """Preempt all running requests and drop cached contents. Nothing may be in flight."""
         for request in list(self._requests.running):
             self._planner.preempt(request)
-        self._steady = None
+        self._turns.clear()
         if self._tiers is not None:
             self._tiers.clear()
         told(self._hooks, "on_park")
@@ -190,7 +190,7 @@ class Scheduler:
 
     def weights_replaced(self) -> None:
         """The model has other weights now; nothing is in flight."""
-        self._steady = None
+        self._turns.clear()
         told(self._hooks, "on_weights")
 
     def lessees(self) -> list[str]:
@@ -218,6 +218,7 @@ class Scheduler:
             text = error.message if isinstance(error, InvalidRequestError) else str(error)
             self._end(request, FinishReason.ERROR, error=text, refused=refused)
         if any(isinstance(error, HookError) for _, error in self._planner.refused):
+            self._turns.clear()
             self._requests.rebuild()
         self._planner.refused = []
         return self._take_news()
@@ -260,29 +261,28 @@ class Scheduler:
         """Plan the next step; None if nothing can be computed."""
         self.turn()
         self._planning = True
-        rows, draft = self._repeat() or self._decide()
-        plan = self._freeze(rows, draft)
+        draft, rows, steady = self._repeat() or self._decide()
+        plan = self._freeze(draft, rows, steady)
         self._planning = False
         return plan
 
     def plan_transfers(self) -> StepPlan | None:
         """A step that computes nothing; None if no transfer needs one."""
         self.turn()
-        return self._freeze([], PlanDraft())
+        return self._freeze(PlanDraft(), [])
 
     def turn(self) -> None:
         """Let features take in what their threads have done; call it while nothing is planned."""
         if self._turning:
             told(self._turning, "turn")
 
-    def _freeze(self, rows: list[Request], draft: PlanDraft) -> StepPlan | None:
+    def _freeze(self, draft: PlanDraft, rows: list[Request], steady: Steady | None = None) -> StepPlan | None:
         if self._tiers is not None or self._loads.active:
             ask = not rows and not self._computing
             tiers = None if self._tiers is None else self._tiers.take(ask=ask)
             draft.transfers = merged(tiers, self._loads.take(ask=ask))
         if not rows and draft.transfers is None:
             return None
-        steady = self._steady if draft.repeats else None
         if rows:
             for hook in self._hooks if steady is None else steady.hooks:
                 hook.on_plan(draft, rows)
@@ -299,31 +299,31 @@ class Scheduler:
         """Whether a launched step has rows."""
         return any(rows for rows, _ in self._launched.values())
 
-    def _repeat(self) -> tuple[list[Request], PlanDraft] | None:
-        """Repeat the last step, if nothing else can follow it; else None."""
-        steady = self._steady
-        if steady is None or self._requests.waiting or len(self._launched) >= self.limits.max_ahead:
+    def _repeat(self) -> tuple[PlanDraft, list[Request], Steady | None] | None:
+        """Repeat an earlier step, if nothing else can follow; else None."""
+        found = None if self._requests.waiting else self._turns.next(len(self._launched))
+        if found is None:
             return None
-        draft = steady.next()
-        if draft is None:
-            return None
+        draft, steady = found
+        if steady is None:
+            return draft, [], None
         rows = len(steady.rows)
-        self.counters.step(rows, rows, 0, rows, steady.unfilled)
-        return steady.rows, draft
+        self.counters.step(rows, rows, 0, rows, self._turns.unfilled)
+        return draft, steady.rows, steady
 
-    def _decide(self) -> tuple[list[Request], PlanDraft]:
+    def _decide(self) -> tuple[PlanDraft, list[Request], None]:
         """Plan a step from scratch."""
-        self._steady = None
         step = self._planner.decide(in_flight=self._computing)
+        running, draft = self._requests.running, step.draft
+        unfilled = self.counters.unfilled(running) if step.rows else 0
         if step.rows:
-            running, ahead = self._requests.running, self.limits.max_ahead
-            unfilled, draft = self.counters.unfilled(running), step.draft
             tokens, sampled = sum(draft.num_tokens), sum(draft.samples)
             self.counters.step(len(step.rows), tokens, step.num_prompt_tokens, sampled, unfilled)
-            if self._repeats and not self._requests.waiting and not self._quarantine:
-                kv = self._requests.kv
-                self._steady = Steady.after(step, running, unfilled, self.cache, kv, ahead, self._hooks, self._drafts)
-        return step.rows, step.draft
+        if step.rows and not self._requests.waiting and not self._quarantine:
+            self._turns.add(step, running, unfilled)
+        else:
+            self._turns.clear()
+        return draft, step.rows, None
 
     def payload(self, plan: StepPlan) -> dict[str, Any]:
         """Return the features' payloads for sampling the plan; called after its forward pass was launched."""
@@ -357,7 +357,8 @@ class Scheduler:
             self._tiers.committed(plan.id, output.moved)
         if output.moved:
             self._loads.committed(output.moved)
-        if steady is not None and steady is self._steady and not (output.errors or output.logprobs or output.drafts):
+        plain = not (output.errors or output.logprobs or output.drafts)
+        if steady is not None and plain and self._turns.has(steady):
             self.counters.stats.generation_tokens += len(rows)
             steady.take(output.tokens, self._news, self._append, self._fail)
             return self._take_news()
@@ -385,6 +386,7 @@ class Scheduler:
         try:
             self._end(request, FinishReason.ERROR, error=internal_error(error))
         finally:
+            self._turns.clear()
             self._requests.rebuild()  # since ending it may have failed halfway
 
     def _take_news(self) -> list[TokenDelta]:
@@ -470,7 +472,7 @@ class Scheduler:
         if request.index < request.params.n:
             self._news.append(news)
         request.finish = reason
-        self._steady = None
+        self._turns.drop({request})
         self._requests.end(request)
 
     # Statistics
@@ -478,7 +480,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return the counters with current gauges."""
         running, waiting = self._requests.running, len(self._requests.waiting)
-        unfilled = self.counters.unfilled(running) if self._steady is None else self._steady.unfilled
+        unfilled = self._turns.unfilled if self._turns.complete else self.counters.unfilled(running)
         stats = self.counters.snapshot(len(running), waiting, len(self._planner.deferred), unfilled)
         stats.features = [metric for hook in self._hooks for metric in measured(hook)]
         head = self._requests.waiting.peek()

@@ -1,4 +1,4 @@
-"""`Steady`: repeat a step that decodes one token of every running request, for as long as nothing else can happen.
+"""`Steady`: repeat a step that decodes one token of each of its requests, for as long as nothing else can happen.
 
 A repeated step may ask for drafts where the next plan is made after its tokens are known; if some are found, the next
 step is planned from scratch.
@@ -18,6 +18,7 @@ from octavo.core.plan import PlanDraft
 from octavo.schedule.drafts import DraftBounds
 from octavo.schedule.hooks import EngineHook, hooks_of
 from octavo.schedule.kv_planner import KvPlanner
+from octavo.schedule.limits import Limits
 from octavo.schedule.request import Request
 from octavo.schedule.step_builder import StepBuilder
 
@@ -30,29 +31,33 @@ class Steady:
 
     Attributes:
         rows: the requests, in the order of the batch.
+        requests: the same as a set.
         hooks: the features to call for these steps.
         senders: those of them that may have payloads for sampling.
-        unfilled: token slots in their blocks that hold no token.
+        unfilled: token slots that the last step added to the rows' blocks, less those that it filled.
     """
 
     def __init__(
         self,
         step: StepBuilder,
-        unfilled: int,
+        limits: Limits,
         cache: KVCache,
         kv: KvPlanner,
-        max_ahead: int,
         hooks: Sequence[EngineHook],
         drafts: DraftBounds,
     ) -> None:
         self.rows = list(step.rows)
-        self.unfilled = unfilled
+        self.requests = frozenset(step.rows)
+        self.unfilled = 0
         self._draft = step.draft
         self._cache = cache
         self._growing = sum(group.grows for group in cache.groups)
         self._kv = kv
         self._drafts = drafts if drafts.most else None
-        self._searches = max_ahead == 1 and not drafts.writes_ahead and not any(drafts.reads(r) for r in self.rows)
+        self._repeats = limits.turns == 1  # else steps of other requests are in between
+        self._searches = (
+            limits.max_ahead == 1 and not drafts.writes_ahead and not any(drafts.reads(r) for r in self.rows)
+        )
         watched = {request for request in self.rows if request.spec.options}
         self.hooks = hooks if watched else ()
         self.senders = [hook for hook in self.hooks if type(hook).before_sample is not EngineHook.before_sample]
@@ -69,31 +74,29 @@ class Steady:
         registered (False), because it is written or its last tokens are known."""
         for request in self.rows:
             fills = -request.num_computed
-            for lag in range(max(2, max_ahead)):
+            for lag in range(max(2, limits.max_ahead)):
                 self._borders.setdefault((fills + lag) % cache.block_size, []).append((request, lag == 1))
 
     @classmethod
     def after(
         cls,
         step: StepBuilder,
-        running: list[Request],
-        unfilled: int,
+        limits: Limits,
         cache: KVCache,
         kv: KvPlanner,
-        max_ahead: int,
         hooks: Sequence[EngineHook],
         drafts: DraftBounds,
     ) -> Steady | None:
-        """Return the steps that repeat `step`, if it decodes one token of each running request in order; else None.
+        """Return the steps that repeat `step`, if it decodes one token of each of its requests; else None.
 
         None also while drafts are in flight, or may be once this step's tokens are known.
         """
         rows, draft = step.rows, step.draft
-        if rows != running or draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
+        if draft.num_tokens != [1] * len(rows) or not all(draft.samples) or any(draft.num_drafts):
             return None
         if any(r.unsure or r.siblings.lockstep for r in rows):
             return None
-        steady = cls(step, unfilled, cache, kv, max_ahead, hooks, drafts)
+        steady = cls(step, limits, cache, kv, hooks, drafts)
         return steady if steady._searches or not draft.proposals else None
 
     def next(self) -> PlanDraft | None:
@@ -110,7 +113,7 @@ class Steady:
             num_tokens=self._draft.num_tokens,
             num_drafts=self._draft.num_drafts,
             samples=self._draft.samples,
-            repeats=True,
+            repeats=self._repeats,
         )
         for request in self.rows:
             request.num_computed += 1
@@ -122,7 +125,7 @@ class Steady:
             if begins:
                 self._grow(request, draft)
             self._kv.register(request)
-        self.unfilled += self._growing * (grown * self._cache.block_size - len(self.rows))
+        self.unfilled = self._growing * (grown * self._cache.block_size - len(self.rows))
         self._left -= 1
         self._count += 1
         return draft

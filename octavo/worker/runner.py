@@ -95,6 +95,9 @@ class Runner:
         if self.replay.takes(plan, variant) and not self._takes_hidden(step):
             self._relay.receive(plan.total_tokens)
             self.replay.forward(step, self._known_masks(plan))
+            if not self._relay.last:
+                assert step.hidden is not None
+                self._relay.send(step.hidden.clone())  # the next replay may overwrite it before it is sent
         else:
             self._compute(step, self._forward if variant == ORDINARY else None)
         self._follow(step)

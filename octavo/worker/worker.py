@@ -441,6 +441,7 @@ class Worker:
         from octavo.worker.resident.batches import sizes, token_counts
         from octavo.worker.resident.replay import GraphReplay, recordable
         from octavo.worker.resident.sampler import DeviceSampler
+        from octavo.worker.resident.sampling import SamplingGraphs
         from octavo.worker.resident.slots import DeviceSlots
         from octavo.worker.resident.warm_up import warm_up
 
@@ -464,12 +465,13 @@ class Worker:
         forward = forward_of(model, attention, self.block_size, self.parallel, self.mesh)
         runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay, forward, own)
         records = isinstance(attention, Recordable) and not self.settings.enforce_eager
-        recorder = device.recorder() if records and recordable(model, self._relay, own) else None
+        recorder = device.recorder() if records and recordable(model, own) else None
         recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
         choose = partial(choose_products, model, recorded, self._await_kernels)
         chosen = chosen_alike(choose, self.mesh.context, device.torch_device)
         if recorder is not None and isinstance(attention, Recordable):
-            replay = GraphReplay(model, attention, slots, sampler, device, hooks)
+            sampling = SamplingGraphs(model, slots, sampler) if self._relay.last else None
+            replay = GraphReplay(model, attention, slots, sampling, device, hooks)
             shares, drafts = not self.settings.disable_cascade_attn, room.max_drafts
             replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, max_drafts=drafts, shares=shares)
             runner.replay = replay

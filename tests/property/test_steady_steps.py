@@ -89,11 +89,11 @@ def requests(rng: random.Random, count: int) -> list[GenerateRequest]:
     return [msgspec.structs.replace(r, id=f"c{r.id}", tokens=said[i]) for i, r in enumerate(made[1:])] + made
 
 
-def life(seed: int, depth: int, hooks: list[EngineHook]) -> tuple[list[object], list[object]]:
+def life(seed: int, depth: int, turns: int, hooks: list[EngineHook]) -> tuple[list[object], list[object]]:
     """All plans of an engine, and its news and counters after each step."""
     rng = random.Random(seed)
     num_blocks = rng.choice([24, 60])
-    limits = Limits(max_num_seqs=5, max_num_batched_tokens=64, max_model_len=60, max_ahead=depth + 1)
+    limits = Limits(max_num_seqs=5, max_num_batched_tokens=64, max_model_len=60, max_ahead=depth + 1, turns=turns)
     scheduler = Scheduler(KVCache(num_blocks, BLOCK), limits, make_policy("fcfs"), eos_token_ids=[EOS], hooks=hooks)
     device = Recorder(num_blocks)
     loop = EngineLoop(scheduler, device, depth)
@@ -111,8 +111,8 @@ def life(seed: int, depth: int, hooks: list[EngineHook]) -> tuple[list[object], 
     return device.plans, told
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_repeated_step_is_the_one_that_would_have_been_decided_on(depth, monkeypatch):
+@pytest.mark.parametrize(("depth", "turns"), [(0, 1), (1, 1), (2, 1), (1, 2), (2, 3)])
+def test_a_repeated_step_is_the_one_that_would_have_been_decided_on(depth, turns, monkeypatch):
     repeated = 0
     follow = Steady.next
 
@@ -126,9 +126,9 @@ def test_a_repeated_step_is_the_one_that_would_have_been_decided_on(depth, monke
     for _ in range(40):
         seed = random.randrange(2**32)
         readers = [Reader(opt_in=True), Reader(opt_in=False)]  # the second wants to be asked about every token
-        quick = life(seed, depth, [readers[0]])
+        quick = life(seed, depth, turns, [readers[0]])
         before = repeated
-        slow = life(seed, depth, [readers[1]])
+        slow = life(seed, depth, turns, [readers[1]])
         assert repeated == before
         assert readers[0].read == readers[1].read
         assert quick[0] == slow[0], f"seed {seed}: other plans"

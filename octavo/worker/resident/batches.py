@@ -176,8 +176,12 @@ class Ragged:
         counts: recorded numbers of tokens, ascending.
     """
 
-    def __init__(self, slots: DeviceSlots, attention: Recordable, counts: list[int]) -> None:
+    def __init__(
+        self, slots: DeviceSlots, attention: Recordable, counts: list[int], *, every_token: bool = False
+    ) -> None:
+        """`every_token`: the step returns the hidden states of all tokens, not only of those that get logits."""
         self.counts = counts
+        self._every_token = every_token
         self._slots = slots
         self._attention = attention
         if not self.counts:
@@ -215,7 +219,7 @@ class Ragged:
             block_tables=slots.block_tables[0],
             table_rows=parts.slots,
             logit_rows=parts.logit_rows,
-            hidden_rows=parts.logit_rows,
+            hidden_rows=None if self._every_token else parts.logit_rows,
             max_query_len=size,
             max_seq_len=slots.max_model_len,
         )

@@ -8,6 +8,8 @@ Some batch sizes have a second forward pass, which reads common prefixes of cont
 forward pass per number of tokens, and where a feature drafts, so have small steps whose rows have few tokens each:
 launched operation by operation, they take the host about as long as a thousand tokens take the GPU. The graphs of
 decoding sample their tokens.
+
+A stage of a pipeline that does not sample has the forward passes only, which leave the hidden states of all tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +27,17 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
-from octavo.device.transfer import Graph, GraphRecorder, Link, download
-from octavo.models.decoder import CausalLM
+from octavo.device.transfer import Graph, GraphRecorder, Link
 from octavo.models.model import Model
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
-from octavo.sampling.resident import PendingTokens, ResidentSampler
 from octavo.worker.compute import compute
 from octavo.worker.hooks import ORDINARY, Hooks, Variant
 from octavo.worker.own_rows import OwnRows
-from octavo.worker.relay import Relay
 from octavo.worker.resident.batches import Drafted, Ragged, Singles, draft_counts, least, token_counts
+from octavo.worker.resident.sampling import SamplingGraphs
 from octavo.worker.resident.sharing import Groups
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots
 from octavo.worker.step import Step
@@ -100,19 +100,19 @@ class GraphReplay:
         model: Model,
         attention: Recordable,
         slots: DeviceSlots,
-        sampler: ResidentSampler,
+        sampling: SamplingGraphs | None,
         link: Link,
         hooks: Hooks,
     ) -> None:
+        """`sampling`: records the second graphs; None if a later stage of the pipeline samples."""
         self.count = 0
         self._model = model
         self._attention = attention
         self._slots = slots
-        self._sampler = sampler
+        self._sampling = sampling
         self._link = link
         self._hooks = hooks
         self._forwards: dict[ReplayKey, Graph] = {}
-        self._samples: dict[tuple[int, Variant], Graph] = {}
         self._loaded: _UploadedBatch | None = None
         self._taken = _Taken(0, ORDINARY, None)
 
@@ -167,14 +167,16 @@ class GraphReplay:
         self._singles = Singles(self._slots, self._attention, max_rows, shares=shares and bool(layers))
         self._block_bytes = layers[0].cache[0].nbytes if layers else 0
         largest = self._singles.sizes[-1]
-        self._sampled = torch.empty(largest, dtype=torch.int32, device=self._slots.device)
         self._hidden = self._single(largest).clone()
+        if self._sampling is not None:
+            self._sampling.bind(self._singles.rows, self._hidden)
 
     def _reserve_ragged(self, max_rows: int, max_tokens: int, max_drafts: int) -> None:
-        self._ragged = Ragged(self._slots, self._attention, token_counts(max_tokens))
+        every = self._sampling is None
+        self._ragged = Ragged(self._slots, self._attention, token_counts(max_tokens), every_token=every)
         most = min(max_drafts, self._attention.most_few - 1)
         counts = draft_counts(max_tokens, most, max_rows) if most > 0 else []
-        self._drafted = Drafted(self._slots, self._attention, counts)
+        self._drafted = Drafted(self._slots, self._attention, counts, every_token=every)
         batches = [one for one in (self._ragged, self._drafted) if one.counts]
         for one in batches:
             one.send(None, one.counts[-1])
@@ -187,12 +189,14 @@ class GraphReplay:
             shares = size in self._singles.sharing
             if not _is_loaded(size, every, loaded):
                 self._forward(size)
-                self._sample(size)
+                if self._sampling is not None:
+                    self._sampling.compute(size)
                 if shares:
                     self._forward(size, shares=True)
             self._link.synchronize()
             self._forwards[ReplayKey(size, 1, size, False, variant)] = recorder.record(partial(self._forward, size))
-            self._samples[size, variant] = recorder.record(partial(self._sample, size))
+            if self._sampling is not None:
+                self._sampling.record(recorder, size, variant)
             if shares:
                 graph = recorder.record(partial(self._forward, size, shares=True))
                 self._forwards[ReplayKey(size, 1, size, True, variant)] = graph
@@ -227,8 +231,8 @@ class GraphReplay:
         self._ragged_hidden[:size].copy_(self._mixed(size, batches))
 
     def _mixed(self, size: int, batches: Ragged) -> Tensor:
-        """Compute a step with prompts or drafts; return hidden states [size, hidden_size] of the tokens that get
-        logits."""
+        """Compute a step with prompts or drafts; return hidden states [size, hidden_size]: of the tokens that get
+        logits, or of all if a later stage samples."""
         return self._computed(batches.batch(size), batches.step(size), partial(batches.foreseen, size))
 
     def _computed(self, batch: DeviceBatch, step: StepInput, prepare: Callable[[StepInput], object]) -> Tensor:
@@ -239,15 +243,6 @@ class GraphReplay:
         self._slots.count(batch)
         return hidden
 
-    def _sample(self, size: int) -> None:
-        rows, hidden, model = self._singles.rows[:size], self._hidden[:size], self._model
-        parts = model.logits_in_parts(hidden) if isinstance(model, CausalLM) else None
-        if parts is None:
-            self._sampled[:size].copy_(self._sampler.draw(model.logits(hidden), rows))
-        else:
-            self._sampled[:size].copy_(self._sampler.draw_divided(parts, rows))
-        self._slots.append(rows, self._sampled[:size])
-
     @property
     def _page(self) -> int:
         return self._slots.block_size
@@ -256,7 +251,7 @@ class GraphReplay:
 
     def takes(self, plan: StepPlan, variant: Variant) -> bool:
         """Return whether a graph of the plan's size was recorded for the variant."""
-        if not self._samples or (self._singles.sizes[0], variant) not in self._samples:
+        if not self._has(variant):
             return False
         decodes = max(plan.num_tokens) == 1 and all(plan.samples)
         if decodes:
@@ -267,9 +262,16 @@ class GraphReplay:
         self._taken = _Taken(size, variant, batches)
         return size > 0
 
+    def _has(self, variant: Variant) -> bool:
+        if not self._forwards:
+            return False
+        size = self._singles.sizes[0]
+        return ReplayKey(size, 1, size, False, variant) in self._forwards
+
     @torch.inference_mode()
     def forward(self, step: Step, allowed: Allowed | None) -> None:
-        """Replay the step's forward pass, which leaves hidden states in the input buffer of the sampling graphs."""
+        """Replay the step's forward pass, which leaves hidden states in the input buffer of the sampling graphs, or of
+        all tokens if a later stage samples. The next replay overwrites them."""
         (size, variant, batches), plan = self._taken, step.plan
         if batches is None:
             key = self._load(plan, size, variant)
@@ -280,7 +282,10 @@ class GraphReplay:
         else:
             batches.send(plan, size)
             self._forwards[self._key(size, variant, batches)].replay()
-            self._adopt(step, size, variant, batches)
+            if self._sampling is None:
+                step.hidden = self._ragged_hidden[: plan.total_tokens]
+            else:
+                self._adopt(step, size, variant, batches)
         self._slots.mirror(plan)
         self.count += 1
 
@@ -325,11 +330,11 @@ class GraphReplay:
     @torch.inference_mode()
     def sample(self, step: Step, allowed: Allowed | None) -> Drawn | None:
         """Sample the step just replayed; None if a row needs more than plain sampling, or no graph was recorded."""
+        assert self._sampling is not None, "a later stage samples"
         if step.recorded is None or step.rows is None or not self._slots.plain(step.plan):
             return None
-        with self._sampler.allowing(allowed):
-            self._samples[step.recorded].replay()
-        return PendingTokens(download(self._sampled[: len(step.rows)]), [])
+        size, variant = step.recorded
+        return self._sampling.replay(size, variant, len(step.rows), allowed)
 
     def retract(self, step: Step) -> Tensor:
         raise AssertionError("the forward pass samples no tokens")
@@ -340,7 +345,8 @@ class GraphReplay:
 
     def close(self) -> None:
         self._forwards.clear()
-        self._samples.clear()
+        if self._sampling is not None:
+            self._sampling.close()
 
 
 def _is_loaded(size: int, every: Sequence[int], loaded: Collection[int]) -> bool:
@@ -360,10 +366,9 @@ def no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def recordable(model: Model, relay: Relay, own_rows: OwnRows | None) -> bool:
+def recordable(model: Model, own_rows: OwnRows | None) -> bool:
     """Return whether steps of the model can be recorded in graphs; log it if not."""
     for why, holds in (
-        ("this stage of the pipeline does not sample", not relay.last),
         ("each rank computes the rows of its own requests", own_rows is not None),
         ("the model copies data from the host", not getattr(model, "recordable", True)),
     ):
