@@ -22,6 +22,7 @@ from octavo.parallel.collectives import BeginningSums, Collectives, ExchangingRo
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, map_inboxes, raise_first
 
 if TYPE_CHECKING:
+    from octavo.device.ahead import Ahead
     from octavo.device.transfer import Graph
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,27 @@ class PeerCollectives:
             overlaps=self._overlaps,
         )
 
+    def launch_sums(self, x: Tensor, norm: tuple[Tensor, Tensor, float] | None = None) -> None:
+        """Launch the kernels of all sums of tensors like x [T, H], which need no values: for compiling them ahead.
+
+        Args:
+            norm: that follows a sum: the stream [T, H], the norm's weight and epsilon.
+        """
+        words, limits = self._row_words(x), self.limits
+        ways = [*([False] if limits.one_shot else []), *([True] if limits.two_shots > limits.one_shot else [])]
+        for two_shots in ways if words else ():
+            self._launch(x, torch.empty_like(x), None, words, two_shots=two_shots)
+            if norm is not None and words == _words(x):
+                stream, weight, eps = norm
+                following = stream, stream, weight, eps
+                self._launch(x, torch.empty_like(stream, dtype=x.dtype), following, words, two_shots=two_shots)
+
+    def launch_gather(self, x: Tensor) -> None:
+        """Launch the kernel that gathers tensors like x, which needs no values: for compiling it ahead."""
+        if self.limits.two_shots and (words := self._row_words(x)):
+            sent = x.view(torch.int32)
+            self._launch(sent, torch.empty_like(sent), None, words, gathers=True)
+
     # At start
 
     def problem(self) -> str:
@@ -202,6 +224,27 @@ class PeerSum:
 
     def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
         return self._collectives.sum_norm(self._x, stream, norm, dtype)
+
+
+def compile_trials(ranks: int) -> Ahead:
+    """Start to compile what `with_peers` launches; return the handle to wait for.
+
+    The ranks of a first start would otherwise compile one kernel after the other.
+    """
+    from octavo.device.ahead import Ahead, target_of  # needs triton
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
+    addresses = torch.empty(ranks, dtype=torch.int64, device=device)
+    inboxes = Inboxes(0, addresses, torch.empty(PROGRAMS, dtype=torch.int32, device=device), SLOT)
+    made = PeerCollectives(inboxes, None, ALL_SIZES, overlaps=overlaps)
+    ahead = Ahead(target_of(device))
+    with ahead.collecting():
+        tried = torch.empty(1, SLOT, device=device)
+        made.launch_sums(tried)
+        made.launch_gather(tried)
+        made.launch_sums(torch.empty(1, 2 * SLOT, dtype=torch.bfloat16, device=device))
+    return ahead
 
 
 def with_peers(rank: int, share: Share, others: Collectives | None) -> Collectives | None:
