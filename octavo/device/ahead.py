@@ -26,31 +26,52 @@ class Ahead:
     number is 1 or divisible by 16, and an address divisible by 16.
     """
 
-    def __init__(self, target: CompileTarget) -> None:
-        """`target` is the device to compile for."""
+    def __init__(self, target: CompileTarget, turn: tuple[int, int] = (0, 1)) -> None:
+        """
+        Args:
+            target: the device to compile for.
+            turn: the process's number among those of this machine that compile the same launches, and their number.
+                Each begins with its own share, and finds most others in Triton's cache folder afterwards.
+        """
         self._target = target
+        self._turn = turn
         self._compilers = Compilers()
-        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1) + 1, thread_name_prefix="octavo-compile")
+        threads = min(16, max(1, (os.cpu_count() or 1) // turn[1]))
+        self._pool = ThreadPoolExecutor(threads + 1, thread_name_prefix="octavo-compile")
         self._driver = self._pool.submit(_load_driver)
+        self._found: set[Any] = set()
         self._jobs: dict[Any, Future[None]] = {}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Compile the launches of this block without launching. Nothing else may launch Triton kernels meanwhile."""
         run = JITFunction.run
+        number, count = self._turn
+        others: list[tuple[Any, Any, list[Any], dict[str, Any]]] = []
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
             named = zip(kernel.params, args, strict=False)
             key = (kernel, *(_variant(param, arg) for param, arg in named), *options.items())
-            if key not in self._jobs:
-                stand_ins = [_stand_in(arg) for arg in args]
-                self._jobs[key] = self._pool.submit(self._compile, run, kernel, stand_ins, options)
+            if key in self._found:
+                return
+            own = len(self._found) % count == number
+            self._found.add(key)
+            job = key, kernel, [_stand_in(arg) for arg in args], options
+            if own:
+                self._begin(run, *job)
+            else:
+                others.append(job)
 
         JITFunction.run = compile_only
         try:
             yield
         finally:
             JITFunction.run = run
+        for job in others:
+            self._begin(run, *job)
+
+    def _begin(self, run: Callable[..., Any], key: Any, kernel: Any, args: list[Any], options: dict[str, Any]) -> None:
+        self._jobs[key] = self._pool.submit(self._compile, run, kernel, args, options)
 
     def wait(self) -> int:
         """Wait for the compilation and return the number of kernels. Failures are only logged: a launch that needs such

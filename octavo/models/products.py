@@ -12,6 +12,7 @@ from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.feed_forwards.experts import Experts
 from octavo.models.model import LayeredModel, Model
 from octavo.models.spec import DecoderSpec
+from octavo.nn.embedding import TiedHead
 from octavo.nn.linear import Linear, Projection
 from octavo.nn.ops import products
 from octavo.nn.quant.gpu import OnGpu
@@ -47,27 +48,41 @@ def launch_plain(model: LayeredModel) -> None:
     have no values: for compiling them ahead."""
     if not isinstance(model, CausalLM):
         return
-    last, added, wide = _outputs(model), _added(model), _wide(model)
+    last, added, wide, settled = _outputs(model), _added(model), _wide(model), _settled(model)
     layers = [one for one in model.modules() if isinstance(one, Projection) and isinstance(one.scheme, OnGpu)]
+    dtype = next((one.scheme.dtype for one in layers if isinstance(one.scheme, OnGpu)), None)
+    if dtype is None:
+        return
     forms = dict.fromkeys(
         PlainForm(
             *_shape(layer, model.spec),
             _gates(layer),
-            layer in last,
-            layer in added,
+            layer in last and layer.is_whole,
+            layer in added and layer.is_whole,
             layer in wide,
             layer.has_bias,
-            None if layer in last else _norm(model, _shape(layer, model.spec)[1]),
+            _norm(model, _shape(layer, model.spec)[1], dtype) if layer in settled and layer not in last else None,
         )
         for layer in layers
     )
     for form in forms:
-        launch(form, model.embedding.dtype, model.residual_dtype, model.device)
+        launch(form, dtype, model.residual_dtype, model.device)
 
 
-def _norm(model: CausalLM, inputs: int) -> RowNorm | None:
+def _settled(model: CausalLM) -> set[Any]:
+    """Return the layers whose input stream may have no pending addition, so that they can normalize it themselves.
+    Elsewhere on ranks, the launch that adds up the ranks' outputs computes the norm."""
+    first = set(model.layers[0].modules())
+    return {
+        one
+        for one in model.modules()
+        if isinstance(one, Projection) and one.is_whole and (one.mesh.size == 1 or one in first)
+    }
+
+
+def _norm(model: CausalLM, inputs: int, dtype: torch.dtype) -> RowNorm | None:
     """Return the norm before a layer with this number of inputs."""
-    norm, dtype = model.spec.norm, model.embedding.dtype
+    norm = model.spec.norm
     if norm.kind != "rms":
         return None
     of_stream = inputs == model.spec.hidden_size
@@ -82,7 +97,8 @@ def launch_packed(model: LayeredModel) -> None:
     last, shapes = _outputs(model), set()
     for layer in model.modules():
         if isinstance(layer, Linear) and isinstance(layer.scheme, PackedOnGpu):
-            shape = (sum(layer.sizes), layer.parts[0].in_features, layer.gates, layer in last, layer.has_bias)
+            added = layer in last and layer.is_whole
+            shape = (*_own(layer), layer.gates, added, layer.has_bias)
             if shape not in shapes:
                 shapes.add(shape)
                 layer.scheme.launch(*shape, model.residual_dtype)
@@ -138,7 +154,13 @@ def _gates(layer: Projection) -> bool:
 
 
 def _shape(layer: Projection, spec: DecoderSpec) -> tuple[int, int]:
-    """Return a layer's outputs and inputs."""
+    """Return a layer's outputs and inputs on this rank."""
     if isinstance(layer, Linear):
-        return sum(layer.sizes), layer.parts[0].in_features
-    return spec.vocab_size, spec.hidden_size
+        return _own(layer)
+    own = layer.source.own if isinstance(layer, TiedHead) else None
+    return spec.vocab_size if own is None else len(own), spec.hidden_size
+
+
+def _own(layer: Linear) -> tuple[int, int]:
+    inputs = layer.cuts[0].inputs
+    return sum(layer.sizes), layer.parts[0].in_features if inputs is None else len(inputs)

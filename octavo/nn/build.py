@@ -115,10 +115,7 @@ class Build:
         """
         part = Part(UP, form.hidden_size, form.size, form.bias)
         mesh = self.mesh if self.exchange is None else self.exchange.mesh
-        if self.whole_experts and mesh.size > 1:
-            mine = replace(form, own=_own_experts(form.num_experts, mesh))
-        else:
-            mine = replace(form, size=len(share(form.size, mesh)))
+        mine = own_form(form, mesh, whole=self.whole_experts)
         scheme = self.schemes.at(self.path, [part]).experts(mine)
         place, exchange = (self.path, self.device), self.exchange
         sums_rows = self.exchanges_rows and exchange is None
@@ -186,6 +183,17 @@ class Build:
     def _backend(self) -> AnyBackend:
         assert self.attention_backend is not None, "this model is built without a KV cache"
         return self.attention_backend
+
+
+def own_form(form: ExpertsForm, mesh: Mesh, *, whole: bool) -> ExpertsForm:
+    """Return a rank's part of the experts: a part of each, or some `whole` ones.
+
+    Raises:
+        ConfigError: the experts can't be divided over the ranks.
+    """
+    if whole and mesh.size > 1:
+        return replace(form, own=_own_experts(form.num_experts, mesh))
+    return replace(form, size=len(share(form.size, mesh)))
 
 
 def _own_experts(count: int, mesh: Mesh) -> range:

@@ -74,7 +74,7 @@ class Projection(WeightLayer):
         fusing, delta = self._fusing, self.delta
         if self.activation != "silu":
             return act_mul(self(x), self.activation)
-        if delta is not None and self._whole:
+        if delta is not None and self.is_whole:
             addition = delta.begin(x)
             return addition.gated(self.scheme.apply(x)) if fusing is None else fusing.gated_with(x, addition)
         return act_mul(self(x), self.activation) if fusing is None else fusing.gated(x)
@@ -237,7 +237,7 @@ class Projection(WeightLayer):
 
     @property
     def _fusing(self) -> Fusing | None:
-        return self._fusing_scheme if self._whole else None
+        return self._fusing_scheme if self.is_whole else None
 
     def _rounding(self, rows: int) -> Rounding | None:
         """Return the scheme if it multiplies this number of rows in 8 bits, and nothing needs them unrounded."""
@@ -249,7 +249,7 @@ class Projection(WeightLayer):
         return fusing.fused_rows if self.delta is None else min(fusing.fused_rows, self.delta.fused_rows)
 
     @property
-    def _whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the product needs nothing from other ranks."""
         return not self._sums and not self._gathers
 

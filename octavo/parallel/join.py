@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import time
 from collections import deque
 
 import torch
@@ -19,7 +20,7 @@ from octavo.native.exchange import Exchange
 from octavo.parallel.collectives import Collectives, TorchCollectives
 from octavo.parallel.mesh import ALONE, Mesh
 from octavo.parallel.peer_memory import Share
-from octavo.parallel.peers import alike, with_peers
+from octavo.parallel.peers import alike, compile_trials, with_peers
 from octavo.parallel.shared import SharedMemory
 from octavo.parallel.stage import WHOLE, Stage
 
@@ -98,6 +99,9 @@ def join(
         return ALONE, WHOLE
     if accelerator == "cpu" and place.host == LOCAL:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    began = time.perf_counter()
+    through_peers = accelerator == "cuda" and peers and _on_one_machine(place)
+    trials = compile_trials(place.shards) if through_peers else None  # while the process groups are made
     try:
         store = TCPStore(place.host, place.port, is_master=False, timeout=_MEET)
         shared = accelerator == "cuda" and _share_a_gpu(place, store)
@@ -110,8 +114,12 @@ def join(
             f"{_MEET.seconds} s: {error}. The log of another rank may say why it did not start."
         ) from error
     collectives: Collectives = TorchCollectives(_own_group(place), later=later)
-    if accelerator == "cuda" and (shared or (peers and _on_one_machine(place))):
+    met = time.perf_counter()
+    if trials is not None:
+        trials.wait()
+    if shared or through_peers:
         collectives = _through_peers(place, store, None if shared else collectives)
+        log.info("met the other ranks in %.1f s; tried sums in %.1f s", met - began, time.perf_counter() - met)
     if accelerator == "cpu" and place.memory >= 0:
         collectives = _in_shared_memory(place, store, isa, limit_s) or collectives
     each = place.shards * place.contexts

@@ -23,6 +23,7 @@ from octavo.parallel.collectives import BeginningSums, Collectives, ExchangingRo
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, Sizes, map_inboxes, raise_first
 
 if TYPE_CHECKING:
+    from octavo.device.ahead import Ahead
     from octavo.device.transfer import Graph
 
 log = logging.getLogger(__name__)
@@ -157,11 +158,8 @@ class PeerCollectives:
         return min(slot, 1 << (max(x.nbytes // 4, ranks) - 1).bit_length())
 
     def _stores(self, x: Tensor) -> bool:
-        """Return whether x [T, H] is summed by storing its rows."""
-        if x.dim() != 2 or x.dtype not in _SUMMED or not self.limits.two_shots < x.nbytes <= self.limits.stored:
-            return False
-        width = x.shape[1]
-        return width * x.element_size() % 16 == 0 and width <= _LONGEST_ROW
+        """Return whether x is summed by storing its rows."""
+        return self.limits.two_shots < x.nbytes <= self.limits.stored and _stores_rows(x)
 
     def _exchange(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, Tensor, float] | None, words: int) -> None:
         self._launch(x, out, norm, words, two_shots=x.nbytes > self.limits.one_shot)
@@ -228,6 +226,32 @@ class PeerCollectives:
             overlaps=self._overlaps,
         )
 
+    def launch_sums(self, x: Tensor, norm: tuple[Tensor, Tensor, float] | None = None) -> None:
+        """Launch the kernels of all sums of tensors like x [T, H], which need no values: for compiling them ahead.
+
+        Args:
+            norm: that follows a sum: the stream [T, H], the norm's weight and epsilon.
+        """
+        words, limits = self._row_words(x), self.limits
+        ways = [*([False] if limits.one_shot else []), *([True] if limits.two_shots > limits.one_shot else [])]
+        for two_shots in ways if words else ():
+            self._launch(x, torch.empty_like(x), None, words, two_shots=two_shots)
+            if norm is not None and words == _words(x):
+                stream, weight, eps = norm
+                following = stream, stream, weight, eps
+                self._launch(x, torch.empty_like(stream, dtype=x.dtype), following, words, two_shots=two_shots)
+        if limits.stored and _stores_rows(x):
+            self._launch_stores(x, torch.empty_like(x), None)
+            if norm is not None:
+                stream, weight, eps = norm
+                self._launch_stores(x, torch.empty_like(stream, dtype=x.dtype), (stream, stream, weight, eps))
+
+    def launch_gather(self, x: Tensor) -> None:
+        """Launch the kernel that gathers tensors like x, which needs no values: for compiling it ahead."""
+        if self.limits.two_shots and (words := self._row_words(x)):
+            sent = x.view(torch.int32)
+            self._launch(sent, torch.empty_like(sent), None, words, gathers=True)
+
     # At start
 
     def problem(self) -> str:
@@ -277,6 +301,26 @@ class PeerSum:
 
     def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
         return self._collectives.sum_norm(self._x, stream, norm, dtype)
+
+
+def compile_trials(ranks: int) -> Ahead:
+    """Start to compile what `with_peers` launches; return the handle to wait for.
+
+    The ranks of a first start would otherwise compile one kernel after the other.
+    """
+    from octavo.device.ahead import Ahead, target_of  # needs triton
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
+    inboxes = Inboxes(0, torch.empty(ranks, dtype=torch.int64, device=device), sizes_for(ranks))
+    made = PeerCollectives(inboxes, None, dataclasses.replace(ALL_SIZES, stored=ALL_SIZES.two_shots), overlaps=overlaps)
+    ahead = Ahead(target_of(device))
+    with ahead.collecting():
+        tried = torch.empty(1, SLOT, device=device)
+        made.launch_sums(tried)
+        made.launch_gather(tried)
+        made.launch_sums(torch.empty(1, 2 * SLOT, dtype=torch.bfloat16, device=device))
+    return ahead
 
 
 def with_peers(rank: int, share: Share, others: Collectives | None) -> Collectives | None:
@@ -348,6 +392,14 @@ def limits_of(times: list[Mapping[str, Mapping[str, float]]]) -> Limits:
 def sizes_for(ranks: int) -> Sizes:
     """Return the sizes of the memory that each of several ranks receives in."""
     return Sizes(PROGRAMS, SLOT, STORERS, GROUPS, _ROOM // max(2, ranks))
+
+
+def _stores_rows(x: Tensor) -> bool:
+    """Return whether rows like those of x can be stored."""
+    if x.dim() != 2 or x.dtype not in _SUMMED:
+        return False
+    width = x.shape[1]
+    return width * x.element_size() % 16 == 0 and width <= _LONGEST_ROW
 
 
 def _words(x: Tensor) -> int:

@@ -109,7 +109,7 @@ def finish_row(value, held, scale, start, valid, out, total, eps, WIDTH, NORMS: 
     tl.store(out + start, value.to(out.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["rank", "num_rows", "size", "patience"])  # one variant for all ranks and sizes
 def exchange_kernel(
     x,
     inboxes,

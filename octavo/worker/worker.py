@@ -409,13 +409,12 @@ class Worker:
 
     def _compile_ahead(self, model: LayeredModel) -> None:
         """Start to compile the kernels of steps while the weights are loaded."""
-        alone = self._place.size == 1  # a rank's layers have other shapes than the spec says, or are fewer
-        if self.device.torch_device.type == "cuda" and alone and isinstance(self.spec, DecoderSpec):
+        if self.device.torch_device.type == "cuda" and isinstance(self.spec, DecoderSpec):
             self._begin_compiling(model, self.spec)
 
     def _begin_compiling(self, model: LayeredModel, spec: DecoderSpec) -> None:
         from octavo.models.products import launch_packed, launch_plain
-        from octavo.worker.resident.ahead import compile_ahead
+        from octavo.worker.resident.ahead import Share, compile_ahead
 
         self._ahead = compile_ahead(
             spec,
@@ -427,6 +426,7 @@ class Worker:
             block_size=self.block_size,
             max_model_len=self.config.max_model_len or spec.max_position,
             groups=self.cache_groups,
+            share=Share.of(model, self.mesh, self.parallel, self._place),
         )
         with self._ahead.collecting():
             launch_plain(model)

@@ -6,27 +6,35 @@ Kernels missing here are compiled at their first launch, so the list need not be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from octavo.config import ParallelConfig
 from octavo.core.cache_groups import CacheGroup
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
+from octavo.core.worker_info import RankPlace
 from octavo.device.ahead import Ahead, target_of
 from octavo.models.attention import attention_spec, latent_spec
+from octavo.models.decoder import CausalLM
 from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.mixers.spec import LatentSelfAttention
+from octavo.models.model import LayeredModel
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.recordable import Recordable
-from octavo.nn.build import AnyBackend
+from octavo.nn.build import AnyBackend, own_form
+from octavo.nn.divided import DividedLogits
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.latent.base import LatentBackend
+from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.ops import expert_products, expert_rows, few_rows, triton_norm
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.step import SharedContexts, StepInput
+from octavo.parallel.mesh import ALONE, Mesh
+from octavo.parallel.peers import PeerCollectives
 from octavo.sampling import resident_allowed
 from octavo.sampling.allowed import num_words
 from octavo.sampling.resident import ResidentRow, ResidentSampler
@@ -42,6 +50,41 @@ _LONG = 8192
 _PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank computes of a model; by default everything.
+
+    Attributes:
+        mesh: the ranks that divide the layers.
+        attention: those that divide the heads of attention, if these are others.
+        whole_experts: each rank has some of a layer's experts, instead of a part of each.
+        layers: the rank's own; None for all.
+        samples: whether it computes logits.
+        turn: see `Ahead`.
+    """
+
+    mesh: Mesh = ALONE
+    attention: Mesh = ALONE
+    whole_experts: bool = False
+    layers: range | None = None
+    samples: bool = True
+    turn: tuple[int, int] = (0, 1)
+
+    @classmethod
+    def of(cls, model: LayeredModel, mesh: Mesh, parallel: ParallelConfig, place: RankPlace) -> Share:
+        return cls(
+            mesh,
+            ALONE if parallel.divides_requests else mesh,
+            parallel.enable_expert_parallel,
+            model.layer_range if isinstance(model, CausalLM) else None,
+            place.stage == place.stages - 1,
+            place.local,
+        )
+
+
+WHOLE = Share()
+
+
 @torch.inference_mode()
 def compile_ahead(
     spec: DecoderSpec,
@@ -54,11 +97,16 @@ def compile_ahead(
     block_size: int,
     max_model_len: int,
     groups: Sequence[CacheGroup],
+    share: Share = WHOLE,
 ) -> Ahead:
     """Start to compile; return the handle to wait for."""
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # launches the kernels that the library does not replace
-    ahead = Ahead(target_of(device))
+    ahead = Ahead(target_of(device), share.turn)
+    own = range(spec.num_layers) if share.layers is None else share.layers
+    layers = dict.fromkeys(attention_spec(spec, i, share.attention) for i in spec.attention_layers if i in own)
+    latent = (i for i in own if isinstance(spec.mixer_of(i), LatentSelfAttention))
+    latents = dict.fromkeys(latent_spec(spec, i, share.attention) for i in latent)
     with ahead.collecting():  # the slowest first, so that they don't finish last
         slots = DeviceSlots(_SLOTS + 1, max_model_len, block_size, spec.vocab_size, device, groups=groups)
         long = min(max_model_len - 1, _LONG)
@@ -71,18 +119,19 @@ def compile_ahead(
             if shares:
                 step.shared = SharedContexts(step.block_tables[:, :3], step.seq_lens, step.seq_lens)
             if isinstance(attention, LatentBackend):
-                if not shares:
-                    _attend_latents(spec, dtype, attention, step, block_size)
+                for one in () if shares else latents:
+                    _attend_latents(one, dtype, attention, step, block_size)
                 continue
-            for layer in dict.fromkeys(attention_spec(spec, i) for i in spec.attention_layers):
+            for layer in layers:
                 _attend(spec, layer, dtype, kv_dtype, attention, step, block_size)
-        _sample(spec, slots)
-        _layers(spec, dtype, residual, device)
+        if share.samples:
+            _sample(spec, slots, share.mesh)
+        _layers(spec, dtype, residual, device, share)
     return ahead
 
 
-def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device) -> None:
-    """Launch the kernels of norms and experts."""
+def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device, share: Share) -> None:
+    """Launch the kernels of norms, experts and sums over ranks."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device=device)
@@ -91,15 +140,21 @@ def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device
     norm = (empty(width, kind=torch.float32 if spec.norm.offset else dtype), 1e-5) if spec.norm.kind == "rms" else None
     if norm is not None:
         _norms(empty, norm, width, residual)
-    for mlp in dict.fromkeys(spec.mlps):
+    group = share.mesh.group
+    if isinstance(group, PeerCollectives):
+        group.launch_sums(empty(2, width), None if norm is None else (empty(2, width, kind=residual), *norm))
+    mlps = spec.mlps if share.layers is None else spec.mlps[share.layers.start : share.layers.stop]
+    for mlp in dict.fromkeys(mlps):
         if isinstance(mlp, ExpertsSpec):
-            _experts(mlp, empty, empty(1, width, kind=residual), norm)
+            _experts(mlp, empty, empty(1, width, kind=residual), norm, share)
 
 
-def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> None:
+def _experts(
+    spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None, share: Share
+) -> None:
     """Launch the kernels of a mixture of experts, in all forms that depend on the number of tokens."""
-    width = stream.shape[1]
-    form = ExpertsForm(
+    width, alone = stream.shape[1], share.mesh.size == 1
+    whole = ExpertsForm(
         num_experts=spec.num_experts,
         hidden_size=width,
         size=spec.size,
@@ -109,15 +164,19 @@ def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple
         bias=spec.bias,
         on_inputs=spec.routing.on_inputs,
     )
-    outputs = 2 * spec.size if spec.gated else spec.size
+    form = own_form(whole, share.mesh, whole=share.whole_experts)
+    outputs = 2 * form.size if spec.gated else form.size
 
     def stacked(*shape: int) -> torch.Tensor:
-        return empty(1, 1, 1)[(0,) * (3 - len(shape))].expand(spec.num_experts, *shape[1:])  # takes no memory
+        return empty(1, 1, 1)[(0,) * (3 - len(shape))].expand(len(form.owned), *shape[1:])  # takes no memory
 
-    biases = (stacked(0, outputs), stacked(0, width)) if spec.bias else (None, None)
-    weights = StackedWeights(stacked(0, outputs, width), stacked(0, width, spec.size), *biases)
+    biased = form.own is not None or share.mesh.rank == 0  # see `ExpertLayer`
+    gate_up_bias = stacked(0, outputs) if spec.bias else None
+    down_bias = stacked(0, width) if spec.bias and biased else None
+    matrices = stacked(0, outputs, width), stacked(0, width, form.size)
+    weights = StackedWeights(*matrices, gate_up_bias, down_bias, form.owned.start)
     correction = empty(spec.num_experts, kind=torch.float32) if spec.routing.corrected else None
-    if norm is not None:
+    if norm is not None and alone:
         logits = few_rows.fused_product(stream, empty(spec.num_experts, width), norm=norm, dtype=torch.float32)
         routing = expert_products.route_on_device(logits, spec.routing, correction)
         inner = expert_rows.gate_rows(stream, norm, routing, weights, form)
@@ -127,11 +186,11 @@ def _experts(spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple
         routing = expert_products.route_on_device(
             empty(tokens, spec.num_experts, kind=torch.float32), spec.routing, correction
         )
-        for added in (None, x) if spec.shared else (None,):
+        for added in (None, x) if spec.shared and alone else (None,):
             y = expert_products.summands(x, routing, weights, form, added)
             if not isinstance(y, torch.Tensor):
                 y.total()
-                if norm is not None:
+                if norm is not None and alone:
                     y.normed_with(empty(tokens, width, kind=stream.dtype), norm, x.dtype)
 
 
@@ -177,49 +236,68 @@ def _attend(
     step: StepInput,
     block_size: int,
 ) -> None:
-    heads = spec.num_heads + 2 * spec.num_kv_heads
+    heads = layer.num_heads + 2 * layer.num_kv_heads
     qkv = torch.empty(step.num_tokens, heads, spec.head_dim, dtype=dtype, device=step.device)
     cache = torch.empty(attention.cache_shape(layer, 2, block_size), dtype=kv_dtype, device=step.device)
     step.attn = attention.prepare(step, block_size)
     if isinstance(attention, FusedBackend):
         table = torch.empty(2, spec.head_dim, dtype=torch.float32, device=step.device)
-        scales = table.new_empty(2, spec.num_kv_heads) if kv_dtype.itemsize == 1 else None
+        scales = table.new_empty(2, layer.num_kv_heads) if kv_dtype.itemsize == 1 else None
         norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
         norms = (norm, norm, 1e-5) if spec.head_norms is not None and spec.fuses_head_norms else None
-        sinks = table.new_empty(spec.num_heads) if layer.sinks else None
+        sinks = table.new_empty(layer.num_heads) if layer.sinks else None
         attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer, sinks)
 
 
 def _attend_latents(
-    spec: DecoderSpec, dtype: torch.dtype, attention: LatentBackend, step: StepInput, block_size: int
+    layer: LatentSpec, dtype: torch.dtype, attention: LatentBackend, step: StepInput, block_size: int
 ) -> None:
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device=step.device)
 
-    layers = (latent_spec(spec, i) for i in range(spec.num_layers) if isinstance(spec.mixer_of(i), LatentSelfAttention))
-    for layer in dict.fromkeys(layers):
-        own = layer.num_heads * layer.query_dim
-        projected = empty(step.num_tokens, own + layer.width)
-        q, latents = projected.split([own, layer.width], dim=1)
-        heads = q.unflatten(1, (layer.num_heads, layer.query_dim))
-        cache = empty(*attention.cache_shape(layer, 2, block_size))
-        table = empty(2, layer.rope_dim, kind=torch.float32)
-        step.past_lens = [0] * step.num_rows  # lengths on the device are not computed here
-        plans = [attention.prepare(step, block_size)]
-        if isinstance(attention, Recordable):
-            rows = empty(2, kind=torch.int32)
-            plans.append(attention.foreseen(rows, rows, step.num_tokens))
-        for plan in plans:
-            step.attn = plan
-            attention.store(heads, latents, (empty(layer.rank), 1e-6), table, cache, step, layer)
-            attention.attend(heads, latents, empty(layer.num_heads, layer.expanded_dim, layer.rank), cache, step, layer)
+    own = layer.num_heads * layer.query_dim
+    projected = empty(step.num_tokens, own + layer.width)
+    q, latents = projected.split([own, layer.width], dim=1)
+    heads = q.unflatten(1, (layer.num_heads, layer.query_dim))
+    cache = empty(*attention.cache_shape(layer, 2, block_size))
+    table = empty(2, layer.rope_dim, kind=torch.float32)
+    step.past_lens = [0] * step.num_rows  # lengths on the device are not computed here
+    plans = [attention.prepare(step, block_size)]
+    if isinstance(attention, Recordable):
+        rows = empty(2, kind=torch.int32)
+        plans.append(attention.foreseen(rows, rows, step.num_tokens))
+    for plan in plans:
+        step.attn = plan
+        attention.store(heads, latents, (empty(layer.rank), 1e-6), table, cache, step, layer)
+        attention.attend(heads, latents, empty(layer.num_heads, layer.expanded_dim, layer.rank), cache, step, layer)
 
 
-def _sample(spec: DecoderSpec, slots: DeviceSlots) -> None:
+class _Alike:
+    """`Collectives` that wait for no other rank: each seems to have what this one has. Gathers are launched."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._size, self._group = mesh.size, mesh.group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        if isinstance(self._group, PeerCollectives):
+            self._group.launch_gather(x)
+        return [x] * self._size
+
+
+def _sample(spec: DecoderSpec, slots: DeviceSlots, mesh: Mesh) -> None:
     sampler = ResidentSampler(slots.table, slots.vocab_size)
     logits = torch.empty(2, spec.vocab_size, dtype=torch.float32, device=slots.device)
     held = torch.from_numpy(np.arange(2, dtype=np.int32)).to(slots.device)
     slots.append(held, sampler.draw(logits, held))
+    if mesh.size > 1 and spec.vocab_size % mesh.size == 0:
+        for rows in (4, 1):  # the results of few rows may not be aligned
+            own = logits.new_empty(rows, spec.vocab_size // mesh.size)
+            divided = DividedLogits(own, Mesh(mesh.rank, mesh.size, _Alike(mesh)))
+            sampler.draw_divided(divided, held.new_zeros(rows))
+            divided.whole()
     params = PreparedParams.make(_PENALIZED, 0, [], spec.vocab_size)
     sampler.sample(logits, held, [ResidentRow(0, params, 1, 2), ResidentRow(1, params, 1, 2)])
     words = torch.empty(2, num_words(slots.vocab_size), dtype=torch.int32, device=slots.device)

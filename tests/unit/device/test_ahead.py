@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,15 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from octavo.device.ahead import Ahead
+
+
+class InOrder(Executor):
+    """Runs each job when it is submitted."""
+
+    def submit(self, function: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        found: Future[Any] = Future()
+        found.set_result(function(*args, **options))
+        return found
 
 
 class Kernel:
@@ -77,3 +87,18 @@ def test_a_failed_compilation_is_told_and_harms_no_other(monkeypatch, caplog):
         launch(torch.empty(64), 33, 5)
     assert ahead.wait() == 2
     assert caplog.text.count("no such instruction") == 2
+
+
+def test_processes_that_compile_the_same_begin_with_different_launches(compiled):
+    """Each compiles all in the end, since another process may have failed."""
+    for number in (0, 1):
+        compiled.clear()
+        ahead = Ahead(("cuda", 90, 32), (number, 2))
+        ahead._pool.shutdown()
+        ahead._pool = InOrder()
+        with ahead.collecting():
+            for size in (1, 2, 4, 8):
+                launch(torch.empty(64), 32, 5, BLOCK=size)
+        assert ahead.wait() == 4
+        sizes = [options["BLOCK"] for _, options in compiled]
+        assert sizes == ([1, 4, 2, 8] if number == 0 else [2, 8, 1, 4])

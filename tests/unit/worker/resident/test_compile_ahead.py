@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
+from octavo.core.worker_info import RankPlace
 from octavo.models.attention import latent_spec
 from octavo.models.registry import spec_of
 from octavo.nn.attention.base import AttentionSpec
@@ -25,6 +26,11 @@ from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.latent.triton import TritonLatents
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device
 from octavo.nn.ops.expert_weights import StackedWeights
+from octavo.parallel.mesh import Mesh
+from octavo.parallel.peer_memory import Inboxes, Sizes
+from octavo.parallel.peers import Limits, PeerCollectives
+from octavo.parallel.stage import WHOLE
+from octavo.sampling.resident import ResidentSampler
 from octavo.worker.resident import ahead
 from octavo.worker.resident.batches import Ragged, Singles, token_counts
 from octavo.worker.resident.slots import DeviceSlots
@@ -44,13 +50,13 @@ class Collected:
     Slots' kernels are specialized by dtype and alignment of addresses, and by constants: their integers are not.
     """
 
-    def __init__(self, target: Any = None) -> None:
+    def __init__(self, target: Any = None, turn: Any = None) -> None:
         self.variants: set[tuple[Any, ...]] = set()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-            addresses = [(arg.dtype, arg.data_ptr() % 16) for arg in args if isinstance(arg, torch.Tensor)]
+            addresses = [(arg.dtype, arg.data_ptr() % 16 == 0) for arg in args if isinstance(arg, torch.Tensor)]
             self.variants.add((kernel.fn.__name__, *addresses, *constants.items()))
 
         with pytest.MonkeyPatch.context() as patch:
@@ -142,13 +148,40 @@ SHARED = LATENT | {
 }
 
 
-@pytest.mark.parametrize("config", [QWEN3, SHARED], ids=["dense", "latents and experts"])
+LIMITS = Limits(128, 512, 1 << 62)
+"""Such that each way of summing is used."""
+
+
+class Elsewhere:
+    """`Collectives` whose results have the right shapes."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x, x]
+
+
+def rank_of_two(rank: int) -> Mesh:
+    """Return the mesh of a rank whose launches must not run: there is no other rank."""
+    addresses, sizes = torch.zeros(2, dtype=torch.int64, device=DEVICE), Sizes(4, 64, 4, 4, 1 << 12)
+    return Mesh(rank, 2, PeerCollectives(Inboxes(rank, addresses, sizes), Elsewhere(), LIMITS))
+
+
+WIDE = {"vocab_size": 9 * 2048}  # three parts of logits on each of two ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "rank 1 of 2"])
+@pytest.mark.parametrize("config", [QWEN3 | WIDE, SHARED | WIDE], ids=["dense", "latents and experts"])
 def test_all_kernels_of_a_models_layers_are_compiled_ahead(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of attention, products, norms and experts, whatever the number of tokens."""
+    """Of attention, products, norms, experts, sums over ranks and draws, whatever the number of tokens."""
+    place = RankPlace(ranks - 1, ranks)
+    mesh = rank_of_two(1) if ranks == 2 else Mesh()
+    monkeypatch.setattr("octavo.worker.worker.join", lambda *_, **__: (mesh, WHOLE))
     found, launched, models = Collected(), Collected(), []
-    monkeypatch.setattr(ahead, "Ahead", lambda target: found)
+    monkeypatch.setattr(ahead, "Ahead", lambda target, turn: found)
     monkeypatch.setattr(ahead, "target_of", lambda device: None)
     monkeypatch.setattr(Collected, "wait", lambda self: 0, raising=False)
 
@@ -161,7 +194,7 @@ def test_all_kernels_of_a_models_layers_are_compiled_ahead(
     with launched.collecting(), torch.inference_mode():
         settings = behind(monkeypatch) | {"memory_bytes": 1 << 21, "enforce_eager": True}
         asked = tiny_config(**settings)
-        worker = Worker(asked.model, asked.device, model_files(config), asked.cache)
+        worker = Worker(asked.model, asked.device, model_files(config), asked.cache, place=place)
         worker.prepare_kernels()
         worker.load()
         worker.make_runner(num_blocks=20, num_slots=8, max_model_len=256, max_step_tokens=256)
@@ -173,6 +206,10 @@ def test_all_kernels_of_a_models_layers_are_compiled_ahead(
             step.attn = attention.prepare(step, SIZES["block_size"])
             hidden = model(torch.zeros(sum(counts), model.spec.hidden_size, device=DEVICE), step)
             model.logits(hidden[: len(counts)])
+            if (parts := model.logits_in_parts(hidden[: len(counts)])) is not None:
+                rows = torch.zeros(len(counts), dtype=torch.int32, device=DEVICE)
+                ResidentSampler(slots.table, WIDE["vocab_size"]).draw_divided(parts, rows)
     names = {variant[0] for variant in launched.variants}
     assert "row_kernel" in names
+    assert ("exchange_kernel" in names) == (ranks == 2)
     assert {variant for variant in launched.variants if variant not in found.variants} == set()
