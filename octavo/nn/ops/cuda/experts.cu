@@ -48,7 +48,7 @@ struct Tile {
   int expert, start, rows, n, more;
 };
 
-__device__ __forceinline__ Tile tile_at(int index, const int* __restrict__ tiles, int num_tiles, int columns) {
+__device__ __forceinline__ Tile tile_at(int index, const int* tiles, int num_tiles, int columns) {
   const int among = index % (SIDE_BY_SIDE * columns), beside = index / (SIDE_BY_SIDE * columns) * SIDE_BY_SIDE;
   const int number = beside + among % SIDE_BY_SIDE;
   Tile t = {0, 0, 0, among / SIDE_BY_SIDE * WIDE, 0};
@@ -79,8 +79,8 @@ struct Place {
 #define REGISTERS(how, count) asm volatile("setmaxnreg." how ".sync.aligned.u32 " #count ";")
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const u16* __restrict__ x,
-        const int* __restrict__ order, const int* __restrict__ tiles, u16* __restrict__ out, int num_tiles, int top_k,
+experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const u16* x,
+        const int* order, const int* tiles, u16* out, int num_tiles, int top_k,
         int N, int K) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];

@@ -19,8 +19,12 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ void overlap() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Wait for the previous launches' results.
-__device__ __forceinline__ void follow() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Wait for the previous launches' results. The assembler would move loads of constants that come before to after the
+// wait, but not past a loop whose length it does not know: 1.
+__device__ __forceinline__ void follow() {
+#pragma unroll 1
+  for (unsigned i = 0; i < gridDim.z; i++) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 // Load what no kernel writes, each byte once.
 __device__ __forceinline__ uint4 fetch(const uint4* from) {
@@ -34,6 +38,13 @@ __device__ __forceinline__ uint4 fetch(const uint4* from) {
 __device__ __forceinline__ u32 fetch(const u32* from) {
   u32 v;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+
+// Load what a launch before this one wrote. The compiler may move loads of what it takes for constant to before the wait.
+__device__ __forceinline__ uint4 written(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
   return v;
 }
 

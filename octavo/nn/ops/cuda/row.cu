@@ -19,10 +19,12 @@ struct Eight {
 
 __device__ __forceinline__ Eight widened(uint4 q) { return {wide2(q.x), wide2(q.y), wide2(q.z), wide2(q.w)}; }
 
+__device__ __forceinline__ float2 floats(u32 x, u32 y) { return make_float2(__uint_as_float(x), __uint_as_float(y)); }
+
 __device__ __forceinline__ float narrow_at(const void* from, int i) { return wide2(((const unsigned short*)from)[i]).x; }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-row(const void* __restrict__ x, const uint4* __restrict__ norm, const uint4* __restrict__ codes,
+row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ codes,
     const u32* __restrict__ scales, const u32* __restrict__ minima, const void* __restrict__ bias, void* out, float eps) {
   __shared__ __align__(16) u32 given[K / 2];
   __shared__ float sums[WARPS][16 * SIDES], squares[WARPS];
@@ -73,10 +75,10 @@ row(const void* __restrict__ x, const uint4* __restrict__ norm, const uint4* __r
       const int i = j * WARPS * 32 + threadIdx.x;
       if (i * 8 >= K) continue;
 #if X_FLOAT
-      const float4 low = ((const float4*)x)[2 * i], high = ((const float4*)x)[2 * i + 1];
-      Eight v = {make_float2(low.x, low.y), make_float2(low.z, low.w), make_float2(high.x, high.y), make_float2(high.z, high.w)};
+      const uint4 low = written(x + 2 * i), high = written(x + 2 * i + 1);
+      Eight v = {floats(low.x, low.y), floats(low.z, low.w), floats(high.x, high.y), floats(high.z, high.w)};
 #else
-      Eight v = widened(((const uint4*)x)[i]);
+      Eight v = widened(written(x + i));
 #endif
 #if NORMED
       const Eight scale = widened(norm_of[j]);

@@ -48,13 +48,6 @@ __device__ __forceinline__ u32 half2(float low, float high) {
 
 __device__ __forceinline__ float narrow_at(const void* from, int i) { return wide2(((const unsigned short*)from)[i]).x; }
 
-// Load what the previous launch wrote. The compiler may move other loads of constants to before the wait.
-__device__ __forceinline__ uint4 written(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
-  return v;
-}
-
 // Multiply a step of a strip; `held` are the thread's numbers.
 __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[2], const uint4* held, const u32* given,
                                          const float* scales, int strip, int step, int lane) {
