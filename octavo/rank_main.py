@@ -15,7 +15,7 @@ from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank import RankServer
 from octavo.engine.rank_process import RankStart
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("octavo.rank_main")
 
 
 def main(device: str) -> int:

@@ -94,6 +94,10 @@ def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str]
         if child.begun_as == begun_as:
             _waiting.remove(child)
             return child
+    if _waiting:
+        *_, before = _waiting[0].begun_as
+        changed = [name for name, _ in before.items() ^ environment.items()]
+        log.info("started a rank anew, since the one started early has other settings: %s", ", ".join(sorted(changed)))
     return _Child(*begun_as)
 
 

@@ -148,6 +148,7 @@ def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device
         _norms(empty, norm, width, residual)
     group = share.mesh.group
     if isinstance(group, PeerCollectives):
+        group.launch_gather(empty(16, kind=torch.int32))  # of `Mesh.largest`
         group.launch_sums(empty(2, width), None if norm is None else (empty(2, width, kind=residual), *norm))
     mlps = spec.mlps if share.layers is None else spec.mlps[share.layers.start : share.layers.stop]
     for mlp in dict.fromkeys(mlps):
