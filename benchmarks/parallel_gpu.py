@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -48,6 +49,7 @@ class Section:
         settings: of the engine, beside those that all have.
         work: names of workloads; a number after a colon is their scale.
         caches: sections with the same name share caches of kernels.
+        logs: keep the log of the start, with the times of its parts in each rank.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Section:
     settings: Mapping[str, Any] = field(default_factory=dict)
     work: tuple[str, ...] = ()
     caches: str = "shared"
+    logs: bool = False
 
 
 def main() -> None:
@@ -123,7 +126,7 @@ def run_section(section: Section, args: argparse.Namespace, caches: Path, limit_
     if process.returncode or not lines:
         return {"error": f"exit code {process.returncode}", "log": errors[-1500:]}
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return found
+    return found | ({"log": errors.splitlines()} if section.logs else {})
 
 
 def count_gpus() -> int:
@@ -180,15 +183,19 @@ def run_engine(section: Section, args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine and run each workload once, after a scaled-down warm-up."""
     import gc
 
-    from gpu_workloads import measure
-
     from octavo.build import build_core
     from octavo.config import EngineConfig
 
+    if section.logs:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%M:%S")
+    imported_s = round(seconds_since_exec(), 2)
     loop, info = build_core(EngineConfig.of(**settings_of(section, args)), files_of(section, args))
+    found: dict[str, Any] = {"start_s": round(seconds_since_exec(), 2), "before_s": imported_s}
+    found["phases_s"] = info.phases
     gc.collect()
     gc.freeze()
-    found: dict[str, Any] = {"start_s": round(seconds_since_exec(), 2), "phases_s": info.phases}
+    from gpu_workloads import measure  # imports torch, which the engine does only once the ranks have started
+
     found |= {"device": info.device, "settings": dict(section.settings), "kv_blocks": info.num_blocks}
     found |= {"weight_gib": round(info.memory["weights"] / 2**30, 2)}
     for name in section.work:
@@ -313,6 +320,8 @@ SECTIONS = [
     Section("8B TP 2, parts", 2, run_engine, 75, EIGHT, TWO | {"enable_dbo": True}, ("prefill", "chat")),
     Section("70B TP 2, cold", 2, run_engine, 150, SEVENTY, TWO, ALL, caches="70B"),
     Section("70B TP 2, warm", 2, run_engine, 60, SEVENTY, TWO, (), caches="70B"),
+    Section("70B TP 2, start, cold", 2, run_engine, 75, SEVENTY, TWO, (), caches="70B start", logs=True),
+    Section("70B TP 2, start, warm", 2, run_engine, 45, SEVENTY, TWO, (), caches="70B start", logs=True),
     Section("8B PP 2", 2, run_engine, 75, EIGHT, STAGES, ("decode:2", "prefill")),
     Section("8B one GPU", 1, run_engine, 75, EIGHT, {}, ("prefill", "prefill:0.016", "single")),
     Section("8B prompts over 2", 2, run_engine, 75, EIGHT, PROMPTS_2, ("prefill", "prefill:0.016", "single")),

@@ -1,4 +1,8 @@
-"""The composition root of an engine core: the only module that imports every layer below it."""
+"""The composition root of an engine core: the only module that imports every layer below it.
+
+Layers with torch are imported by functions, once the processes of ranks have started: these import torch, too, which
+takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from octavo.build_ranks import RANK_MODULE, in_processes, rank_arguments, rank_environments
 from octavo.build_sizes import encoder_limits, sizes_of, steps_ahead
-from octavo.build_worker import build_worker, implementation_of
 from octavo.cache.cache import KVCache
 from octavo.config import EngineConfig
 from octavo.core.cache_fit import check_positions
@@ -25,17 +29,17 @@ from octavo.core.params import SamplingParams
 from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
 from octavo.core.request import GenerateRequest
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
+from octavo.device.early import begin_context, without_collection
 from octavo.engine.executor import WorkerBuild, WorkerPort
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.profile import Profiler
+from octavo.engine.rank_process import started_early
 from octavo.engine.record import FORM, Header, PlanRecorder
 from octavo.features import FeatureContext, build_engine_halves, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
-from octavo.models.encoders.registry import is_encoder
-from octavo.models.overrides import check_overrides
 from octavo.schedule.hooks import EngineHook, most_drafts
 from octavo.schedule.limits import Limits
 from octavo.schedule.pages import PageShape
@@ -69,22 +73,30 @@ def build_core(
         )
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
-    if config.model.config_overrides:
-        check_overrides(files, config.model.config_overrides, implementation_of(config, files))
-    with memory_errors():
+    with memory_errors(), started_early(RANK_MODULE, rank_arguments(config), rank_environments(config)):
         return _build(config, files, timer, profile)
 
 
 def _build(
     config: EngineConfig, files: ModelFiles, timer: PhaseTimer, profile: ProfileSettings | None
 ) -> tuple[EngineLoop, ModelInfo]:
+    timer.begin("imports")
+    if not in_processes(config):
+        begin_context(config.device.device)
+    with without_collection():
+        from octavo.build_worker import build_worker, implementation_of
+        from octavo.models.encoders.registry import is_encoder
+        from octavo.models.overrides import check_overrides
+
+    if config.model.config_overrides:
+        check_overrides(files, config.model.config_overrides, implementation_of(config, files))
     if is_encoder(files.config):
         _check_encoder_settings(config, files)
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
     worker, context = build_worker(config, files)
     try:
-        return _with_worker(config, files, timer, profile, policy, worker, context)
+        return _with_worker(config, files, timer, profile, policy, worker, context, encodes=is_encoder(files.config))
     except BaseException:
         worker.abandon()
         raise
@@ -98,9 +110,10 @@ def _with_worker(
     policy: Policy,
     worker: WorkerBuild,
     context: FeatureContext,
+    *,
+    encodes: bool,
 ) -> tuple[EngineLoop, ModelInfo]:
     """Build the scheduler and the loop around a worker."""
-    encodes = is_encoder(files.config)
     check_positions(config.model.max_model_len, worker.facts.max_position)
     hooks = build_engine_halves(context)
     tasks = _tasks(files, hooks, generates=context.generates)

@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from octavo.build_ranks import RANK_MODULE, in_processes, rank_arguments, rank_environment
 from octavo.build_sizes import steps_ahead
 from octavo.config import EngineConfig
 from octavo.core.cache_fit import CacheFit
@@ -22,7 +23,6 @@ from octavo.core.errors import ConfigError
 from octavo.core.log import FORM
 from octavo.core.worker_info import CacheSizes, LoadedFacts, RankPlace, WorkerFacts
 from octavo.device.select import check_gpus
-from octavo.device.visible import environment_of
 from octavo.engine.executor import WorkerBuild
 from octavo.engine.multiproc import RankBuild
 from octavo.engine.node import run_node
@@ -70,7 +70,7 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
     """
     if config.parallel.enable_expert_parallel:
         _check_experts(config, files)
-    if config.parallel.num_ranks > 1 or config.device.distributed_executor_backend != "uni":
+    if in_processes(config):
         return begin_ranks(config, files)
     local = build_local(config, files)
     return local, local.context
@@ -176,10 +176,16 @@ def rank_process(
     """Start the process of a rank on this machine."""
     place = memory.give(place)
     payload = (config, files, logging.getLogger().getEffectiveLevel(), place)
-    own = environment_of(*place.local) if config.device.device != "cpu" else {}
-    number, prefix = place.rank, f"[rank {place.rank}] "
-    module = "octavo.rank_main"
-    return RankProcess(module, payload, ring, number=number, prefix=prefix, environment=own, memory=place.memory)
+    return RankProcess(
+        RANK_MODULE,
+        payload,
+        ring,
+        number=place.rank,
+        prefix=f"[rank {place.rank}] ",
+        environment=rank_environment(config, *place.local),
+        arguments=rank_arguments(config),
+        memory=place.memory,
+    )
 
 
 def serve_node(config: EngineConfig, level: int) -> int:

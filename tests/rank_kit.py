@@ -5,6 +5,7 @@ They run `RankServer` over real sockets and a real ring, as processes do; only t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -86,6 +87,7 @@ class RankThread(RankProcess):
         number: int = 0,
         prefix: str = "",
         environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
         memory: int = -1,
     ) -> None:
         config, files, _, place = payload
@@ -167,5 +169,6 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, *, native: bool = True) ->
         place: RankPlace = payload[3]
         return (RankThread if place.size > 1 else RankProcess)(module, payload, *args, **kwargs)
 
+    monkeypatch.setattr("octavo.build.started_early", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("octavo.build_worker.RankProcess", start)
     monkeypatch.setattr("octavo.worker.worker.join", join)

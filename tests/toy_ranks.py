@@ -18,7 +18,7 @@ from octavo.engine.executor import FixedWorker
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank import RankServer
 from octavo.engine.rank_group import RankGroup
-from octavo.engine.rank_process import RankProcess, receive_rank
+from octavo.engine.rank_process import RankProcess, RankStart
 from octavo.engine.ring import RingHandles
 
 Script = dict[int, tuple[int, str]]
@@ -96,7 +96,7 @@ def toy_group(size: int, script: Script | None = None, timeout_s: float | None =
 
 
 def main() -> int:
-    peer, ring, (number, script) = receive_rank()
+    peer, ring, (number, script), _ = RankStart().receive()
     return RankServer(peer, ring, partial(ToyRank, number, script), PlanCodec({}), answers=number == 0).run()
 
 

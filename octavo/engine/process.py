@@ -156,14 +156,23 @@ def receive_payload() -> tuple[socket.socket, Any]:
     return socket.socket(fileno=listener), payload
 
 
-def receive_start() -> Any:
-    """Call in a child: return what its parent pickled to standard input. Ignore `GROUP_SIGNALS`, and end with the
-    parent."""
+def be_child() -> None:
+    """Call in a child: ignore `GROUP_SIGNALS`, and end with the parent."""
     for number in GROUP_SIGNALS:  # service managers and terminals signal all processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(_STACKS)
     die_with_parent()
-    received = pickle.load(sys.stdin.buffer)
+
+
+def receive_start() -> Any:
+    """Call in a child: `be_child`, and return what its parent pickles to standard input; wait for it."""
+    be_child()
+    return pickle.loads(read_start())
+
+
+def read_start() -> bytes:
+    """Call in a child: read standard input to its end, which takes until the parent has written what it has to."""
+    received = sys.stdin.buffer.read()
     sys.stdin.close()
     sys.stdin = open(os.devnull)  # noqa: SIM115
     return received

@@ -180,6 +180,11 @@ def _end_if(lost: str | None) -> None:
         raise DeviceLostError("this rank", lost)
 
 
+def _log_phase(name: str, seconds: float | None) -> None:
+    if seconds is not None:
+        log.info("start: %s %.1f s", name, seconds)
+
+
 _BESIDE_STEPS = ("stage_weights", "receive_weights", "stage_received")
 
 
@@ -195,6 +200,7 @@ class _RankMethods:
         self._tracer: Tracer | None = None
         self._spans = Spans()
         self._staged: dict[int, Staged] = {}
+        self._timer = PhaseTimer(_log_phase)
 
     @property
     def running(self) -> AnyExecutor:
@@ -215,14 +221,16 @@ class _RankMethods:
         return None if lost is None else lost.reason
 
     def begin(self) -> Any:
+        self._timer.begin("setup")
         with memory_errors():
             self._build = self._make_build()
+        self._timer.end()
         return self._build.facts
 
     def load(self, max_drafts: int) -> Any:
         assert self._build is not None
         with memory_errors():
-            return self._build.load(PhaseTimer(lambda name, seconds: None), max_drafts)
+            return self._build.load(self._timer, max_drafts)
 
     def allocate(self, sizes: dict[str, int]) -> bool:
         """Return whether the worker can sleep."""
@@ -235,6 +243,7 @@ class _RankMethods:
         port = self._there()
         with memory_errors():
             self._executor = port.executor()
+        self._timer.end()
         keep_freed_memory()
         return port.weight_version, port.kv_form
 

@@ -1,4 +1,4 @@
-"""`RankProcess`: the child process of one rank, and `receive_rank` for its side."""
+"""`RankProcess`: the child process of one rank, and `RankStart` for its side."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from octavo.core.errors import DeviceLostError
 from octavo.engine import rank_wire as wire
 from octavo.engine.frames import Frames
-from octavo.engine.process import is_stopped, receive_start
+from octavo.engine.process import be_child, is_stopped, read_start
 from octavo.engine.ring import RingHandles, RingReader
 
 log = logging.getLogger(__name__)
@@ -26,10 +27,82 @@ log = logging.getLogger(__name__)
 _PIECE = 1 << 20
 _GRACE_S = 5.0
 _LOG_LINES = 20
+_DESCRIPTORS = 4
+"""Most that a rank gets: of its ring, and the memory of its group."""
+
+
+class _Child:
+    """A process that runs `python -m MODULE ARGUMENTS`, and waits for what a rank begins with."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.begun_as = module, tuple(arguments), dict(environment)
+        self.peer, child = socket.socketpair()
+        with child:
+            self._descriptor = child.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(self._descriptor,),
+                env=environment,
+            )
+
+    def give(self, ring: RingHandles, memory: int, payload: Any) -> None:
+        """Send descriptors and payload. If the process has ended, its end is seen later."""
+        descriptors = [*ring, *([memory] if memory >= 0 else [])]
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError), self.process.stdin as stdin:
+            pickle.dump((self._descriptor, payload), stdin)
+            socket.send_fds(self.peer, [b"."], descriptors)
+
+    def discard(self) -> None:
+        self.process.kill()
+        for pipe in (self.process.stdin, self.process.stderr, self.peer):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self.process.wait()
+
+
+_waiting: list[_Child] = []
+"""Processes of ranks that were started early."""
+
+
+@contextlib.contextmanager
+def started_early(module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Iterator[None]:
+    """Start processes now, so that they import what they need until `RankProcess` takes them. Those that it has not
+    taken in the block are ended.
+
+    Args:
+        environments: of each process, the variables that differ from this process's.
+    """
+    own = [_Child(module, arguments, {**os.environ, **environment}) for environment in environments]
+    _waiting.extend(own)
+    try:
+        yield
+    finally:
+        for child in own:
+            if child in _waiting:
+                _waiting.remove(child)
+                child.discard()
+
+
+def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> _Child:
+    """Return a waiting process that was begun in the same way, or a new one."""
+    begun_as = module, tuple(arguments), dict(environment)
+    for child in _waiting:
+        if child.begun_as == begun_as:
+            _waiting.remove(child)
+            return child
+    if _waiting:
+        *_, before = _waiting[0].begun_as
+        changed = [name for name, _ in before.items() ^ environment.items()]
+        log.info("started a rank anew, since the one started early has other settings: %s", ", ".join(sorted(changed)))
+    return _Child(*begun_as)
 
 
 class RankProcess:
-    """A child that runs `python -m MODULE`, reads its ring, socket and `payload`, and serves a rank.
+    """A child that runs `python -m MODULE ARGUMENTS`, reads its ring, socket and `payload`, and serves a rank.
 
     Messages come to it through the ring, its answers through the socket. Its standard error is forwarded, each line
     after `prefix`, and the last lines are kept for the error if it ends.
@@ -48,29 +121,21 @@ class RankProcess:
         number: int = 0,
         prefix: str = "",
         environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
         memory: int = -1,
     ) -> None:
         """
         Args:
             environment: variables that differ from this process's.
-            memory: a descriptor that the child inherits, under the same number; -1 for none.
+            memory: a descriptor that the child gets, too; -1 for none.
         """
         self.number = number
         self.device = ""
         self._prefix = prefix
-        self._peer, child = socket.socketpair()
-        with child:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(child.fileno(), *ring, *([memory] if memory >= 0 else [])),
-                env={**os.environ, **(environment or {})},
-            )
-            assert self._process.stdin is not None
-            assert self._process.stderr is not None
-            with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):  # its end is seen by `listen`
-                pickle.dump((child.fileno(), ring, payload), stdin)
+        child = _child(module, arguments, {**os.environ, **(environment or {})})
+        self._peer, self._process = child.peer, child.process
+        child.give(ring, memory, payload)
+        assert self._process.stderr is not None
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._relay = threading.Thread(target=self._pass_on, args=(self._process.stderr,), daemon=True)
         self._relay.start()
@@ -160,10 +225,24 @@ class RankProcess:
                 sys.stderr.flush()
 
 
-def receive_rank() -> tuple[socket.socket, RingReader, Any]:
-    """Call in the child: return the socket to the engine, the ring of its messages and the payload of `RankProcess`.
+class RankStart:
+    """What `RankProcess` gives to a child, which makes this first of all. It is read in a thread, so that the engine
+    need not wait until the child has imported what it needs.
 
-    Also makes the child ignore `GROUP_SIGNALS`, and end with its parent.
+    Makes the child ignore `GROUP_SIGNALS`, and end with its parent.
     """
-    descriptor, ring, payload = receive_start()
-    return socket.socket(fileno=descriptor), RingReader(ring), payload
+
+    def __init__(self) -> None:
+        be_child()
+        self._read = ThreadPoolExecutor(1, thread_name_prefix="octavo-start")
+        self._data = self._read.submit(read_start)
+
+    def receive(self) -> tuple[socket.socket, RingReader, Any, int]:
+        """Wait for it; return the socket to the engine, the ring of its messages, the payload, and the memory, or
+        -1."""
+        with self._read:
+            descriptor, payload = pickle.loads(self._data.result())
+        peer = socket.socket(fileno=descriptor)
+        _, descriptors, _, _ = socket.recv_fds(peer, 1, _DESCRIPTORS)
+        memory = descriptors[3] if len(descriptors) == _DESCRIPTORS else -1
+        return peer, RingReader(RingHandles(*descriptors[:3])), payload, memory

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.models.feed_forwards.table import make_feed_forward
+from octavo.models.kinds import count_until_all_kinds
 from octavo.models.mixers.table import make_mixer
 from octavo.models.norms import make_norm
 from octavo.models.score import ScoreHead, TokenScore
@@ -184,8 +187,23 @@ class CausalLM(nn.Module):
         return len(self.layer_range) == self.spec.num_layers
 
     def _list_layers(self) -> None:
+        self._running = list(enumerate(self.layers, self.layer_range.start))
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | PagedLatents | StateCache)]
+
+    @contextmanager
+    def in_few_layers(self) -> Iterator[None]:
+        """In this block, `forward` runs only some layers, which launch all kernels of the model; its results are
+        wrong. Ranks run equally many, since they wait for each other's sums. All ranks must call it."""
+        every = self._running
+        count = count_until_all_kinds([layer for _, layer in every])
+        if self._mesh.size > 1:
+            count = self._mesh.largest(count, self.device)
+        self._running = [*every[:count], *every[max(count, len(every) - 1) :]]
+        try:
+            yield
+        finally:
+            self._running = every
 
     def keep(self, layers: range) -> None:
         """Drop all other layers; what precedes the first layer, if that is dropped; and what follows the last one, if
@@ -228,7 +246,7 @@ class CausalLM(nn.Module):
         Reads and writes the KV caches. Does not modify x.
         """
         stream, last, taps = Stream(self.entering(x, step)), self.layer_range.stop - 1, self.taps
-        for i, layer in enumerate(self.layers, self.layer_range.start):
+        for i, layer in self._running:
             if taps is not None and i in taps.places:
                 taps.keep(i, stream.total())
             layer(stream, step, step.hidden_rows if i == last else None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +13,18 @@ from torch import Tensor
 from octavo.native.exchange import Exchange
 from octavo.parallel.collectives import BeginningSums, Collectives, PendingSum, RankSum, SummingLater
 from octavo.parallel.shared import SharedMemory
+
+
+def _offers(group: object, protocol: Any) -> bool:
+    """Return whether a group has the methods of a protocol. `isinstance` would take as long as two launches, in each
+    layer."""
+    kind: Any = type(group)
+    return _has_methods(kind, protocol)
+
+
+@functools.cache
+def _has_methods(kind: Any, protocol: Any) -> bool:
+    return issubclass(kind, protocol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +49,13 @@ class Mesh:
 
     def sum_later(self, x: Tensor) -> RankSum | None:
         """Return the sum of x [T, H] over all ranks for a norm's launch to compute; None if only `all_reduce` can."""
-        return self.group.summands(x) if isinstance(self.group, SummingLater) else None
+        group = self.group
+        return cast(SummingLater, group).summands(x) if _offers(group, SummingLater) else None
 
     def begin_sum(self, x: Tensor) -> PendingSum | None:
         """Begin to sum x over all ranks, in place, while the device computes; None if only `all_reduce` can."""
-        return self.group.begin_sum(x) if isinstance(self.group, BeginningSums) else None
+        group = self.group
+        return cast(BeginningSums, group).begin_sum(x) if _offers(group, BeginningSums) else None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""
@@ -64,12 +80,19 @@ class Mesh:
         Args:
             device: on which the ranks exchange tensors.
         """
-        size = torch.full((16,), len(data), dtype=torch.int32, device=device)
-        sizes = [int(one[0]) for one in self._joined.all_gather(size)]
+        sizes = self._numbers(len(data), device)
         room = torch.zeros(-(-max(sizes) // 4096) + 1, 1024, dtype=torch.int32)
         room.view(torch.uint8).flatten()[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = self._joined.all_gather(room.to(device))[0]
         return found.cpu().view(torch.uint8).flatten()[: sizes[0]].numpy().tobytes()
+
+    def largest(self, number: int, device: torch.device) -> int:
+        """Return the largest of the ranks' numbers, on each. See `of_first`."""
+        return max(self._numbers(number, device))
+
+    def _numbers(self, own: int, device: torch.device) -> list[int]:
+        sent = torch.full((16,), own, dtype=torch.int32, device=device)  # as many words as the memory of peers takes
+        return [int(one[0]) for one in self._joined.all_gather(sent)]
 
     @property
     def shares_memory(self) -> bool:

@@ -43,6 +43,15 @@ class PagedAttention(nn.Module):
         self.scales: Tensor | None = None
         self.sinks = sinks
 
+    @property
+    def backend(self) -> AttentionBackend:
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._fusing = backend if isinstance(backend, FusedBackend) else None  # a check takes as long as two launches
+
     def keeps(self, block_size: int) -> CacheGroup:
         """Return the kind of the layer's group."""
         return attending(self.spec.window)
@@ -73,19 +82,18 @@ class PagedAttention(nn.Module):
     @property
     def fused(self) -> bool:
         """Whether the backend also does rotation and norms of heads; then call `rotated`."""
-        return isinstance(self.backend, FusedBackend)
+        return self._fusing is not None
 
     def rotated(self, qkv: Tensor, norms: Norms | None, cos_sin: Tensor, step: StepInput) -> Tensor:
         """Like `forward`, from projected qkv [T, num_heads + 2 num_kv_heads, head_dim], which is overwritten."""
-        if not isinstance(self.backend, FusedBackend):
+        backend = self._fusing
+        if backend is None:
             raise AssertionError(f"{self.backend.name} does not rotate")
         step = step.of(self.group)
         if step.exchange is not None:
             kv, everyone = step.exchange.rows(qkv[:, self.spec.num_heads :])
-            self.backend.rotate_and_store(kv, norms, cos_sin, self.cache, self.scales, everyone)
-        return self.backend.rotate_and_attend(
-            qkv, norms, cos_sin, self.cache, self.scales, step, self.spec, self._sinks
-        )
+            backend.rotate_and_store(kv, norms, cos_sin, self.cache, self.scales, everyone)
+        return backend.rotate_and_attend(qkv, norms, cos_sin, self.cache, self.scales, step, self.spec, self._sinks)
 
     @property
     def _sinks(self) -> Tensor | None:

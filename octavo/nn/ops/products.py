@@ -246,7 +246,8 @@ class Products:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part = self._path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(self._known), encoding="utf-8")
+            every = _read(self._path) | self._known  # another rank or engine may have written since
+            part.write_text(json.dumps(every), encoding="utf-8")
             part.replace(self._path)
         except OSError as error:
             log.warning("failed to write the chosen matrix products to %s: %s", self._path, error)

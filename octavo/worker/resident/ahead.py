@@ -5,6 +5,8 @@ Kernels missing here are compiled at their first launch, so the list need not be
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +42,8 @@ from octavo.sampling.allowed import num_words
 from octavo.sampling.resident import ResidentRow, ResidentSampler
 from octavo.sampling.state import PreparedParams
 from octavo.worker.resident.slots import DeviceSlots
+
+log = logging.getLogger(__name__)
 
 _Empty = Callable[..., torch.Tensor]
 """Makes a tensor without values, by default of the model's dtype."""
@@ -102,6 +106,7 @@ def compile_ahead(
     """Start to compile; return the handle to wait for."""
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # launches the kernels that the library does not replace
+    began = time.perf_counter()
     ahead = Ahead(target_of(device), share.turn)
     own = range(spec.num_layers) if share.layers is None else share.layers
     layers = dict.fromkeys(attention_spec(spec, i, share.attention) for i in spec.attention_layers if i in own)
@@ -127,6 +132,7 @@ def compile_ahead(
         if share.samples:
             _sample(spec, slots, share.mesh)
         _layers(spec, dtype, residual, device, share)
+    log.info("began to compile kernels within %.1f s", time.perf_counter() - began)
     return ahead
 
 
@@ -142,6 +148,7 @@ def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device
         _norms(empty, norm, width, residual)
     group = share.mesh.group
     if isinstance(group, PeerCollectives):
+        group.launch_gather(empty(16, kind=torch.int32))  # of `Mesh.largest`
         group.launch_sums(empty(2, width), None if norm is None else (empty(2, width, kind=residual), *norm))
     mlps = spec.mlps if share.layers is None else spec.mlps[share.layers.start : share.layers.stop]
     for mlp in dict.fromkeys(mlps):

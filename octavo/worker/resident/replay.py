@@ -18,7 +18,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -131,7 +131,7 @@ class GraphReplay:
 
         The largest size is recorded first, so that the others reuse the memory of its pool. Kernels must be compiled
         and loaded before they are recorded, so each size is run first, except those in `loaded` that are no powers of
-        two.
+        two: in a few layers, which launch the same kernels as all.
 
         Args:
             max_rows, max_tokens: limits of a step.
@@ -185,14 +185,16 @@ class GraphReplay:
 
     def _capture_singles(self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int]) -> None:
         every = self._singles.sizes
-        for size in reversed(every):
-            shares = size in self._singles.sharing
-            if not _is_loaded(size, every, loaded):
+        first = [size for size in every if not _is_loaded(size, every, loaded)]
+        with self._in_few_layers():
+            for size in reversed(first):
                 self._forward(size)
                 if self._sampling is not None:
                     self._sampling.compute(size)
-                if shares:
+                if size in self._singles.sharing:
                     self._forward(size, shares=True)
+        for size in reversed(every):
+            shares = size in self._singles.sharing
             self._link.synchronize()
             self._forwards[ReplayKey(size, 1, size, False, variant)] = recorder.record(partial(self._forward, size))
             if self._sampling is not None:
@@ -205,13 +207,18 @@ class GraphReplay:
         self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int], batches: Ragged
     ) -> None:
         every = batches.counts
-        for size in reversed(every):
-            if not _is_loaded(size, every, loaded):
+        first = [size for size in every if not _is_loaded(size, every, loaded)]
+        with self._in_few_layers():
+            for size in reversed(first):
                 batches.send(None, size)
                 self._forward_mixed(size, batches)
+        for size in reversed(every):
             self._link.synchronize()
             graph = recorder.record(partial(self._forward_mixed, size, batches))
             self._forwards[self._key(size, variant, batches)] = graph
+
+    def _in_few_layers(self) -> AbstractContextManager[None]:
+        return self._model.in_few_layers() if isinstance(self._model, CausalLM) else nullcontext()
 
     def _key(self, size: int, variant: Variant, batches: Ragged) -> ReplayKey:
         queries = self._attention.most_few if batches is self._drafted else 0

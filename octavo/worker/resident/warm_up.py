@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import msgspec
@@ -11,6 +13,8 @@ from octavo.core.plan import NewRow, StepPlan
 from octavo.worker.resident.batches import token_counts
 from octavo.worker.resident.slots import DeviceSlots
 from octavo.worker.runner import Runner
+
+log = logging.getLogger(__name__)
 
 
 def most_rows(num_slots: int, max_tokens: int) -> int:
@@ -25,6 +29,7 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int
         max_tokens: limit of a step.
         max_drafts: most drafts of a row.
     """
+    began = time.perf_counter()
     all_slots = slots.num_slots
     long = min(slots.max_model_len - 1, max_tokens)
     long_rows = min(max(1, max_tokens // long), all_slots)
@@ -36,6 +41,7 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int
     drafts = min(max_drafts, max_tokens // 2 - 1, slots.max_model_len - 4)
     if drafts > 0:
         _draft(runner, min(2, all_slots), len(slots.block_tables), drafts)
+    log.info("ran the largest steps in %.1f s", time.perf_counter() - began)
 
 
 def _draft(runner: Runner, rows: int, groups: int, drafts: int) -> None:
