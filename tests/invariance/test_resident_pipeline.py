@@ -10,10 +10,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from rank_kit import ranks_in_threads
+from rank_kit import ThreadLink, ranks_in_threads
 from test_recorded_features import Adapter, Adapting
 from toy_drafter import DrafterEngine, DrafterWorker, check_same, news_of
 from toy_engine import drive, tiny_config, tokens_of
@@ -80,6 +82,20 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Collect the hidden states that stages send, and what they were then."""
+    found: list[tuple[Tensor, Tensor]] = []
+    send = ThreadLink.send
+
+    def kept(self: ThreadLink, x: Tensor) -> None:
+        found.append((x, x.clone()))
+        send(self, x)
+
+    monkeypatch.setattr(ThreadLink, "send", kept)
+    return found
+
+
 def run(asked: list[GenerateRequest], **settings: Any) -> Any:
     loop = engine(**settings)
     found = news_of(list(drive(loop, asked)))
@@ -98,7 +114,9 @@ def run(asked: list[GenerateRequest], **settings: Any) -> Any:
     ],
     ids=["prompts", "chunks", "preemption", "no overlap", "three stages"],
 )
-def test_every_stage_replays_its_steps(settings: dict[str, Any], replayed: Counter[str]) -> None:
+def test_every_stage_replays_its_steps(
+    settings: dict[str, Any], replayed: Counter[str], sent: list[tuple[Tensor, Tensor]]
+) -> None:
     expected = run(requests(), enforce_eager=True, async_scheduling=False, max_num_seqs=1)
     check_same(run(requests(), **{"pipeline_parallel_size": 2} | settings), expected)
     stages = settings.get("pipeline_parallel_size", 2)
@@ -106,6 +124,7 @@ def test_every_stage_replays_its_steps(settings: dict[str, Any], replayed: Count
     assert all(replayed[f"passing on, {batches}"] for batches in ("NoneType", "Ragged"))
     # Steps that report on prompts are not replayed by the last stage, which needs all hidden states.
     assert (stages - 1) * replayed["sampling"] <= replayed["passing on"]
+    assert all(torch.equal(x, then) for x, then in sent), "a replay wrote to what may not have arrived yet"
 
 
 def test_drafts(replayed: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
