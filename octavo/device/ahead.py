@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 
 from octavo.device.compiler import CompileTarget
 from octavo.device.compilers import Compilers, job_of
+from octavo.device.launchers import separate_launchers
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Ahead:
             turn: the process's number among those of this machine that compile the same launches, and their number.
                 Each begins with its own share, and finds most others in Triton's cache folder afterwards.
         """
+        separate_launchers()
         self._target = target
         self._turn = turn
         self._compilers = Compilers()

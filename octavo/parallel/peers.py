@@ -7,6 +7,7 @@ latency, and a separate addition and norm after it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST_ROW = 16384
 _TRIED_ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 """Rows of 16 KiB, for which ways are timed."""
+_WAYS = ("one shot", "two shots", "stored", "others")
+"""From small to large sums."""
 _TRIAL_READS = 1 << 22
 """Tries to read a cell before the trial fails, which takes seconds."""
 _REPEATS = 10
@@ -372,21 +375,22 @@ def in_kib(limits: Limits) -> tuple[int, int, int]:
 def limits_of(times: list[Mapping[str, Mapping[str, float]]]) -> Limits:
     """Return where one way becomes faster than the next, from all ranks' times: way -> bytes (as text) -> milliseconds.
 
+    They lose least against the fastest way at each size, together for all sizes: one time that deviates changes little.
     All ranks get the same limits, since they must take the same way.
     """
     sizes = sorted(int(size) for size in times[0]["others"])
-    total = {way: {size: sum(one[way][str(size)] for one in times) for size in sizes} for way in times[0]}
+    total = {way: [sum(one[way][str(size)] for one in times) for size in sizes] for way in times[0]}
+    best = [min(found) for found in zip(*total.values(), strict=True)]
 
-    def last(better: Sequence[str], worse: str) -> int:
-        """The size up to which one of the better ways is faster, without a gap."""
-        slower = (size for size in sizes if min(total[way][size] for way in better) >= total[worse][size])
-        end = next(slower, None)
-        return max((size for size in sizes if end is None or size < end), default=0)
+    def loss(ends: tuple[int, ...]) -> float:
+        """Return by how much sums take longer, if each way has the sizes up to its end."""
+        bounds = itertools.pairwise((0, *ends, len(sizes)))
+        ways = [way for way, (start, end) in zip(_WAYS, bounds, strict=True) for _ in range(start, end)]
+        return sum((total[way][i] / best[i] for i, way in enumerate(ways)), 0.0)
 
-    cells = ("one shot", "two shots")
-    most = last((*cells, "stored"), "others")
-    two_shots = min(last(cells, "stored"), most)
-    return Limits(min(last(cells[:1], cells[1]), two_shots), two_shots, most if most > two_shots else 0)
+    cuts = itertools.combinations_with_replacement(range(len(sizes) + 1), len(_WAYS) - 1)
+    ends = [([0, *sizes])[end] for end in min(cuts, key=loss)]
+    return Limits(ends[0], ends[1], ends[2] if ends[2] > ends[1] else 0)
 
 
 def sizes_for(ranks: int) -> Sizes:

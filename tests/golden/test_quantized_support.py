@@ -56,7 +56,8 @@ ALWAYS = ("awq-gemm", "fp8-tiles", "nvfp4", "Q6_K")
 KINDS = {kind.name: kind for kind in sorted(CODES.keys() | INTEGERS.keys())}
 NAMES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in (*EXAMPLES, *KINDS)]
 EXPANDED = ("w4a16-act-order", "gptq-4-act-order", "gptq-3-act-order", "bnb-nf4", "bnb-fp4-nested")
-SETTINGS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22, "threads": 1, "skip_tokenizer_init": True}
+SETTINGS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 1 << 22, "threads": 1}
+SETTINGS |= {"skip_tokenizer_init": True}
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": False}
 EXPERTS = {**SIZES, "num_local_experts": 3}
 GRANITE = {"attention__scale": 0.2, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
@@ -187,6 +188,7 @@ def test_experts(name: str, tmp_path: Path) -> None:
     assert (logits_of(model) - expected).norm() < 1e-2 * expected.norm()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter")
 @pytest.mark.parametrize(
     "name", [name if name == "awq-gemm" else pytest.param(name, marks=pytest.mark.slow) for name in (*EXAMPLES, *KINDS)]
 )

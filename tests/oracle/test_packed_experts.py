@@ -133,8 +133,11 @@ class Case:
         assert room is not None
         return room, torch.stack([exact for _, exact in made])
 
-    def routed(self, top_k: int = 2) -> Routing:
+    def routed(self, top_k: int = 2, first: int | None = None) -> Routing:
+        """Route at random; the first token to an expert, among others."""
         logits = torch.randn(len(self.x), self.form.num_experts, device=DEVICE)
+        if first is not None:
+            logits[0, first] = 9.0
         return route_on_device(logits, RoutingSpec(top_k=top_k, normalized=True))
 
     def expected(self, x: Tensor, routing: Routing) -> Tensor:
@@ -223,7 +226,7 @@ def test_weights_on_inputs_and_products_without_gates(changes: dict[str, Any], t
 def test_few_of_many_experts_are_read() -> None:
     """A rank has some of the experts."""
     case = Case(FORMS["8 bits, groups of 64"], 9)
-    routing, own = case.routed(), range(1, 4)
+    routing, own = case.routed(first=2), range(1, 4)  # of the first tokens' experts, too
     matrices = [
         PackedMatrices(one.codes[1:4], one.scales[1:4], None, *(getattr(one, name) for name in NAMES))
         for one in (case.stacked.gate_up, case.stacked.down)

@@ -145,7 +145,7 @@ def row_plan(inputs: int, *, gated: bool, normed: bool, device: torch.device) ->
     if normed:
         return RowPlan(4, 2048, 8, 0)
     ahead = 512 if inputs % 512 == 0 else 0
-    return RowPlan(8, 512, 8, ahead) if inputs > 8192 else RowPlan(4, 2048, 8, ahead)
+    return RowPlan(8, 512, 8, ahead) if inputs > 8192 or inputs % 2048 else RowPlan(4, 2048, 8, ahead)
 
 
 def _held_plan(outputs: int, inputs: int, *, gated: bool, normed: bool, device: torch.device) -> RowPlan | None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from octavo.core.plan import StepPlan
 from octavo.core.spans import Spans, Watched
 from octavo.device.transfer import Graph, GraphRecorder, Link
+from octavo.models.decoder import CausalLM
 from octavo.models.model import Model
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import StepInput
