@@ -53,7 +53,7 @@ class OnGpu(Unquantized):
     ) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
         product = delta.fused if delta is not None else few_rows.fused_product
-        if delta is None and self._has_row16(norm, gated=gated):
+        if delta is None and (norm is not None or add_to is not None) and self._has_row16(norm, gated=gated):
             product = row16.row_product
         return product(x, self.weight, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype)
 
