@@ -53,7 +53,7 @@ def launch_plain(model: LayeredModel) -> None:
     dtype = next((one.scheme.dtype for one in layers if isinstance(one.scheme, OnGpu)), None)
     if dtype is None:
         return
-    forms = dict.fromkeys(
+    forms = [
         PlainForm(
             *_shape(layer, model.spec),
             _gates(layer),
@@ -64,8 +64,9 @@ def launch_plain(model: LayeredModel) -> None:
             _norm(model, _shape(layer, model.spec)[1], dtype) if layer in settled and layer not in last else None,
         )
         for layer in layers
-    )
-    for form in forms:
+    ]
+    behind_sums = [form._replace(norm=None) for layer, form in zip(layers, forms, strict=True) if layer.mesh.size > 1]
+    for form in dict.fromkeys([*forms, *behind_sums]):
         launch(form, dtype, model.residual_dtype, model.device)
 
 

@@ -32,7 +32,7 @@ class OnGpu(Unquantized):
 
     def apply(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
-        return products.linear(x, self.weight, self.bias)
+        return self.fused(x) if self._fuses(x) else products.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
@@ -64,9 +64,15 @@ class OnGpu(Unquantized):
         scale = None if norm is None else norm[0].dtype
         return row16.serves(outputs, inputs, self.weight.dtype, self.device, scale=scale, gated=gated)
 
+    def _fuses(self, x: Tensor) -> bool:
+        """Return whether `fused` is the fastest product of x, also without anything to fuse, as on ranks."""
+        return x.dim() == 2 and 0 < x.shape[0] <= self.fused_rows
+
     def gated(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
-        return silu_mul(self.apply(x)) if self.bias is not None else products.gated(x, self.weight)
+        if self.bias is not None:
+            return silu_mul(self.apply(x))
+        return self.fused(x, gated=True) if self._fuses(x) else products.gated(x, self.weight)
 
     def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
         assert self.weight is not None, "weights are not loaded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,16 +54,7 @@ def launch(form: PlainForm, dtype: torch.dtype, residual: torch.dtype, device: t
 
     weight = empty(form.outputs, form.inputs)
     bias = empty(form.outputs) if form.biased else None
-    gated = form.gates and not form.biased
-    kind = None if form.added or form.norm is None else form.norm.scale
-    if row16.serves(form.outputs, form.inputs, dtype, device, scale=kind, gated=gated):
-        row16.compile_ahead(form.outputs, form.inputs, dtype, _row_form(form, residual, gated=gated))
-    elif form.added:
-        few_rows.fused_product(empty(1, form.inputs), weight, add_to=empty(1, form.outputs, kind=residual), bias=bias)
-    elif form.norm is not None:
-        x, scale = empty(1, form.inputs, kind=form.norm.dtype), empty(form.inputs, kind=form.norm.scale)
-        wide = torch.float32 if form.wide else None
-        few_rows.fused_product(x, weight, norm=(scale, form.norm.eps), gated=gated, bias=bias, dtype=wide)
+    _launch_row(form, weight, bias, empty, residual)
     if form.gates:
         triton_activation.silu_mul(empty(2, form.outputs))
     if dtype.itemsize == 2 and not form.biased:
@@ -71,6 +63,27 @@ def launch(form: PlainForm, dtype: torch.dtype, residual: torch.dtype, device: t
             few_rows.few_product(empty(2, form.inputs), weight, added)
         if form.gates and gating.serves(gating.TYPICAL, weight):
             gating.gated_product(empty(gating.TYPICAL, form.inputs), weight)
+
+
+def _launch_row(
+    form: PlainForm, weight: Tensor, bias: Tensor | None, empty: Callable[..., Tensor], residual: torch.dtype
+) -> None:
+    """Launch the kernel of one row, or compile it in the background."""
+    gated, norm = form.gates and not form.biased, None if form.added else form.norm
+    x = empty(1, form.inputs)
+    if not form.added and norm is None:
+        if not form.wide:
+            few_rows.fused_product(x, weight, bias=bias, gated=gated)
+        return
+    kind = None if norm is None else norm.scale
+    if row16.serves(form.outputs, form.inputs, weight.dtype, weight.device, scale=kind, gated=gated):
+        row16.compile_ahead(form.outputs, form.inputs, weight.dtype, _row_form(form, residual, gated=gated))
+    elif norm is None:
+        few_rows.fused_product(x, weight, add_to=empty(1, form.outputs, kind=residual), bias=bias)
+    else:
+        x, scale = empty(1, form.inputs, kind=norm.dtype), empty(form.inputs, kind=norm.scale)
+        wide = torch.float32 if form.wide else None
+        few_rows.fused_product(x, weight, norm=(scale, norm.eps), gated=gated, bias=bias, dtype=wide)
 
 
 def _row_form(form: PlainForm, residual: torch.dtype, *, gated: bool) -> RowForm:

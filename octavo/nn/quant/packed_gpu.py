@@ -174,7 +174,9 @@ class PackedOnGpu(OnGpu):
         return packed.product(x, self.matrix, self.bias, dtype or self.dtype)
 
     def apply(self, x: Tensor) -> Tensor:
-        return super().apply(x) if self.matrix is None else self._product(x, self.matrix, x.dtype)
+        if self.matrix is None:
+            return super().apply(x)
+        return self.fused(x, dtype=x.dtype) if self._fuses(x) else self._product(x, self.matrix, x.dtype)
 
     def wide(self, x: Tensor) -> Tensor:
         return super().wide(x) if self.matrix is None else self._product(x, self.matrix, torch.float32)
@@ -233,7 +235,10 @@ class PackedOnGpu(OnGpu):
         return narrow and row8.usable(self.device) and row8.fits(matrix, gated=gated)
 
     def gated(self, x: Tensor) -> Tensor:
-        return super().gated(x) if self.matrix is None else silu_mul(self.apply(x))
+        if self.matrix is None:
+            return super().gated(x)
+        fuses = self.bias is None and self._fuses(x)
+        return self.fused(x, gated=True, dtype=x.dtype) if fuses else silu_mul(self.apply(x))
 
     def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
         return super().gated_with(x, addition) if self.matrix is None else addition.gated(self.apply(x))
