@@ -85,7 +85,7 @@ class PeerCollectives:
             return self._store(sent, torch.empty_like(sent), None)
         words = self._row_words(sent) if x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots else 0
         if not words:
-            return self._rest.all_reduce(sent)
+            return x if self._has_nothing(x) else self._rest.all_reduce(sent)
         out = torch.empty_like(sent)
         self._exchange(sent, out, None, words)
         return out if out.shape == x.shape else out[: x.numel()].view(x.shape)
@@ -94,7 +94,7 @@ class PeerCollectives:
         sent = self._in_words(x)
         words = self._row_words(sent) if x.nbytes <= self.limits.two_shots else 0
         if not words:
-            return self._rest.all_gather(sent)
+            return [x] * self._inboxes.ranks if self._has_nothing(x) else self._rest.all_gather(sent)
         out = x.new_empty(self._inboxes.ranks, sent.nbytes // 4, dtype=torch.int32)
         self._launch(sent.flatten().view(torch.int32), out, None, words, gathers=True)
         return [one[: x.numel()].view(x.shape) for one in out.view(x.dtype)]
@@ -137,6 +137,10 @@ class PeerCollectives:
         if self._others is None:
             raise ConfigError("Ranks that share a GPU can't exchange tensors in this way: give each a GPU.")
         return self._others
+
+    def _has_nothing(self, x: Tensor) -> bool:
+        """Return whether x is empty, on all ranks, and nothing else is there to exchange it."""
+        return self._others is None and x.numel() == 0
 
     def _in_words(self, x: Tensor) -> Tensor:
         """Return x, contiguous; with zeros behind it, as one row, if it is not of whole words and nothing else sends

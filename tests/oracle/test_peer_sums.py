@@ -193,6 +193,13 @@ def test_rows_are_divided_alike_for_many_sizes() -> None:
     assert {one._row_words(torch.empty(2, rows, 1)) for rows in range(1, 40)} == {2, 4, 8, 16, 32, 64}
 
 
+def test_nothing_is_exchanged_for_an_empty_tensor() -> None:
+    ranks = Ranks(2, ONE)
+    empty = torch.zeros(0, 8, device=DEVICE)
+    assert ranks.each[0].all_reduce(empty).shape == empty.shape
+    assert [one.shape for one in ranks.each[0].all_gather(empty)] == [empty.shape] * 2
+
+
 class Elsewhere:
     """`Collectives` that say that they were asked."""
 
