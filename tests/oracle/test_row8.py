@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops import few_rows, floats, fragments, row8, row16, stored_row
+from octavo.nn.ops import few_rows, floats, fragments, one_row, row8, row16, stored_row
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import RowForm
 from octavo.nn.ops.stored_row import StoredForm
@@ -58,6 +58,19 @@ def test_blocks_fit_into_shared_memory(inputs: int, gated: bool, dtype: torch.dt
     assert threads <= 1024
     assert macros["DEPTH"] >= 2
     assert shared + STATIC <= LARGEST_BLOCK
+
+
+@on_hopper
+def test_which_kernel_multiplies_a_plain_row() -> None:
+    def takes(outputs: int, inputs: int, scale: torch.dtype | None, added: bool = False) -> bool:
+        fused = {"scale": scale, "gated": False, "added": added}
+        return one_row.takes_ring(outputs, inputs, torch.bfloat16, GPU, **fused)
+
+    assert takes(6144, 4096, torch.bfloat16)
+    assert takes(4096, 4096, None, added=True)
+    assert not takes(4096, 4096, None), "behind a sum over ranks"
+    assert not takes(2048, 4096, None, added=True), "held in registers"
+    assert not takes(6144, 4096, torch.float32), "norms in float32"
 
 
 @on_hopper

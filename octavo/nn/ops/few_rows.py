@@ -148,6 +148,11 @@ def row_plan(inputs: int, *, gated: bool, normed: bool, device: torch.device) ->
     return RowPlan(8, 512, 8, ahead) if inputs > 8192 or inputs % 2048 else RowPlan(4, 2048, 8, ahead)
 
 
+def holds(outputs: int, inputs: int, *, gated: bool, normed: bool, device: torch.device) -> bool:
+    """Return whether registers hold a matrix while the launch before still runs."""
+    return _held_plan(outputs, inputs, gated=gated, normed=normed, device=device) is not None
+
+
 def _held_plan(outputs: int, inputs: int, *, gated: bool, normed: bool, device: torch.device) -> RowPlan | None:
     """Return a division of a matrix that is loaded while the launch before still runs; None if that is no faster."""
     if gated:

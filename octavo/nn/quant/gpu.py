@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import few_rows, products, row16
+from octavo.nn.ops import one_row, products
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.quant.gpu_experts import StackedExperts
@@ -52,17 +52,8 @@ class OnGpu(Unquantized):
         delta: Delta | None = None,
     ) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
-        product = delta.fused if delta is not None else few_rows.fused_product
-        if delta is None and (norm is not None or add_to is not None) and self._has_row16(norm, gated=gated):
-            product = row16.row_product
+        product = one_row.fused_product if delta is None else delta.fused
         return product(x, self.weight, bias=self.bias, norm=norm, gated=gated, add_to=add_to, dtype=dtype)
-
-    def _has_row16(self, norm: tuple[Tensor, float] | None, *, gated: bool) -> bool:
-        """Return whether the CUDA kernel multiplies one row."""
-        assert self.weight is not None
-        outputs, inputs = self.weight.shape
-        scale = None if norm is None else norm[0].dtype
-        return row16.serves(outputs, inputs, self.weight.dtype, self.device, scale=scale, gated=gated)
 
     def _fuses(self, x: Tensor) -> bool:
         """Return whether `fused` is the fastest product of x, also without anything to fuse, as on ranks."""

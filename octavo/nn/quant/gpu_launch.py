@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.nn.ops import few_rows, gating, row16, triton_activation
 from octavo.nn.ops.fragments import RowForm
+from octavo.nn.ops.one_row import takes_ring
 
 
 class RowNorm(NamedTuple):
@@ -70,20 +71,18 @@ def _launch_row(
 ) -> None:
     """Launch the kernel of one row, or compile it in the background."""
     gated, norm = form.gates and not form.biased, None if form.added else form.norm
-    x = empty(1, form.inputs)
-    if not form.added and norm is None:
-        if not form.wide:
-            few_rows.fused_product(x, weight, bias=bias, gated=gated)
-        return
-    kind = None if norm is None else norm.scale
-    if row16.serves(form.outputs, form.inputs, weight.dtype, weight.device, scale=kind, gated=gated):
+    x, kind = empty(1, form.inputs), None if norm is None else norm.scale
+    fused: dict[str, bool] = {"gated": gated, "added": form.added}
+    if takes_ring(form.outputs, form.inputs, weight.dtype, weight.device, scale=kind, **fused):
         row16.compile_ahead(form.outputs, form.inputs, weight.dtype, _row_form(form, residual, gated=gated))
-    elif norm is None:
+    elif form.added:
         few_rows.fused_product(x, weight, add_to=empty(1, form.outputs, kind=residual), bias=bias)
-    else:
+    elif norm is not None:
         x, scale = empty(1, form.inputs, kind=norm.dtype), empty(form.inputs, kind=norm.scale)
         wide = torch.float32 if form.wide else None
         few_rows.fused_product(x, weight, norm=(scale, norm.eps), gated=gated, bias=bias, dtype=wide)
+    elif not form.wide:
+        few_rows.fused_product(x, weight, bias=bias, gated=gated)
 
 
 def _row_form(form: PlainForm, residual: torch.dtype, *, gated: bool) -> RowForm:
