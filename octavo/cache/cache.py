@@ -195,6 +195,8 @@ class KVCache:
         Returns:
             The changes; None, with nothing changed, if too few blocks are free.
         """
+        if self._only_full and self._is_ready(table, start, end):
+            return Growth()
         table.groups = table.groups or [[] for _ in self.groups]
         if self.ranks > 1 and table.rank < 0:
             self.seat(table, "", (), end)
@@ -414,6 +416,16 @@ class KVCache:
             self.pool.hold(block)
 
     # Parts of `grow`
+
+    def _is_ready(self, table: BlockTable, start: int, end: int) -> bool:
+        """Return whether [start, end) is in the last block of each group, and writable: most steps that decode."""
+        index = start // self.block_size
+        if not table.groups or (end - 1) // self.block_size != index:
+            return False
+        for row in table.groups:
+            if len(row) != index + 1 or self._is_shared(row[index]):
+                return False
+        return True
 
     def _indices(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -114,7 +114,10 @@ class KvPlanner:
 
     def register(self, request: Request) -> None:
         """Register the computed blocks of its known tokens, so that other requests find them."""
-        known, namespace = min(request.num_computed, len(request.tokens)), self._namespace(request)
+        known = min(request.num_computed, len(request.tokens))
+        if known // self._cache.block_size <= request.table.num_registered:
+            return  # most tokens fill no block
+        namespace = self._namespace(request)
         registered: list[tuple[int, list[int]]] | None = None if self._tiers is None else []
         self._cache.register(request.table, namespace, request.keys, known, request.num_computed, registered)
         if registered and self._tiers is not None:

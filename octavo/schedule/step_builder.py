@@ -47,8 +47,9 @@ class StepBuilder:
         draft.num_tokens.append(num_tokens)
         draft.num_drafts.append(drafts)
         draft.samples.append(samples)
-        draft.copies.extend(growth.copies)
-        draft.block_writes.extend((request.slot, *write) for write in growth.writes)
+        if growth.writes:  # most rows begin no block
+            draft.copies.extend(growth.copies)
+            draft.block_writes.extend((request.slot, *write) for write in growth.writes)
         self.rows.append(request)
         self.budget -= num_tokens
         if request.num_computed < request.num_prompt:

@@ -102,8 +102,8 @@ class Vault(EngineHook):
             self.put_back(chest)
 
     def put_back(self, chest):
-        chest.lease.release()
-        chest.lease, chest.ready = None, False
+        lease, chest.lease, chest.ready = chest.lease, None, False
+        lease.release()  # last, since it may fail
 
     def reclaim(self, num_blocks, request):
         own = self.chest(request.spec) if self.name in request.spec.options else None
