@@ -35,7 +35,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.profile import Profiler
-from octavo.engine.rank_process import started_early
+from octavo.engine.rank_process import EarlyRanks
 from octavo.engine.record import FORM, Header, PlanRecorder
 from octavo.features import FeatureContext, build_engine_halves, payload_types
 from octavo.hub.files import ModelFiles
@@ -73,12 +73,12 @@ def build_core(
         )
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
-    with memory_errors(), started_early(RANK_MODULE, rank_arguments(config), rank_environments(config)):
-        return _build(config, files, timer, profile)
+    with memory_errors(), EarlyRanks(RANK_MODULE, rank_arguments(config), rank_environments(config)) as early:
+        return _build(config, files, timer, profile, early)
 
 
 def _build(
-    config: EngineConfig, files: ModelFiles, timer: PhaseTimer, profile: ProfileSettings | None
+    config: EngineConfig, files: ModelFiles, timer: PhaseTimer, profile: ProfileSettings | None, early: EarlyRanks
 ) -> tuple[EngineLoop, ModelInfo]:
     timer.begin("imports")
     if not in_processes(config):
@@ -94,7 +94,7 @@ def _build(
         _check_encoder_settings(config, files)
     policy = make_policy(config.scheduler.policy)
     timer.begin("setup")
-    worker, context = build_worker(config, files)
+    worker, context = build_worker(config, files, early)
     try:
         return _with_worker(config, files, timer, profile, policy, worker, context, encodes=is_encoder(files.config))
     except BaseException:

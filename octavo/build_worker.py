@@ -29,7 +29,7 @@ from octavo.engine.node import run_node
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank_group import AnyRank, RankGroup
-from octavo.engine.rank_process import RankProcess
+from octavo.engine.rank_process import EarlyRanks, RankProcess
 from octavo.engine.ray_nodes import BACKEND, RayNodes
 from octavo.engine.remote_rank import NodeListener
 from octavo.engine.ring import RingHandles
@@ -62,8 +62,11 @@ _ALONE = RankPlace()
 StartRank = Callable[[int, RingHandles], AnyRank]
 
 
-def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, FeatureContext]:
+def build_worker(config: EngineConfig, files: ModelFiles, early: EarlyRanks) -> tuple[WorkerBuild, FeatureContext]:
     """Start to build a worker, in this process or another as the settings require; also return its features' context.
+
+    Args:
+        early: the processes of its ranks, as far as they have been started.
 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
@@ -71,7 +74,7 @@ def build_worker(config: EngineConfig, files: ModelFiles) -> tuple[WorkerBuild, 
     if config.parallel.enable_expert_parallel:
         _check_experts(config, files)
     if in_processes(config):
-        return begin_ranks(config, files)
+        return begin_ranks(config, files, early)
     local = build_local(config, files)
     return local, local.context
 
@@ -95,7 +98,7 @@ def implementation_of(config: EngineConfig, files: ModelFiles) -> Implementation
     return other_implementation(config, files) or OWN
 
 
-def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, FeatureContext]:
+def begin_ranks(config: EngineConfig, files: ModelFiles, early: EarlyRanks) -> tuple[RankBuild, FeatureContext]:
     """Start to build a worker in separate processes, one for each device.
 
     Raises:
@@ -115,7 +118,7 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
     answering = next(place.rank for place in places if place.answers)
     with contextlib.ExitStack() as until_started:
         kept = until_started.enter_context(contextlib.ExitStack())
-        start = until_started.enter_context(_rank_starter(config, files, kept))
+        start = until_started.enter_context(_rank_starter(config, files, kept, early))
         ranks = RankGroup(size, start, config.parallel.rank_timeout_s, kept.pop_all(), answering)
     try:
         build = RankBuild(ranks, PlanCodec(payload_types()), stages)
@@ -126,7 +129,9 @@ def begin_ranks(config: EngineConfig, files: ModelFiles) -> tuple[RankBuild, Fea
 
 
 @contextlib.contextmanager
-def _rank_starter(config: EngineConfig, files: ModelFiles, kept: contextlib.ExitStack) -> Iterator[StartRank]:
+def _rank_starter(
+    config: EngineConfig, files: ModelFiles, kept: contextlib.ExitStack, early: EarlyRanks
+) -> Iterator[StartRank]:
     """Yield the function that starts a rank, or admits one of another machine.
 
     Args:
@@ -154,7 +159,7 @@ def _rank_starter(config: EngineConfig, files: ModelFiles, kept: contextlib.Exit
             contexts = parallel.prefill_context_parallel_size
             place = RankPlace(number, size, host, meeting.port, stages, each, contexts=contexts)
         if listener is None or number < first:
-            return rank_process(config, files, memory, place, ring)
+            return rank_process(config, files, memory, place, ring, early)
         return listener.admit(number, place, number // each, ring)
 
     with StageMemory() as memory, contextlib.closing(listener) if listener else contextlib.nullcontext():
@@ -171,7 +176,12 @@ def _ray_task(config: EngineConfig, number: int, address: tuple[str, int]) -> Ca
 
 
 def rank_process(
-    config: EngineConfig, files: ModelFiles, memory: StageMemory, place: RankPlace, ring: RingHandles
+    config: EngineConfig,
+    files: ModelFiles,
+    memory: StageMemory,
+    place: RankPlace,
+    ring: RingHandles,
+    early: EarlyRanks | None = None,
 ) -> RankProcess:
     """Start the process of a rank on this machine."""
     place = memory.give(place)
@@ -185,6 +195,7 @@ def rank_process(
         environment=rank_environment(config, *place.local),
         arguments=rank_arguments(config),
         memory=place.memory,
+        early=early,
     )
 
 

@@ -23,7 +23,7 @@ from octavo.build_worker import build_rank
 from octavo.core.worker_info import RankPlace
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank import RankServer
-from octavo.engine.rank_process import RankProcess
+from octavo.engine.rank_process import EarlyRanks, RankProcess
 from octavo.engine.ring import RingHandles, RingReader
 from octavo.features import payload_types
 from octavo.native.exchange import Exchange
@@ -89,6 +89,7 @@ class RankThread(RankProcess):
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         memory: int = -1,
+        early: EarlyRanks | None = None,
     ) -> None:
         config, files, _, place = payload
         self.number, self.device = number, ""
@@ -169,6 +170,6 @@ def ranks_in_threads(monkeypatch: pytest.MonkeyPatch, *, native: bool = True) ->
         place: RankPlace = payload[3]
         return (RankThread if place.size > 1 else RankProcess)(module, payload, *args, **kwargs)
 
-    monkeypatch.setattr("octavo.build.started_early", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("octavo.build.EarlyRanks", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("octavo.build_worker.RankProcess", start)
     monkeypatch.setattr("octavo.worker.worker.join", join)

@@ -18,7 +18,7 @@ from octavo.engine.executor import FixedWorker
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank import RankServer
 from octavo.engine.rank_group import RankGroup
-from octavo.engine.rank_process import RankProcess, RankStart
+from octavo.engine.rank_process import EarlyRanks, RankProcess, RankStart
 from octavo.engine.ring import RingHandles
 
 Script = dict[int, tuple[int, str]]
@@ -82,11 +82,14 @@ def plan(number: int) -> StepPlan:
     return StepPlan(number, [], [], [], [], [], [], [], [])
 
 
-def toy_group(size: int, script: Script | None = None, timeout_s: float | None = None) -> RankGroup:
+def toy_group(
+    size: int, script: Script | None = None, timeout_s: float | None = None, early: EarlyRanks | None = None
+) -> RankGroup:
     """Start ranks, up to the executor."""
 
     def start(number: int, ring: RingHandles) -> RankProcess:
-        return RankProcess("toy_ranks", (number, script or {}), ring, number=number, prefix=f"[rank {number}] ")
+        given = number, script or {}
+        return RankProcess("toy_ranks", given, ring, number=number, prefix=f"[rank {number}] ", early=early)
 
     group = RankGroup(size, start, timeout_s)
     group.call(WorkerFacts, "begin")

@@ -422,10 +422,7 @@ class KVCache:
         index = start // self.block_size
         if not table.groups or (end - 1) // self.block_size != index:
             return False
-        for row in table.groups:
-            if len(row) != index + 1 or self._is_shared(row[index]):
-                return False
-        return True
+        return all(len(row) == index + 1 and not self._is_shared(row[index]) for row in table.groups)
 
     def _indices(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

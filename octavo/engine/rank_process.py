@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
@@ -64,41 +64,36 @@ class _Child:
         self.process.wait()
 
 
-_waiting: list[_Child] = []
-"""Processes of ranks that were started early."""
-
-
-@contextlib.contextmanager
-def started_early(module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Iterator[None]:
-    """Start processes now, so that they import what they need until `RankProcess` takes them. Those that it has not
-    taken in the block are ended.
+class EarlyRanks:
+    """Processes of ranks that are started before all that they need is known, so that they import it meanwhile. Those
+    that no `RankProcess` has taken are ended at the exit.
 
     Args:
         environments: of each process, the variables that differ from this process's.
     """
-    own = [_Child(module, arguments, {**os.environ, **environment}) for environment in environments]
-    _waiting.extend(own)
-    try:
-        yield
-    finally:
-        for child in own:
-            if child in _waiting:
-                _waiting.remove(child)
-                child.discard()
 
+    def __init__(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        self.waiting = [_Child(module, arguments, {**os.environ, **environment}) for environment in environments]
 
-def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> _Child:
-    """Return a waiting process that was begun in the same way, or a new one."""
-    begun_as = module, tuple(arguments), dict(environment)
-    for child in _waiting:
-        if child.begun_as == begun_as:
-            _waiting.remove(child)
-            return child
-    if _waiting:
-        *_, before = _waiting[0].begun_as
-        changed = [name for name, _ in before.items() ^ environment.items()]
-        log.info("started a rank anew, since the one started early has other settings: %s", ", ".join(sorted(changed)))
-    return _Child(*begun_as)
+    def __enter__(self) -> EarlyRanks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        while self.waiting:
+            self.waiting.pop().discard()
+
+    def take(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> _Child:
+        """Return a waiting process that was begun in the same way, or a new one."""
+        begun_as = module, tuple(arguments), dict(environment)
+        for child in self.waiting:
+            if child.begun_as == begun_as:
+                self.waiting.remove(child)
+                return child
+        if self.waiting:
+            *_, before = self.waiting[0].begun_as
+            changed = sorted({name for name, _ in before.items() ^ environment.items()})
+            log.info("started a rank anew, since one started early has other settings: %s", ", ".join(changed))
+        return _Child(*begun_as)
 
 
 class RankProcess:
@@ -123,16 +118,19 @@ class RankProcess:
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         memory: int = -1,
+        early: EarlyRanks | None = None,
     ) -> None:
         """
         Args:
             environment: variables that differ from this process's.
             memory: a descriptor that the child gets, too; -1 for none.
+            early: processes that wait; the child is one of them, if one was begun in this way.
         """
         self.number = number
         self.device = ""
         self._prefix = prefix
-        child = _child(module, arguments, {**os.environ, **(environment or {})})
+        begin = _Child if early is None else early.take
+        child = begin(module, arguments, {**os.environ, **(environment or {})})
         self._peer, self._process = child.peer, child.process
         child.give(ring, memory, payload)
         assert self._process.stderr is not None
