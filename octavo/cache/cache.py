@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from octavo.cache.block_pool import BlockPool
+from octavo.cache.books import check_books
 from octavo.cache.lease import Lease
 from octavo.cache.prefix_tree import Key, Node, PrefixTree
 from octavo.cache.prefixes import Extension, extension, longest, tail
@@ -477,16 +478,7 @@ class KVCache:
 
     def check(self) -> None:
         """Raise AssertionError unless pool and tree agree."""
-        self.pool.check()
-        findable, cached = self.tree.blocks, self.pool.cached
-        for block in findable:
-            if self.pool.refs(block) == 0 and block not in cached:
-                raise AssertionError(f"block {block} is in the prefix tree but blank")
-        for block in cached - findable:
-            raise AssertionError(f"block {block} is cached but not in the prefix tree")
-        for lease in self.leases:
-            if any(self.pool.refs(block) == 0 for block in lease.held):
-                raise AssertionError(f"a block leased by {lease.owner} counts as free")
+        check_books(self.pool, self.tree, self.leases)
 
     def check_empty(self, num_requests: int) -> None:
         """Raise AssertionError if unleased blocks are held or `num_requests` is not 0. Call while nothing runs."""
