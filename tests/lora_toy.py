@@ -61,6 +61,7 @@ class ToyWorker:
         latency: probability that a read ends in a turn.
         failures: probability that it fails.
         host: uids of the copies.
+        ranks: machine of each rank, and the version of the files that it reads there.
     """
 
     rng: random.Random
@@ -70,6 +71,7 @@ class ToyWorker:
     pending: list[tuple[int, Future[Any]]] = field(default_factory=list)
     reads: list[list[str]] = field(default_factory=list)
     most_on_host: int = 0
+    ranks: list[tuple[str, str]] = field(default_factory=lambda: [("", "1")])
 
     def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
         assert feature == NAME
@@ -97,7 +99,7 @@ class ToyWorker:
                 else:
                     self.host.add(one[0])
                     self.most_on_host = max(self.most_on_host, len(self.host))
-                    one[1].set_result([{}])
+                    one[1].set_result([{"machine": machine, "version": version} for machine, version in self.ranks])
 
     def mover(self, **how: Any) -> PageMover:
         return PageMover(NAME, self.rng, missing=lambda name: pages_of([name])[0] not in self.host, **how)

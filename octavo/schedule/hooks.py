@@ -136,6 +136,15 @@ class EngineHook:
         """
         return ""
 
+    def revision(self, request: Request) -> str:
+        """Return what the KV that a request is about to compute depends on besides `namespace`, and that may change
+        while it waits, such as the content of its adapter's files; "" for nothing.
+
+        Called, only if the request has options for this feature, before `admit`, each time its prefix is looked up. If
+        `admit` then admits it, this must not change until it has lost its slot.
+        """
+        return ""
+
     def held_blocks(self, spec: GenerateRequest) -> int:
         """Return the KV blocks that the feature holds for the request while it runs, besides the request's own.
 
@@ -257,6 +266,13 @@ def namespaced(spec: GenerateRequest, hooks: Sequence[EngineHook], life: str) ->
     if not any(name for _, name in found):
         return spec
     return structs.replace(spec, namespace=repr((life, found, spec.namespace)))
+
+
+def revised(request: Request, hooks: Sequence[EngineHook]) -> str:
+    """Return the namespace of a request with the `revision` of these hooks."""
+    found = [(hook.name, hook.revision(request)) for hook in hooks if hook.name in request.spec.options]
+    changed = [one for one in found if one[1]]
+    return repr((request.spec.namespace, changed)) if changed else request.spec.namespace
 
 
 def held_blocks(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> int:

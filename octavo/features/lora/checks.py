@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,9 @@ _ROLES = {
 }
 """How PEFT's names of tensors end; the first match counts."""
 
-Stamp = tuple[int, int, int]
-"""A file's inode, size and time of change."""
+Stamp = tuple[int, int, int, int]
+"""A file's inode, size, and times of change of its content and of its inode. The last one shows changes by programs
+that set the time of the content, such as `cp -p` and rsync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ class AdapterFile:
         return zlib.compress(msgspec.msgpack.encode(self, enc_hook=str), level=1)
 
     @property
+    def version(self) -> str:
+        """A digest of the stamps: the files' content is the same while this is."""
+        return hashlib.blake2b(repr(sorted(self.stamps.items())).encode(), digest_size=16).hexdigest()
+
+    @property
     def unchanged(self) -> bool:
         """Whether the files are still those that were checked."""
         try:
@@ -92,7 +99,7 @@ def unpacked(file: bytes) -> AdapterFile:
 
 def _stamp(path: Path) -> Stamp:
     found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
@@ -132,6 +139,7 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
 
 def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
     """Read an adapter as llama.cpp's convert_lora_to_gguf.py writes it."""
+    stamps = {str(path): _stamp(path)}
     file = read_gguf(path)
     kinds = file.metadata.get("general.type"), file.metadata.get("adapter.type")
     if kinds != ("adapter", "lora"):
@@ -159,7 +167,8 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterF
     config = PeftConfig(path, alpha=float(alpha) or None)
     matcher = _Matcher(path, targets, max_rank, "")
     manifest, tensors = matcher.checked(matcher.placed(found, shapes), config, shapes)
-    return AdapterFile(path, manifest, tensors, pairs=is_paired(file.metadata.get("general.architecture")))
+    pairs = is_paired(file.metadata.get("general.architecture"))
+    return AdapterFile(path, manifest, tensors, pairs=pairs, stamps=stamps)
 
 
 Place = tuple[int, int]

@@ -176,6 +176,11 @@ class LoraEngine(EngineHook):
         weights = self._weights_of(spec)
         return str(weights.uid) if weights.changes_keys else ""
 
+    def revision(self, request: Request) -> str:
+        """The files may have changed since they were read before, without a name that came or went."""
+        weights = self._of.get(request)
+        return weights.version if weights is not None and weights.changes_keys else ""
+
     def held_blocks(self, spec: GenerateRequest) -> int:
         return self._weights_of(spec).num_blocks
 

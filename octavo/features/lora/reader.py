@@ -60,17 +60,19 @@ class Reader:
     helpers: Executor | None = None
 
     @torch.inference_mode()
-    def read(self, reading: Reading) -> tuple[Layout, Tensor]:
-        """Return the layout of the rank's part of an adapter and its pages, [blocks, block bytes] uint8.
+    def read(self, reading: Reading) -> tuple[Layout, Tensor, str]:
+        """Return the layout of the rank's part of an adapter, its pages, [blocks, block bytes] uint8, and the version
+        of its files.
 
         Raises:
-            ModelFileError: a file can't be read, or has changed since it was checked.
+            ModelFileError: a file can't be read, has other shapes than when it was checked, or changes meanwhile.
         """
         targets, geometry = self.targets.targets, self.geometry
         own = self.targets.own
         placed = layout(targets, reading.manifest.among(own), geometry)
         room = large(placed.num_blocks * geometry.block_bytes)[: placed.num_blocks * geometry.block_bytes]
         filled = dict.fromkeys(placed.spans, 0)
+        versions: list[str] = []
         for source in reading.sources:
             file = self._checked(source)
             tensors = _gguf(file.weights) if file.weights.suffix == ".gguf" else _safetensors(file)
@@ -83,7 +85,10 @@ class Reader:
                 fills.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
                 filled[place] += piece.rank
             self._run(fills)
-        return placed, room.view(placed.num_blocks, geometry.block_bytes)
+            if not file.unchanged:
+                raise ModelFileError(f"{file.weights} changed while it was read. Ask again once it is complete.")
+            versions.append(file.version)
+        return placed, room.view(placed.num_blocks, geometry.block_bytes), " ".join(versions)
 
     def _checked(self, source: Source) -> AdapterFile:
         """Return an adapter's file, which is checked again only if it has changed since it was checked."""

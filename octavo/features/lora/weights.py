@@ -37,6 +37,7 @@ class AdapterWeights:
         changes_keys: see `Manifest.changes_keys`.
         gains: it has gains (DoRA), which depend on the model's weights, too.
         on_host: there is a copy in the host's memory.
+        version: of the files as they were read the last time, on all ranks; "" if they were not.
         index: its row of the worker's tables, in LOADING and DEVICE.
         announced: the worker was told of the index.
         requests: those that use it and are not released.
@@ -64,6 +65,7 @@ class AdapterWeights:
     state: State = State.DISK
     on_host: bool = False
     reading: Future[list[Any]] | None = None
+    version: str = ""
     lease: Lease | None = None
     index: int = -1
     announced: bool = False

@@ -8,6 +8,7 @@ in "lora", experts in "general", and neither saved modules nor embeddings.
 
 from __future__ import annotations
 
+import platform
 import threading
 import weakref
 from collections import OrderedDict
@@ -298,14 +299,15 @@ class LoraWorker(WorkerHook):
             )
 
     def _read(self, reading: Reading) -> dict[str, Any]:
-        placed, pages = self._reader.read(reading)
+        placed, pages, version = self._reader.read(reading)
         with self._lock:
             self._layouts[reading.uid], self._pages[reading.uid] = placed, pages
             needed = {*self._pages, *self._uids.values()}
             unneeded = [uid for uid in self._layouts if uid not in needed]
             for uid in unneeded[: len(unneeded) - _LAYOUTS_KEPT]:
                 del self._layouts[uid]
-        return {}
+        found: dict[str, Any] = msgspec.to_builtins(messages.ReadResult(platform.node(), version))
+        return found
 
     def rooms(self, page_bytes: int) -> tuple[int, int]:
         targets = self._targets.targets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,16 +329,19 @@ def test_the_native_program_refuses_saved_modules(model: Path, adapters: dict[st
         engine(model, {"saved": saved}, attention_backend="native")
 
 
+def called(loop: EngineLoop, method: str, **args: Any) -> Any:
+    value = loop.call(NAME, method, args)
+    while hasattr(value, "done") and not value.done():
+        loop.step() if loop.busy else loop.idle()
+    return value.result() if hasattr(value, "done") else value
+
+
 def test_names_are_loaded_replaced_and_unloaded(
     model: Path, adapters: dict[str, Path], expected: Any, tmp_path: Path
 ) -> None:
     loop = engine(model, {}, lora_dir=str(adapters["a"].parent))
 
-    def call(method: str, **args: Any) -> Any:
-        value = loop.call(NAME, method, args)
-        while hasattr(value, "done") and not value.done():
-            loop.step() if loop.busy else loop.idle()
-        return value.result() if hasattr(value, "done") else value
+    call = partial(called, loop)
 
     def tokens(name: str) -> list[int]:
         return tokens_of(drive(loop, [asking("x", 1, (name, 1.0))]))["x", 0]
@@ -384,6 +388,50 @@ def test_a_file_that_is_gone_ends_the_requests_that_need_it_and_no_others(
     (tmp_path / "away").rename(weights)
     assert tokens_of(drive(loop, [asking("x", 1, ("mine", 1.0))]))["x", 0] == expected(1, ("a", 1.0))
     loop.close()
+
+
+def swap(folder: Path, other: Path) -> None:
+    """Put other files in place of an adapter's."""
+    for file in other.iterdir():
+        copy = folder / f"{file.name}.new"
+        copy.write_bytes(file.read_bytes())
+        copy.replace(folder / file.name)
+
+
+def test_prefixes_are_those_of_the_files_that_are_read_now(
+    model: Path, adapters: dict[str, Path], expected: Any, tmp_path: Path
+) -> None:
+    """Keys and values that former files of a name computed are not found; those of the same files are, after an
+    eviction, too."""
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    names = ("a", "other")
+    made = {name: save_adapter(tmp_path / name, config, seed=i, rank=4) for i, name in enumerate(names)}
+    mine = save_adapter(tmp_path / "mine", config, seed=0, rank=4)
+    loop = engine(model, {**adapters, "mine": mine}, max_loras=1, max_cpu_loras=1)
+    fresh = engine(model, made)
+    long = [(5 * place) % 199 for place in range(40)]
+
+    def ask(loop: EngineLoop, name: str) -> tuple[list[int], int]:
+        request = msgspec.structs.replace(asking("x", 3, (name, 1.0)), tokens=long)
+        news = list(drive(loop, [request]))
+        return tokens_of(news)["x", 0], max(delta.num_cached for delta in news)
+
+    right = {name: ask(fresh, name)[0] for name in names}
+    assert right["a"] != right["other"]
+    assert ask(loop, "mine") == (right["a"], 0)
+    found, shared = ask(loop, "mine")
+    assert (found, shared > 16) == (right["a"], True)
+    ask(loop, "b")  # evicts it
+    assert ask(loop, "mine") == (right["a"], shared)
+    ask(loop, "b")
+    swap(mine, made["other"])
+    assert ask(loop, "mine") == (right["other"], 0)
+    assert ask(loop, "mine") == (right["other"], shared)
+    swap(mine, made["a"])
+    called(loop, "load", name="mine", path=str(mine), in_place=True)
+    assert ask(loop, "mine") == (right["a"], 0)
+    loop.close()
+    fresh.close()
 
 
 def test_a_prompts_log_probabilities_are_those_of_its_own_adapter(
