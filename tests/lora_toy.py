@@ -18,7 +18,7 @@ from octavo.core.futures import done
 from octavo.core.plan import StepPlan
 from octavo.engine.toy import ToyStep
 from octavo.features.lora import names
-from octavo.features.lora.checks import AdapterFile
+from octavo.features.lora.adapter_file import AdapterFile
 from octavo.features.lora.layout import Manifest, Piece, Target, TargetPart
 from octavo.features.lora.payload import NAME, Targets, page_names, pages_of
 from octavo.features.lora.requests import Part, encode

@@ -19,6 +19,7 @@ from octavo.features.lora.layout import Span, Target
 from octavo.features.lora.tables import Assigned, Batch, Tables
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear, Projection
+from octavo.nn.shard import Cut
 from octavo.worker.blocks import Blocks
 
 D = TypeVar("D", bound=Delta)
@@ -67,7 +68,15 @@ class Weights:
 class TorchDelta(Delta):
     """The additions of all adapters to one layer."""
 
-    def __init__(self, index: int, target: Target, layer: Projection, weights: Weights, batch: Batch) -> None:
+    def __init__(
+        self, index: int, target: Target, layer: Projection, weights: Weights, batch: Batch, cut: Cut | None = None
+    ) -> None:
+        """
+        Args:
+            cut: the rank's features of a head; None for all.
+        """
+        outputs = None if cut is None else cut.outputs
+        self._first = 0 if outputs is None else outputs[0].start
         self.target = target
         self.index = index
         self.layer = layer
@@ -83,13 +92,29 @@ class TorchDelta(Delta):
         for adapter, rows in self.batch.of(self.target).groups.items():
             spans = tables.layouts[adapter].spans
             parts = range(len(self.target.parts))
-            mine = [(part, spans[self.index, part]) for part in parts if (self.index, part) in spans]
+            found = [(part, spans[self.index, part]) for part in parts if (self.index, part) in spans]
+            mine = [(part, span) for part, span in found if not span.tokens]
             if not mine:
                 continue
             index = torch.from_numpy(rows).to(x.device)
             inputs = x.index_select(0, index)
             for part, span in mine:
                 yield index, self._outputs(part), self._addition(adapter, part, span, inputs)
+
+    def of_tokens(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield rows [n], outputs [m] and what replaces these for x [T, in], [n, m] float32."""
+        tables, one = self.weights.tables, self.target.parts[0]
+        for adapter, rows in self.batch.of(self.target).groups.items():
+            span = tables.layouts[adapter].spans.get((self.index, 0))
+            if span is None or not span.tokens:
+                continue
+            outputs = torch.tensor(span.tokens) - self._first
+            own = ((outputs >= 0) & (outputs < one.own_outputs)).to(x.device)
+            outputs = outputs.to(x.device)[own]
+            index = torch.from_numpy(rows).to(x.device)
+            weight = self.weights.rows(adapter, span.row, len(span.tokens), one.own_inputs)[own]
+            bias = getattr(self.layer.scheme, "bias", None)
+            yield index, outputs, F.linear(x[index].float(), weight, None if bias is None else bias[outputs].float())
 
     def _addition(self, adapter: int, part: int, span: Span, x: Tensor) -> Tensor:
         one = self.target.parts[part]
@@ -128,6 +153,9 @@ class _TorchAddition(Addition):
     def add_to(self, y: Tensor) -> None:
         for rows, outputs, addition in self._delta.additions(self._x):
             y[:, outputs].index_add_(0, rows, addition.to(y.dtype))
+        if self._delta.target.head:
+            for rows, tokens, values in self._delta.of_tokens(self._x):
+                y[rows[:, None], tokens] = values.to(y.dtype)
 
 
 class LateDelta(Delta, Generic[D]):
@@ -162,13 +190,18 @@ def by_rows(target: Target, batch: Batch, make: Callable[[Assigned], Delta]) -> 
 
 
 class TorchEmbedding:
-    """The additions of all adapters to the embedding of tokens."""
+    """The additions of all adapters to the embedding of tokens.
 
-    def __init__(self, index: int, target: Target, weights: Weights, batch: Batch) -> None:
+    Args:
+        scale: what the model multiplies embeddings with.
+    """
+
+    def __init__(self, index: int, target: Target, weights: Weights, batch: Batch, scale: float = 1.0) -> None:
         self._index = index
         self._part = target.parts[0]
         self._weights = weights
         self._batch = batch
+        self._scale = scale
 
     def change(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return the embeddings x [T, size] of tokens [T] as the rows' adapters have them."""
@@ -181,9 +214,27 @@ class TorchEmbedding:
             if span.whole >= 0:
                 each = self._weights.tables.geometry.row_tiles(self._part.own_outputs)
                 places = span.whole + tokens.cpu().numpy() * each
-                x = x.index_copy(0, index, self._weights.at(adapter, places, self._part.own_outputs).to(x.dtype))
+                x = x.index_copy(0, index, self._looked_up(adapter, places, x.dtype))
+                continue
+            if span.tokens:
+                x = self._with_rows(x, adapter, span, index, tokens)
                 continue
             a = self._weights.rows(adapter, span.a, span.rank, self._part.own_inputs)
             b = self._weights.rows(adapter, span.b, span.rank, self._part.own_outputs)
-            x = x.index_add(0, index, (a[:, tokens].t() @ b).to(x.dtype))
+            x = x.index_add(0, index, (a[:, tokens].t() @ b).mul_(self._scale).to(x.dtype))
         return x
+
+    def _with_rows(self, x: Tensor, adapter: int, span: Span, index: Tensor, tokens: Tensor) -> Tensor:
+        """Return x with an adapter's own rows for some of the tokens at `index`."""
+        known, ids = np.array(span.tokens), tokens.cpu().numpy()
+        order = known.argsort()
+        at = order[np.minimum(np.searchsorted(known, ids, sorter=order), len(known) - 1)]
+        has = known[at] == ids
+        if not has.any():
+            return x
+        each = self._weights.tables.geometry.row_tiles(self._part.own_outputs)
+        changed = index[torch.from_numpy(has).to(index.device)]
+        return x.index_copy(0, changed, self._looked_up(adapter, span.row + at[has] * each, x.dtype))
+
+    def _looked_up(self, adapter: int, places: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
+        return self._weights.at(adapter, places, self._part.own_outputs).to(dtype).mul_(self._scale)

@@ -18,7 +18,8 @@ piece (one projection of one layer), in this order:
   those of A;
 - if it has gains (DoRA): one row of `outputs` float32, the factors of all outputs;
 - if it is whole (a saved module): `outputs` rows of `inputs` elements, in place of all the above. A saved embedding
-  table has `inputs` rows of `outputs` elements, since its inputs are token ids.
+  table has `inputs` rows of `outputs` elements, since its inputs are token ids;
+- if it has rows of single tokens: these in place of all the above, of the model's hidden size each.
 
 So a piece of rank r takes exactly 2 r rows, whatever the ranks of others. Elements are of the model's dtype. Under
 tensor parallelism a rank has its own features of each row (`own_inputs`, `own_outputs`), as many on each rank. In a
@@ -98,6 +99,7 @@ class Target(msgspec.Struct, frozen=True):
         late: it comes after the last attention and computes only the chosen tokens of a step, if some are chosen
             (`StepInput.hidden_rows`).
         expert: index of the expert whose product it is; -1 for a layer of its own.
+        tied: a head whose weights are the embedding's table.
     """
 
     path: str
@@ -106,6 +108,7 @@ class Target(msgspec.Struct, frozen=True):
     head: bool = False
     late: bool = False
     expert: int = -1
+    tied: bool = False
 
     def name(self, part: int) -> str:
         """Return a part's full name, in the model's names."""
@@ -126,6 +129,7 @@ class Piece(msgspec.Struct, frozen=True):
         scale: factor of B.
         gain: it has a factor for each output (DoRA).
         whole: it replaces the weights (a saved module).
+        tokens: ids whose rows it replaces in an embedding or a head; empty if it is of another kind.
     """
 
     target: int
@@ -134,6 +138,12 @@ class Piece(msgspec.Struct, frozen=True):
     scale: float = 1.0
     gain: bool = False
     whole: bool = False
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it takes the place of weights, so that it can't be weighted or summed."""
+        return self.whole or bool(self.tokens)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -152,7 +162,7 @@ class Manifest(msgspec.Struct, frozen=True):
     def general(self, targets: Sequence[Target]) -> bool:
         """Return whether it has more than low-rank additions to linear layers, so that steps are not recorded."""
         changed = ((piece, targets[piece.target]) for piece in self.pieces)
-        return any(one.gain or one.whole or target.embedding or target.expert >= 0 for one, target in changed)
+        return any(one.gain or one.replaces or target.embedding or target.expert >= 0 for one, target in changed)
 
     def changes_keys(self, targets: Sequence[Target]) -> bool:
         """Return whether keys or values depend on the adapter; if not, its requests share the base's prefixes."""
@@ -228,6 +238,7 @@ class Span:
         rank: rows of each.
         gain: the row of gains.
         whole: first row of a saved module.
+        row: the first of the rows of `tokens`.
     """
 
     a: int = -1
@@ -235,6 +246,8 @@ class Span:
     rank: int = 0
     gain: int = -1
     whole: int = -1
+    row: int = -1
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +281,10 @@ def layout(targets: Sequence[Target], manifest: Manifest, geometry: Geometry) ->
             spans[piece.target, piece.part] = Span(whole=end)
             end += part.own_inputs * outputs if target.embedding else part.own_outputs * inputs
             continue
+        if piece.tokens:
+            spans[piece.target, piece.part] = Span(row=end, tokens=piece.tokens)
+            end += len(piece.tokens) * (outputs if target.embedding else inputs)
+            continue
         a, b = end, end + piece.rank * inputs
         end = b + piece.rank * outputs
         gain = -1
@@ -291,7 +308,7 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
     for manifest in manifests:
         for piece in manifest.pieces:
             assert not piece.gain, "gains do not add up"
-            assert not piece.whole, "saved modules do not add up"
+            assert not piece.replaces, "saved modules do not add up"
             place = piece.target, piece.part
             ranks[place] = ranks.get(place, 0) + piece.rank
     return Manifest(tuple(Piece(*place, rank=rank) for place, rank in sorted(ranks.items())))

@@ -214,9 +214,9 @@ class Names:
         """Raise ModelFileError unless the adapter changes linear layers only, by additions and gains."""
         for piece in manifest.pieces:
             target = self._targets[piece.target]
-            if piece.whole or target.embedding:
+            if piece.replaces or target.embedding:
                 raise ModelFileError(
-                    f"{path} {'replaces' if piece.whole else 'changes'} {target.name(piece.part)}, which the CPU's "
+                    f"{path} {'replaces' if piece.replaces else 'changes'} {target.name(piece.part)}, which the CPU's "
                     "kernels can't do. Start the engine with --attention-backend torch."
                 )
 
@@ -260,10 +260,10 @@ class Names:
         sources = tuple(msgspec.structs.replace(one.sources[0], weight=factor) for one, factor in found)
         label = " + ".join(f"{factor:g} {one.label}" for one, factor in found)
         for source, (one, _) in zip(sources, found, strict=True):
-            if any(piece.gain or piece.whole for piece in source.manifest.pieces):
+            if any(piece.gain or piece.replaces for piece in source.manifest.pieces):
                 raise InvalidRequestError(
-                    f"The adapter {one.label!r} has DoRA magnitudes or saved modules, which can't be weighted or "
-                    "summed; use it alone, with weight 1.",
+                    f"The adapter {one.label!r} has DoRA magnitudes, saved modules or rows of tokens, which can't be "
+                    "weighted or summed; use it alone, with weight 1.",
                     param="model",
                     value=one.label,
                 )

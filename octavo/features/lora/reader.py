@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.checks import MAGNITUDE, STACKED, SWAPPED, WHOLE, A, AdapterFile, B, read_adapter, unpacked
+from octavo.features.lora.adapter_file import MAGNITUDE, ROWS, STACKED, SWAPPED, WHOLE, A, AdapterFile, B, unpacked
+from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.experts import pair_of
 from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
 from octavo.features.lora.payload import Reading, Source
@@ -127,6 +128,10 @@ class Reader:
         if piece.whole:
             values = _columns(cut.rows_of(_in_order(tensors(roles[WHOLE]), order)), cut.inputs)
             _store(values, self._rows(room, span.whole, len(values), values.shape[1], self.dtype))
+            return
+        if piece.tokens:  # all ranks have them: they are few
+            values = _columns(tensors(roles[ROWS]), cut.inputs)
+            _store(values, self._rows(room, span.row, len(values), values.shape[1], self.dtype))
             return
         a, b = tensors(roles[A]), tensors(roles[B])
         if file.pairs:

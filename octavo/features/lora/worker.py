@@ -88,6 +88,7 @@ class LoraWorker(WorkerHook):
         self._native: Dtype | None = None
         self._crowd = Crowd.FEW
         self._compiled = False
+        self._scale = 1.0
 
     # The model
 
@@ -102,6 +103,7 @@ class LoraWorker(WorkerHook):
                 "This model's layers are not Octavo's own, so adapters can't change them. Leave out --enable-lora."
             )
         self._site = site
+        self._scale = getattr(layers, "embedding_multiplier", 1.0)
         divided = isinstance(layers, CausalLM) and not layers.is_whole
         whole = type(layers)(site.build, layers.spec) if divided else None
         self._targets = Targets.of(layers, whole)
@@ -169,13 +171,14 @@ class LoraWorker(WorkerHook):
                 products[target.expert, (target.expert, False) in products] = i, target
                 continue
             if isinstance(layer, Embedding):
-                self._embeddings.append(TorchEmbedding(i, target, weights, self._batch))
+                self._embeddings.append(TorchEmbedding(i, target, weights, self._batch, self._scale))
                 continue
             if self._native is not None:
                 for variant in (LOW_RANK, GENERAL):
                     self._deltas[variant].append((layer, self._in_program(i, target)))
                 continue
-            plain = TorchDelta(i, target, layer, weights, self._batch)
+            cut = self._targets.cuts[i][0] if target.head else None
+            plain = TorchDelta(i, target, layer, weights, self._batch, cut)
             self._deltas[GENERAL].append((layer, plain))
             self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._site.device.resident else plain))
 

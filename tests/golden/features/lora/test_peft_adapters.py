@@ -29,9 +29,10 @@ def logits_of(adapted: Adapted, adapter: Path, prompt: list[int]) -> Tensor:
     return adapted.step([row], [len(prompt)], step, all_logits=True)
 
 
-@pytest.mark.parametrize("name", ["patterns", "magnitudes", "tables"])
+@pytest.mark.parametrize("name", ["patterns", "magnitudes", "tables", "tokens", "tied"])
 def test_logits_are_those_of_peft(name: str) -> None:
-    found = logits_of(load(model_files(DATA / "base"), ReferenceAttention()), DATA / name, PROMPT)
+    base = DATA / ("base-tied" if name == "tied" else "base")
+    found = logits_of(load(model_files(base), ReferenceAttention()), DATA / name, PROMPT)
     expected = load_file(DATA / "logits.safetensors")
     torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-4)
     others = [expected[one] for one in expected if one != name]

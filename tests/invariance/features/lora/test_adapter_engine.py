@@ -149,8 +149,9 @@ def test_tokens_are_those_of_merged_weights(kind: str, model: Path, adapters: di
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_have_the_embeddings_or_the_head(tied: bool, tmp_path: Path) -> None:
-    """Low-rank changes of both, and saved ones in their place. With a tied head, the last stage has the table, too."""
+def test_ranks_have_the_embeddings_or_the_head(tied: bool, tmp_path: Path) -> None:
+    """Low-rank changes of both, and saved ones in their place. With a tied head, the last stage has the table, too.
+    Ranks that divide layers have a part of both."""
     make_checkpoint("llama", tmp_path, changes={"tie_word_embeddings": tied})
     config = msgspec.json.decode((tmp_path / "config.json").read_bytes())
     ends = ("embed_tokens", "lm_head")
@@ -158,16 +159,42 @@ def test_stages_have_the_embeddings_or_the_head(tied: bool, tmp_path: Path) -> N
         "added": save_adapter(tmp_path / "added", config, seed=1, targets=("v_proj", *ends)),
         "saved": save_adapter(tmp_path / "saved", config, seed=2, targets=("q_proj",), modules_to_save=ends),
         "late": save_adapter(tmp_path / "late", config, seed=3, targets=("lm_head",), strength=3.0),
+        "rows": save_adapter(
+            tmp_path / "rows", config, seed=4, targets=("q_proj",), trainable_token_indices=[*range(0, 190, 3)]
+        ),
+        "rows of the head": save_adapter(
+            tmp_path / "other", config, seed=5, targets=("q_proj",), trainable_token_indices={"lm_head": [180, 7, 90]}
+        ),
     }
     asked = [asking(name, 2, (name, 1.0)) for name in adapters] + [asking("base", 2)]
     room = {"memory_bytes": 1 << 22, "max_model_len": 96, "max_lora_rank": 16}
     found = []
-    for settings in ({}, PIPELINE):
+    for settings in ({}, PIPELINE, TWO_RANKS):
         loop = engine(tmp_path, adapters, **room, **settings)
         found.append(tokens_of(drive(loop, asked)))
         loop.close()
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert len({tuple(tokens) for tokens in found[0].values()}) == len(asked)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_single_tokens_are_those_of_merged_weights(tied: bool, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "base", changes={"tie_word_embeddings": tied})
+    config = msgspec.json.decode((tmp_path / "base" / "config.json").read_bytes())
+    adapter = save_adapter(tmp_path / "mine", config, seed=4, strength=1.0, trainable_token_indices=[*range(0, 190, 3)])
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    (tmp_path / "merged").mkdir()
+    save_file(merged(weights, adapter), tmp_path / "merged" / "model.safetensors")
+    (tmp_path / "merged" / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    parts = (("mine", 1.0),)
+    loop, plain = engine(tmp_path / "base", {"mine": adapter}), engine(tmp_path / "merged", {})
+    asked = [asking(f"r{i}", i, *parts) for i in range(4)]
+    found = tokens_of(drive(loop, [*asked, asking("base", 2)]))
+    expected = tokens_of(drive(plain, [asking(f"r{i}", i) for i in range(4)]))
+    assert {key: tokens for key, tokens in found.items() if key[0] != "base"} == expected
+    assert found["base", 0] != found["r2", 0]
+    loop.close()
+    plain.close()
 
 
 @pytest.mark.parametrize("form", ["w4a16", "w8a16", "fp8"])
@@ -324,9 +351,10 @@ def test_gains_are_those_of_the_new_weights(
 
 def test_the_native_program_refuses_saved_modules(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     config = msgspec.json.decode((model / "config.json").read_bytes())
-    saved = save_adapter(tmp_path / "saved", config, seed=1, modules_to_save=["lm_head"])
-    with pytest.raises(ModelFileError, match="replaces lm_head, which the CPU's kernels can't do"):
-        engine(model, {"saved": saved}, attention_backend="native")
+    for kind in ({"modules_to_save": ["lm_head"]}, {"trainable_token_indices": {"lm_head": [3]}}):
+        saved = save_adapter(tmp_path / next(iter(kind)), config, seed=1, **kind)
+        with pytest.raises(ModelFileError, match="replaces lm_head, which the CPU's kernels can't do"):
+            engine(model, {"saved": saved}, attention_backend="native")
 
 
 def called(loop: EngineLoop, method: str, **args: Any) -> Any:

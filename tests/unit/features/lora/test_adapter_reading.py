@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ModelFileError
 from octavo.features.lora import reader as reader_module
-from octavo.features.lora.checks import AdapterFile, read_adapter, unpacked
+from octavo.features.lora.adapter_file import AdapterFile, unpacked
+from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.layout import Geometry, Target, TargetPart
 from octavo.features.lora.payload import Reading, Source
 from octavo.features.lora.reader import Reader

@@ -298,7 +298,7 @@ def test_what_can_not_be_loaded_says_why(paths: dict[str, str], tmp_path: Path) 
         house.call("load", name="x", path=big)
     with pytest.raises(InvalidRequestError, match="need 10 KV blocks and 3 for what its features load"):
         house.ask("x", "c", tokens=20, max_tokens=20)
-    with pytest.raises(InvalidRequestError, match="'gain' has DoRA magnitudes or saved modules"):
+    with pytest.raises(InvalidRequestError, match="'gain' has DoRA magnitudes, saved modules or rows of tokens"):
         house.ask("x", "a", "gain")
     with pytest.raises(InvalidRequestError, match="'lora' has no method 'sing'"):
         house.call("sing")
