@@ -65,6 +65,52 @@ class Weights:
         return found.view(dtype).view(len(tiles), -1).float()
 
 
+class Replaced:
+    """The outputs of a head for which adapters have weights of their own: saved modules, and rows of single tokens.
+
+    Args:
+        bias: returns the layer's bias; None for none.
+        cut: the rank's features of the head; None for all.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        target: Target,
+        weights: Weights,
+        batch: Batch,
+        bias: Callable[[], Tensor | None],
+        cut: Cut | None = None,
+    ) -> None:
+        self._index, self._part = index, target.parts[0]
+        self._weights = weights
+        self._rows = batch.of(target)
+        self._bias = bias
+        self._first = 0 if cut is None or cut.outputs is None else cut.outputs[0].start
+
+    def put(self, y: Tensor, x: Tensor, finish: Callable[[Tensor], Tensor] = lambda values: values) -> None:
+        """Replace these outputs in y [T, outputs] by those for x [T, in], in place.
+
+        Args:
+            finish: what is applied to outputs [n, m] float32 after the product.
+        """
+        part, bias = self._part, self._bias()
+        for adapter, rows in self._rows.groups.items():
+            span = self._weights.tables.layouts[adapter].spans.get((self._index, 0))
+            if span is None or span.rank:
+                continue
+            if span.whole >= 0:
+                outputs = torch.arange(part.own_outputs, device=x.device)
+                weight = self._weights.rows(adapter, span.whole, part.own_outputs, part.own_inputs)
+            else:
+                outputs = torch.tensor(span.tokens, device=x.device) - self._first
+                own = (outputs >= 0) & (outputs < part.own_outputs)
+                outputs, weight = outputs[own], self._weights.rows(adapter, span.row, len(own), part.own_inputs)[own]
+            index = torch.from_numpy(rows).to(x.device)
+            product = F.linear(x[index].float(), weight, None if bias is None else bias[outputs].float())
+            y[index[:, None], outputs] = finish(product).to(y.dtype)
+
+
 class TorchDelta(Delta):
     """The additions of all adapters to one layer."""
 
@@ -75,13 +121,12 @@ class TorchDelta(Delta):
         Args:
             cut: the rank's features of a head; None for all.
         """
-        outputs = None if cut is None else cut.outputs
-        self._first = 0 if outputs is None else outputs[0].start
         self.target = target
         self.index = index
         self.layer = layer
         self.weights = weights
         self.batch = batch
+        self.replaced = Replaced(index, target, weights, batch, self._bias, cut) if target.head else None
 
     def begin(self, x: Tensor) -> Addition:
         return _TorchAddition(self, x)
@@ -93,7 +138,7 @@ class TorchDelta(Delta):
             spans = tables.layouts[adapter].spans
             parts = range(len(self.target.parts))
             found = [(part, spans[self.index, part]) for part in parts if (self.index, part) in spans]
-            mine = [(part, span) for part, span in found if not span.tokens]
+            mine = [(part, span) for part, span in found if span.rank]
             if not mine:
                 continue
             index = torch.from_numpy(rows).to(x.device)
@@ -101,26 +146,8 @@ class TorchDelta(Delta):
             for part, span in mine:
                 yield index, self._outputs(part), self._addition(adapter, part, span, inputs)
 
-    def of_tokens(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield rows [n], outputs [m] and what replaces these for x [T, in], [n, m] float32."""
-        tables, one = self.weights.tables, self.target.parts[0]
-        for adapter, rows in self.batch.of(self.target).groups.items():
-            span = tables.layouts[adapter].spans.get((self.index, 0))
-            if span is None or not span.tokens:
-                continue
-            outputs = torch.tensor(span.tokens) - self._first
-            own = ((outputs >= 0) & (outputs < one.own_outputs)).to(x.device)
-            outputs = outputs.to(x.device)[own]
-            index = torch.from_numpy(rows).to(x.device)
-            weight = self.weights.rows(adapter, span.row, len(span.tokens), one.own_inputs)[own]
-            bias = getattr(self.layer.scheme, "bias", None)
-            yield index, outputs, F.linear(x[index].float(), weight, None if bias is None else bias[outputs].float())
-
     def _addition(self, adapter: int, part: int, span: Span, x: Tensor) -> Tensor:
         one = self.target.parts[part]
-        if span.whole >= 0:
-            weight = self.weights.rows(adapter, span.whole, one.own_outputs, one.own_inputs)
-            return F.linear(x.float(), weight) - self._product(x, part)
         a = self.weights.rows(adapter, span.a, span.rank, one.own_inputs)
         b = self.weights.rows(adapter, span.b, span.rank, one.own_outputs)
         addition = F.linear(x.float(), a) @ b
@@ -132,10 +159,13 @@ class TorchDelta(Delta):
     def _product(self, x: Tensor, part: int) -> Tensor:
         """Return the base's product, without bias, [n, outputs] float32."""
         y = self.layer.scheme.wide(x).float()
-        bias = getattr(self.layer.scheme, "bias", None)
+        bias = self._bias()
         if bias is not None:
             y = y - bias.float()
         return y[:, self._outputs(part)]
+
+    def _bias(self) -> Tensor | None:
+        return getattr(self.layer.scheme, "bias", None)
 
     def _outputs(self, part: int) -> slice:
         sizes = self.layer.sizes if isinstance(self.layer, Linear) else [self.target.parts[0].own_outputs]
@@ -153,9 +183,8 @@ class _TorchAddition(Addition):
     def add_to(self, y: Tensor) -> None:
         for rows, outputs, addition in self._delta.additions(self._x):
             y[:, outputs].index_add_(0, rows, addition.to(y.dtype))
-        if self._delta.target.head:
-            for rows, tokens, values in self._delta.of_tokens(self._x):
-                y[rows[:, None], tokens] = values.to(y.dtype)
+        if self._delta.replaced is not None:
+            self._delta.replaced.put(y, self._x)
 
 
 class LateDelta(Delta, Generic[D]):

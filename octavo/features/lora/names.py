@@ -216,8 +216,8 @@ class Names:
             target = self._targets[piece.target]
             if piece.replaces or target.embedding:
                 raise ModelFileError(
-                    f"{path} {'replaces' if piece.replaces else 'changes'} {target.name(piece.part)}, which the CPU's "
-                    "kernels can't do. Start the engine with --attention-backend torch."
+                    f"{path} {'replaces' if piece.replaces else 'changes'} {target.name(piece.part)}, which several "
+                    "ranks can't do with the CPU's kernels. Start the engine with --attention-backend torch."
                 )
 
     def _search(self, name: str) -> _Found | None:

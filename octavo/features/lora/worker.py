@@ -3,7 +3,7 @@
 Steps have these variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
 additions to linear layers, by kernels where there are some; on a GPU with a `Crowd`, by the number of adapters), and
 "general" (also gains, saved modules, embeddings and experts; in torch, never recorded). A native program computes gains
-in "lora", experts in "general", and neither saved modules nor embeddings.
+in "lora" and experts in "general"; in "ends" (never recorded), torch changes embeddings and logits around it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.lora import payload as messages
-from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights, by_rows
+from octavo.features.lora.delta import Replaced, TorchDelta, TorchEmbedding, Weights, by_rows
 from octavo.features.lora.experts import TorchExperts
 from octavo.features.lora.gains import BaseNorms
 from octavo.features.lora.layout import Geometry, Layout, Manifest, Piece, Target, largest, layout
@@ -50,7 +50,7 @@ from octavo.nn.linear import Projection
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Site, WorkerHook
 
-LOW_RANK, GENERAL = "lora", "general"
+LOW_RANK, GENERAL, ENDS = "lora", "general", "ends"
 _THREADS = 2
 _MOST_RESERVED = 256 << 20
 """Most bytes of host memory, pinned on a GPU's machine, that are reserved for one adapter on its way to the device.
@@ -89,6 +89,9 @@ class LoraWorker(WorkerHook):
         self._crowd = Crowd.FEW
         self._compiled = False
         self._scale = 1.0
+        self._around = False
+        """Torch changes the embeddings and logits of a native program."""
+        self._head: Replaced | None = None
 
     # The model
 
@@ -119,23 +122,38 @@ class LoraWorker(WorkerHook):
         helpers = self._helpers if site.device.resident else None  # a CPU's cores compute
         self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains, helpers)
         self._norms = norms
-        if not native and (self._attached is None or self._attached() is not model):
+        self._around = native and not divided and site.build.mesh.size == 1
+        if (self._around or not native) and (self._attached is None or self._attached() is not model):
             self._attached = weakref.ref(model)
             self._wrap(model)
 
     def _wrap(self, model: Model) -> None:
-        """Have the model say which rows its late layers compute, and add to its embeddings."""
-        embed, forward = model.embed, model.forward
+        """Have the model say which rows its late layers compute, and change its embeddings; and the logits of a native
+        program."""
+        embed, forward, logits = model.embed, model.forward, model.logits
 
         def adapted_embed(step: StepInput) -> Tensor:
             x = embed(step)
-            return self._embedded(x, step.input_ids) if self._selected == GENERAL else x
+            return self._embedded(x, step.input_ids) if self._selected in (GENERAL, ENDS) else x
 
         def adapted_forward(x: Tensor, step: StepInput) -> Tensor:
             self._batch.chosen = step.hidden_rows is not None
             return forward(x, step)
 
         model.embed, model.forward = adapted_embed, adapted_forward  # type: ignore[method-assign]
+        if not isinstance(model, NativeDecoder):
+            return
+        final, scaled = model.final, model.source.scaled
+
+        def adapted_logits(hidden: Tensor) -> Tensor:
+            if self._selected != ENDS or self._head is None:
+                return logits(hidden)
+            x = final(hidden)
+            y = logits(hidden)
+            self._head.put(y, x, scaled)
+            return y
+
+        model.logits = adapted_logits  # type: ignore[method-assign]
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         device, targets, geometry = self._site.device, self._targets.targets, self._geometry
@@ -157,11 +175,12 @@ class LoraWorker(WorkerHook):
         self._deltas.clear()
         self._embeddings.clear()
         self._experts.clear()
+        self._head = None
 
     def _make_deltas(self) -> None:
         """Make the additions to each layer, for each variant."""
         weights = Weights(self._site.blocks, self._tables, self._site.build.dtype, self._site.device)
-        self._deltas, self._embeddings = {LOW_RANK: [], GENERAL: []}, []
+        self._deltas, self._embeddings, self._head = {LOW_RANK: [], GENERAL: []}, [], None
         experts: dict[ExpertLayer, dict[tuple[int, bool], tuple[int, Target]]] = {}
         for i, (target, layer) in enumerate(zip(self._targets.targets, self._targets.layers, strict=True)):
             if layer is None:
@@ -174,6 +193,8 @@ class LoraWorker(WorkerHook):
                 self._embeddings.append(TorchEmbedding(i, target, weights, self._batch, self._scale))
                 continue
             if self._native is not None:
+                if target.head:
+                    self._head = Replaced(i, target, weights, self._batch, partial(_packed_bias, layer))
                 for variant in (LOW_RANK, GENERAL):
                     self._deltas[variant].append((layer, self._in_program(i, target)))
                 continue
@@ -221,11 +242,25 @@ class LoraWorker(WorkerHook):
             return None
         if payload.rows is not None:
             self._crowd = Crowd.of(len({*payload.rows} - {NONE}))
+        if payload.general and self._changes_ends:
+            return ENDS
         if payload.general and (self._native is None or self._experts):
             return GENERAL
         if self._native is not None:
             return LOW_RANK
         return (LOW_RANK, self._crowd) if self._site.device.resident else LOW_RANK
+
+    @property
+    def _changes_ends(self) -> bool:
+        """Whether adapters of the step change what torch computes around a native program."""
+        if not self._around:
+            return False
+        targets, layouts = self._targets.targets, self._tables.layouts
+        return any(
+            targets[target].embedding or not span.rank
+            for adapter in self._batch.tokens.groups
+            for (target, _), span in layouts[adapter].spans.items()
+        )
 
     def variants(self) -> Sequence[Hashable]:
         if self._native is not None:
@@ -242,7 +277,7 @@ class LoraWorker(WorkerHook):
         for layer, delta in self._deltas[GENERAL if variant == GENERAL else LOW_RANK]:
             layer.delta = None if variant is None else delta
         for mixture, additions in self._experts:
-            mixture.delta = additions if variant == GENERAL else None
+            mixture.delta = additions if variant in (GENERAL, ENDS) else None
 
     def lay_out(self, plan: StepPlan, payload: LoraStep | None) -> None:
         if payload is None:
@@ -279,7 +314,9 @@ class LoraWorker(WorkerHook):
             targets, form = self._targets, self._geometry
             sizes = form.slices, form.slice_bytes, form.element_size
             return msgspec.to_builtins(
-                messages.Targets(targets.targets, tuple(sorted(targets.own)), *sizes, self._native is None)
+                messages.Targets(
+                    targets.targets, tuple(sorted(targets.own)), *sizes, self._native is None or self._around
+                )
             )
         if method == "read":
             reading = msgspec.convert(args, Reading)
@@ -344,6 +381,10 @@ class LoraWorker(WorkerHook):
 def _arranged(site: Site, spec: object) -> Checkpoint:
     checkpoint = site.checkpoint()
     return arranged(checkpoint, spec) if isinstance(spec, DecoderSpec) else checkpoint
+
+
+def _packed_bias(layer: Projection) -> Tensor | None:
+    return layer.matrix.bias
 
 
 def build_worker(context: FeatureContext) -> LoraWorker | None:
