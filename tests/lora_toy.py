@@ -43,7 +43,7 @@ def folders(root: Path, ranks: Mapping[str, int]) -> dict[str, str]:
 def fake_files(patch: pytest.MonkeyPatch) -> None:
     """Have folders of `folders` read as adapters: "head" in the name for one of the head, "gain" for one with gains."""
 
-    def read(path: Path, targets: Any, max_rank: int) -> AdapterFile:
+    def read(path: Path, targets: Any, max_rank: int, added_tokens: int) -> AdapterFile:
         name, _, rank = path.name.rpartition("-")
         if not rank.isdigit() or int(rank) > max_rank:
             raise ModelFileError(f"{path} is no adapter of rank 1 to {max_rank}.")

@@ -152,6 +152,11 @@ class EngineHook:
         """
         return 0
 
+    def added_tokens(self, spec: GenerateRequest) -> int:
+        """Return how many token ids beyond the model's vocabulary the request may use; `namespace` checks that it has
+        no others. Called likewise. The worker half declares the most (`WorkerHook.added_tokens`)."""
+        return 0
+
     def on_add(self, request: Request) -> None:
         """A sequence with options for this feature was accepted and waits. `on_release` is its end."""
 
@@ -266,6 +271,12 @@ def namespaced(spec: GenerateRequest, hooks: Sequence[EngineHook], life: str) ->
     if not any(name for _, name in found):
         return spec
     return structs.replace(spec, namespace=repr((life, found, spec.namespace)))
+
+
+def extended(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> GenerateRequest:
+    """Return the request with the `added_tokens` of its features."""
+    added = max((hook.added_tokens(spec) for hook in hooks if hook.name in spec.options), default=0)
+    return structs.replace(spec, added_tokens=added) if added else spec
 
 
 def revised(request: Request, hooks: Sequence[EngineHook]) -> str:

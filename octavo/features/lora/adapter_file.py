@@ -13,7 +13,7 @@ import msgspec
 from octavo.features.lora.layout import Manifest
 from octavo.hub.safetensors_files import StoredTensor
 
-A, B, MAGNITUDE, WHOLE, ROWS = "a", "b", "magnitude", "whole", "rows"
+A, B, MAGNITUDE, WHOLE, ROWS, TABLE = "a", "b", "magnitude", "whole", "rows", "table"
 STACKED = "stacked"
 """Not a tensor's role: how A and B hold the matrices of all experts, STRAIGHT or SWAPPED; see `experts.pair_of`."""
 STRAIGHT, SWAPPED = "straight", "swapped"
@@ -31,7 +31,7 @@ class AdapterFile:
         weights: the file with its tensors.
         manifest: what it has.
         tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE,
-            ROWS (of single tokens); and STACKED, see there.
+            ROWS (of single tokens), TABLE (has those of added tokens); and STACKED, see there.
         base: name of the base model that it was made for; "" if not stated.
         pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
         header: where a safetensors file has each tensor.

@@ -17,13 +17,14 @@ from octavo.features.lora.adapter_file import (
     STACKED,
     STRAIGHT,
     SWAPPED,
+    TABLE,
     WHOLE,
     A,
     AdapterFile,
     B,
     stamp_of,
 )
-from octavo.features.lora.layout import Manifest, Piece, Target
+from octavo.features.lora.layout import Manifest, Piece, Target, added_by
 from octavo.features.lora.peft_config import PeftConfig
 from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import read_gguf
@@ -54,17 +55,18 @@ _ROLES = {
 """How PEFT's names of tensors end; the first match counts."""
 
 _RESIZE = (
-    "Resize the base model to {} tokens (transformers: resize_token_embeddings), save it with the adapter's tokenizer "
-    "and serve that, or merge the adapter into its base model."
+    "Or resize the base model to {} tokens (transformers: resize_token_embeddings), save it with the adapter's "
+    "tokenizer and serve that, or merge the adapter into its base model."
 )
 
 
-def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
+def read_adapter(path: Path, targets: Sequence[Target], max_rank: int, added_tokens: int = 0) -> AdapterFile:
     """Read and check an adapter: PEFT's folder, or a GGUF file.
 
     Args:
         targets: the layers of the model that adapters can change.
         max_rank: largest rank of a piece (--max-lora-rank).
+        added_tokens: most tokens that it may add (--lora-extra-vocab-size).
 
     Raises:
         ModelFileError: it can't be used with this model; the text names the file, the field or tensor and the remedy.
@@ -88,7 +90,7 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
                 f"{', '.join(_DTYPES)}. Save the adapter in one of those."
             )
         shapes[name] = tensor.shape
-    matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base)
+    matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base, added_tokens)
     found = matcher.find(shapes, config)
     manifest, tensors = matcher.checked(found, config, shapes)
     return AdapterFile(path / WEIGHTS, manifest, tensors, config.base, header=header, stamps=stamps)
@@ -135,7 +137,8 @@ Place = tuple[int, int]
 class _Matcher:
     """Maps the tensors of a file to the model's projections."""
 
-    def __init__(self, path: Path, targets: Sequence[Target], max_rank: int, base: str) -> None:
+    def __init__(self, path: Path, targets: Sequence[Target], max_rank: int, base: str, added_tokens: int = 0) -> None:
+        self._most_added = added_tokens
         self._path = path
         self._targets = targets
         self._max_rank = max_rank
@@ -174,7 +177,8 @@ class _Matcher:
             if role is WHOLE and (not config.saves(module) or self._is_copy(name, end, shapes)):
                 if not self._held(module):
                     raise self._unknown(name)
-                self._check_vocabulary(name, module, shapes[name])
+                if self._adds_tokens(name, module, shapes[name]) and not config.saves(module):
+                    found.setdefault(module, {})[TABLE] = name
                 continue
             found.setdefault(module, {})[role] = name
         self._share_rows(found)
@@ -185,15 +189,16 @@ class _Matcher:
         doubled = end == ".modules_to_save.weight" and f"{name.removesuffix(end)}.weight" in shapes
         return doubled or end in (".original_module.weight", ".token_adapter.base_layer.weight")
 
-    def _check_vocabulary(self, name: str, module: str, shape: tuple[int, ...]) -> None:
-        """Raise if a copy of the base's table shows that tokens were added. PEFT saves the tables of such an adapter
-        although its configuration does not name them."""
+    def _adds_tokens(self, name: str, module: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a copy of the base's table has more tokens. PEFT saves the tables of such an adapter although
+        its configuration does not name them."""
         for place in self._held(module):
             target, part = self._targets[place[0]], self._targets[place[0]].parts[place[1]]
             if target.embedding or target.head:
                 expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
-                if shape != expected:
-                    raise self._other_table(name, shape, expected)
+                self._check_table(name, shape, expected)
+                return shape != expected
+        return False
 
     def _share_rows(self, found: dict[str, dict[str, str]]) -> None:
         """Have a head that shares the embedding's table share its changed rows, too, unless it has others."""
@@ -271,7 +276,9 @@ class _Matcher:
         """Return the manifest and the tensors of its pieces, in order."""
         self._check_complete(found, config)
         pieces = [self._piece(place, found[place], config, shapes) for place in sorted(found)]
-        return Manifest(tuple(pieces)), tuple(found[place] for place in sorted(found))
+        manifest = Manifest(tuple(pieces))
+        self._check_added(manifest)
+        return manifest, tuple(found[place] for place in sorted(found))
 
     def _piece(
         self, place: Place, roles: Mapping[str, str], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
@@ -281,7 +288,7 @@ class _Matcher:
         outputs = self._outputs[place]
         if WHOLE in roles:
             return self._saved(place, roles, shapes)
-        if ROWS in roles:
+        if ROWS in roles or TABLE in roles:
             return self._of_tokens(place, roles, config, shapes)
         if A not in roles or B not in roles:
             lacks = "A" if A not in roles else "B"
@@ -351,19 +358,24 @@ class _Matcher:
             )
         expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
         shape = shapes[roles[WHOLE]]
-        if shape != expected:
-            raise self._other_table(roles[WHOLE], shape, expected)
-        return Piece(*place, whole=True)
+        self._check_table(roles[WHOLE], shape, expected)
+        return Piece(*place, whole=True, rows=0 if shape == expected else shape[0])
 
-    def _other_table(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> ModelFileError:
-        """Return the error for an embedding or a head of another shape."""
+    def _check_table(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        """Raise unless an embedding or a head has as many tokens as the base's, or more by what is allowed."""
         if len(shape) != 2 or shape[1] != expected[1]:
-            return self._misfit(name, shape, str(list(expected)))
+            raise self._misfit(name, shape, str(list(expected)))
         more = shape[0] - expected[0]
-        changes = f"adds {more}" if more > 0 else f"removes {-more}"
-        return ModelFileError(
-            f"{self._path}: tensor {name} has {shape[0]} tokens, the served model {expected[0]}. The adapter "
-            f"{changes}, which is not possible while others share the model. {_RESIZE.format(shape[0])}"
+        has = f"{self._path}: tensor {name} has {shape[0]} tokens, the served model {expected[0]}."
+        if more < 0:
+            raise ModelFileError(f"{has} An adapter can't remove {-more} tokens. {_RESIZE.format(shape[0])}")
+        if more > self._most_added:
+            raise ModelFileError(f"{has} {self._too_many(more)} {_RESIZE.format(shape[0])}")
+
+    def _too_many(self, more: int) -> str:
+        return (
+            f"The adapter adds {more}, and this engine takes up to {self._most_added} (--lora-extra-vocab-size). On a "
+            f"CPU, start it with --lora-extra-vocab-size {more}."
         )
 
     def _of_tokens(
@@ -372,27 +384,50 @@ class _Matcher:
         """Return the piece of the rows of single tokens (trainable_token_indices)."""
         target, name = self._targets[place[0]], self._name[place]
         part = target.parts[place[1]]
-        if len(roles) > 1 or not (target.embedding or target.head):
+        if not {*roles} <= {ROWS, TABLE} or not (target.embedding or target.head):
             raise ModelFileError(
-                f"{self._path}: {name} has rows of single tokens (trainable_token_indices)"
-                + (" and low-rank matrices. Merge" if len(roles) > 1 else ", but is no embedding or head. Merge")
-                + " the adapter into its base model."
+                f"{self._path}: {name} has rows of single tokens (trainable_token_indices, or added ones)"
+                + (", but is no embedding or head." if {*roles} <= {ROWS, TABLE} else " and other changes.")
+                + " Merge the adapter into its base model."
             )
-        module = roles[ROWS].removeprefix(_PREFIX).removesuffix(".token_adapter.trainable_tokens_delta")
-        tokens = config.tokens_of(module)
+        tokens: tuple[int, ...] = ()
+        if ROWS in roles:
+            module = roles[ROWS].removeprefix(_PREFIX).removesuffix(".token_adapter.trainable_tokens_delta")
+            tokens = config.tokens_of(module)
         vocabulary, size = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
-        if shapes[roles[ROWS]] != (len(tokens), size):
+        if ROWS in roles and shapes[roles[ROWS]] != (len(tokens), size):
             raise self._misfit(
                 roles[ROWS], shapes[roles[ROWS]], f"[{len(tokens)}, {size}], by {CONFIG} (trainable_token_indices)"
             )
-        odd = next((token for token in tokens if token >= vocabulary), None)
-        if odd is not None:
+        if TABLE in roles:
+            known = {*tokens}
+            tokens += tuple(one for one in range(vocabulary, shapes[roles[TABLE]][0]) if one not in known)
+        end = max(tokens) + 1
+        if end - vocabulary > self._most_added:
             raise ModelFileError(
-                f"{self._path}: {CONFIG} has token {odd} among the trainable_token_indices, and the served model has "
-                f"{vocabulary} tokens. An adapter can't add tokens while others share the model. "
-                + _RESIZE.format(f"at least {odd + 1}")
+                f"{self._path}: {CONFIG} has token {end - 1} among the trainable_token_indices, and the served model "
+                f"has {vocabulary} tokens. {self._too_many(end - vocabulary)} {_RESIZE.format(f'at least {end}')}"
+            )
+        lacking = next((one for one in range(vocabulary, end) if one not in tokens), None)
+        if lacking is not None:
+            raise ModelFileError(
+                f"{self._path}: {name} has a row for the added token {end - 1} and none for {lacking}. Save the "
+                "adapter with save_embedding_layers=True."
             )
         return Piece(*place, tokens=tokens)
+
+    def _check_added(self, manifest: Manifest) -> None:
+        """Raise unless the embedding and the head have the same added tokens."""
+        added = {True: 0, False: 0}
+        for piece in manifest.pieces:
+            target = self._targets[piece.target]
+            if target.embedding or target.head:
+                added[target.embedding] = max(added[target.embedding], added_by(piece, target))
+        if added[True] != added[False]:
+            raise ModelFileError(
+                f"{self._path} adds {added[True]} tokens to the embedding and {added[False]} to the head, which "
+                "must be the same. Save the adapter with save_embedding_layers=True, or merge it into its base model."
+            )
 
     def _check_complete(self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig) -> None:
         """Raise if the configuration names projections of the model that the file lacks, as with another base."""

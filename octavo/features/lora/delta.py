@@ -88,27 +88,47 @@ class Replaced:
         self._bias = bias
         self._first = 0 if cut is None or cut.outputs is None else cut.outputs[0].start
 
+    @property
+    def added(self) -> int:
+        """How many outputs the step's adapters add to the base's, at most."""
+        spans = (self._weights.tables.layouts[adapter].spans.get((self._index, 0)) for adapter in self._rows.groups)
+        ends = (max((span.rows, *(token + 1 for token in span.tokens))) for span in spans if span is not None)
+        return max((end - self._part.own_outputs for end in ends), default=0)
+
     def put(self, y: Tensor, x: Tensor, finish: Callable[[Tensor], Tensor] = lambda values: values) -> None:
         """Replace these outputs in y [T, outputs] by those for x [T, in], in place.
 
         Args:
             finish: what is applied to outputs [n, m] float32 after the product.
         """
-        part, bias = self._part, self._bias()
+        self._put(y, x, finish, self._bias(), added=False)
+
+    def put_added(self, y: Tensor, x: Tensor, finish: Callable[[Tensor], Tensor]) -> None:
+        """Set the outputs that adapters add, in columns of y beyond the base's; likewise."""
+        self._put(y, x, finish, None, added=True)
+
+    def _put(
+        self, y: Tensor, x: Tensor, finish: Callable[[Tensor], Tensor], bias: Tensor | None, *, added: bool
+    ) -> None:
+        size, inputs = self._part.own_outputs, self._part.own_inputs
+        each = self._weights.tables.geometry.row_tiles(inputs)
         for adapter, rows in self._rows.groups.items():
             span = self._weights.tables.layouts[adapter].spans.get((self._index, 0))
             if span is None or span.rank:
                 continue
             if span.whole >= 0:
-                outputs = torch.arange(part.own_outputs, device=x.device)
-                weight = self._weights.rows(adapter, span.whole, part.own_outputs, part.own_inputs)
+                places = np.arange(size, span.rows) if added else np.arange(size)
+                tiles = span.whole + places * each
             else:
-                outputs = torch.tensor(span.tokens, device=x.device) - self._first
-                own = (outputs >= 0) & (outputs < part.own_outputs)
-                outputs, weight = outputs[own], self._weights.rows(adapter, span.row, len(own), part.own_inputs)[own]
-            index = torch.from_numpy(rows).to(x.device)
-            product = F.linear(x[index].float(), weight, None if bias is None else bias[outputs].float())
-            y[index[:, None], outputs] = finish(product).to(y.dtype)
+                places = np.array(span.tokens) - self._first
+                mine = places >= size if added else (places >= 0) & (places < size)
+                places, tiles = places[mine], span.row + np.flatnonzero(mine) * each
+            if len(places):
+                index = torch.from_numpy(rows).to(x.device)
+                outputs = torch.from_numpy(places).to(x.device)
+                weight = self._weights.at(adapter, tiles, inputs)
+                product = F.linear(x[index].float(), weight, None if bias is None else bias[outputs].float())
+                y[index[:, None], outputs] = finish(product).to(y.dtype)
 
 
 class TorchDelta(Delta):

@@ -129,7 +129,8 @@ class Piece(msgspec.Struct, frozen=True):
         scale: factor of B.
         gain: it has a factor for each output (DoRA).
         whole: it replaces the weights (a saved module).
-        tokens: ids whose rows it replaces in an embedding or a head; empty if it is of another kind.
+        rows: of a saved module, which may have more tokens than the base's; 0 for as many.
+        tokens: ids whose rows it replaces in an embedding or a head, or adds to it; empty if it is of another kind.
     """
 
     target: int
@@ -138,6 +139,7 @@ class Piece(msgspec.Struct, frozen=True):
     scale: float = 1.0
     gain: bool = False
     whole: bool = False
+    rows: int = 0
     tokens: tuple[int, ...] = ()
 
     @property
@@ -155,6 +157,10 @@ class Manifest(msgspec.Struct, frozen=True):
         """Return what it has for these targets."""
         return Manifest(tuple(piece for piece in self.pieces if piece.target in targets))
 
+    def added_tokens(self, targets: Sequence[Target]) -> int:
+        """Return how many tokens it adds to the vocabulary."""
+        return max((added_by(piece, targets[piece.target]) for piece in self.pieces), default=0)
+
     @property
     def max_rank(self) -> int:
         return max((piece.rank for piece in self.pieces), default=0)
@@ -168,6 +174,13 @@ class Manifest(msgspec.Struct, frozen=True):
         """Return whether keys or values depend on the adapter; if not, its requests share the base's prefixes."""
         changed = (targets[piece.target] for piece in self.pieces)
         return not all(target.head or target.late for target in changed)
+
+
+def added_by(piece: Piece, target: Target) -> int:
+    """Return how many rows a piece adds to an embedding or a head."""
+    part = target.parts[piece.part]
+    end = max((piece.rows, *(token + 1 for token in piece.tokens)))
+    return max(0, end - (part.inputs if target.embedding else part.outputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +251,7 @@ class Span:
         rank: rows of each.
         gain: the row of gains.
         whole: first row of a saved module.
+        rows: their number.
         row: the first of the rows of `tokens`.
     """
 
@@ -246,6 +260,7 @@ class Span:
     rank: int = 0
     gain: int = -1
     whole: int = -1
+    rows: int = 0
     row: int = -1
     tokens: tuple[int, ...] = ()
 
@@ -278,8 +293,9 @@ def layout(targets: Sequence[Target], manifest: Manifest, geometry: Geometry) ->
         part = target.parts[piece.part]
         inputs, outputs = geometry.row_tiles(part.own_inputs), geometry.row_tiles(part.own_outputs)
         if piece.whole:
-            spans[piece.target, piece.part] = Span(whole=end)
-            end += part.own_inputs * outputs if target.embedding else part.own_outputs * inputs
+            rows = piece.rows or (part.own_inputs if target.embedding else part.own_outputs)
+            spans[piece.target, piece.part] = Span(whole=end, rows=rows)
+            end += rows * (outputs if target.embedding else inputs)
             continue
         if piece.tokens:
             spans[piece.target, piece.part] = Span(row=end, tokens=piece.tokens)
@@ -314,13 +330,16 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
     return Manifest(tuple(Piece(*place, rank=rank) for place, rank in sorted(ranks.items())))
 
 
-def largest(targets: Sequence[Target], rank: int, geometry: Geometry) -> int:
+def largest(targets: Sequence[Target], rank: int, geometry: Geometry, added_tokens: int = 0) -> int:
     """Return the most blocks that an adapter of this rank can take, with gains on all linear layers and saved
-    embeddings and heads."""
+    embeddings and heads of so many more tokens."""
     tiles = 0
     for i, target in enumerate(targets):
         for j in range(len(target.parts)):
-            full = target.embedding or target.head
-            forms = [Piece(i, j, rank, gain=True), *([Piece(i, j, whole=True)] if full else [])]
+            forms = [Piece(i, j, rank, gain=True)]
+            if target.embedding or target.head:
+                part = target.parts[j]
+                rows = (part.own_inputs if target.embedding else part.own_outputs) + added_tokens
+                forms.append(Piece(i, j, whole=True, rows=rows))
             tiles += max(layout(targets, Manifest((form,)), geometry).num_tiles for form in forms)
     return -(-tiles // geometry.block_tiles)

@@ -199,7 +199,8 @@ class Names:
                 f"There is no adapter at {path} on the engine's machine. Correct the path, that of --lora-modules "
                 "(NAME=PATH) or of the request."
             )
-        file = read_adapter(path, self._targets, self._settings.highest_rank)
+        settings = self._settings
+        file = read_adapter(path, self._targets, settings.highest_rank, settings.lora_extra_vocab_size)
         if not self._replaceable:
             self._require_additions(path, file.manifest)
         num_blocks = self._blocks_of(file.manifest)
@@ -297,6 +298,7 @@ class Names:
             general=manifest.general(self._targets),
             changes_keys=manifest.changes_keys(self._targets),
             gains=any(piece.gain for piece in manifest.pieces),
+            added_tokens=manifest.added_tokens(self._targets),
             parts=parts,
         )
 

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.adapter_file import MAGNITUDE, ROWS, STACKED, SWAPPED, WHOLE, A, AdapterFile, B, unpacked
+from octavo.features.lora.adapter_file import (
+    MAGNITUDE,
+    ROWS,
+    STACKED,
+    SWAPPED,
+    TABLE,
+    WHOLE,
+    A,
+    AdapterFile,
+    B,
+    unpacked,
+)
 from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.experts import pair_of
 from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
@@ -27,7 +38,7 @@ from octavo.nn.pages import large
 from octavo.nn.shard import Heads
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ANY_RANK = 1 << 30
+_ANY = 1 << 30
 HELPERS = 4
 """Threads that copy parts of an adapter at once."""
 _ALONE = 1 << 15
@@ -95,7 +106,7 @@ class Reader:
         """Return an adapter's file, which is checked again only if it has changed since it was checked."""
         if source.file and (known := unpacked(source.file)).unchanged:
             return known
-        file = read_adapter(Path(source.path), self.targets.targets, _ANY_RANK)
+        file = read_adapter(Path(source.path), self.targets.targets, _ANY, _ANY)
         if file.manifest != source.manifest:
             raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
         return file
@@ -130,7 +141,7 @@ class Reader:
             _store(values, self._rows(room, span.whole, len(values), values.shape[1], self.dtype))
             return
         if piece.tokens:  # all ranks have them: they are few
-            values = _columns(tensors(roles[ROWS]), cut.inputs)
+            values = _columns(_rows_of_tokens(piece, roles, tensors), cut.inputs)
             _store(values, self._rows(room, span.row, len(values), values.shape[1], self.dtype))
             return
         a, b = tensors(roles[A]), tensors(roles[B])
@@ -215,6 +226,15 @@ def _small(matrix: Tensor) -> Iterator[Tensor]:
     rows = max(1, _ALONE // matrix.shape[1])
     for part in matrix.split(rows):
         yield from part.split(_ALONE, dim=1)
+
+
+def _rows_of_tokens(piece: Piece, roles: Mapping[str, str], tensors: _Tensors) -> Tensor:
+    """Return the rows of a piece's tokens: those that were trained alone come first, then those of a whole table."""
+    if TABLE not in roles:
+        return tensors(roles[ROWS])
+    table = tensors(roles[TABLE])
+    trained = tensors(roles[ROWS]) if ROWS in roles else table[:0]
+    return torch.cat([trained.to(table.dtype), table[list(piece.tokens[len(trained) :])]])
 
 
 def _selected(outputs: Tensor, part: TargetPart, stored: StoredPart | None) -> Tensor:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.plan import StepPlan
@@ -66,11 +67,13 @@ class LoraWorker(WorkerHook):
     Args:
         max_adapters: adapters in blocks at once.
         max_rank: largest rank of one adapter.
+        added_tokens: most tokens that one adds to the vocabulary.
     """
 
     name = NAME
 
-    def __init__(self, max_adapters: int, max_rank: int) -> None:
+    def __init__(self, max_adapters: int, max_rank: int, added_tokens: int = 0) -> None:
+        self.added_tokens = added_tokens
         self._max_adapters, self._max_rank = max_adapters, max_rank
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-adapters")
@@ -105,6 +108,8 @@ class LoraWorker(WorkerHook):
             raise ConfigError(
                 "This model's layers are not Octavo's own, so adapters can't change them. Leave out --enable-lora."
             )
+        if self.added_tokens:
+            _check_extensible(layers, site)
         self._site = site
         self._scale = getattr(layers, "embedding_multiplier", 1.0)
         divided = isinstance(layers, CausalLM) and not layers.is_whole
@@ -130,35 +135,53 @@ class LoraWorker(WorkerHook):
     def _wrap(self, model: Model) -> None:
         """Have the model say which rows its late layers compute, and change its embeddings; and the logits of a native
         program."""
-        embed, forward, logits = model.embed, model.forward, model.logits
+        embed, forward, logits, vocabulary = model.embed, model.forward, model.logits, model.spec.vocab_size
 
         def adapted_embed(step: StepInput) -> Tensor:
-            x = embed(step)
-            return self._embedded(x, step.input_ids) if self._selected in (GENERAL, ENDS) else x
+            if self._selected not in (GENERAL, ENDS):
+                return embed(step)
+            ids = step.input_ids
+            if self.added_tokens:  # the table has no rows for those that adapters add
+                ids = ids.clone()
+                step.input_ids.clamp_(max=vocabulary - 1)
+            x = self._embedded(embed(step), ids)
+            if self.added_tokens:
+                step.input_ids.copy_(ids)
+            return x
 
         def adapted_forward(x: Tensor, step: StepInput) -> Tensor:
             self._batch.chosen = step.hidden_rows is not None
             return forward(x, step)
 
         model.embed, model.forward = adapted_embed, adapted_forward  # type: ignore[method-assign]
-        if not isinstance(model, NativeDecoder):
-            return
-        final, scaled = model.final, model.source.scaled
+        source = model.source if isinstance(model, NativeDecoder) else model
+        if source is not model or self.added_tokens:
+            assert isinstance(source, CausalLM)
+            model.logits = self._around_head(logits, source)  # type: ignore[method-assign, assignment]
+
+    def _around_head(self, logits: Callable[[Tensor], Tensor], model: CausalLM) -> Callable[[Tensor], Tensor]:
+        """Return `Model.logits` with what a native program can't compute, and with columns for added tokens."""
 
         def adapted_logits(hidden: Tensor) -> Tensor:
-            if self._selected != ENDS or self._head is None:
+            head, replaces = self._head, self._selected == ENDS
+            added = head.added if head is not None and self.added_tokens and self._selected in (GENERAL, ENDS) else 0
+            if head is None or not (replaces or added):
                 return logits(hidden)
-            x = final(hidden)
+            x = model.final(hidden)
             y = logits(hidden)
-            self._head.put(y, x, scaled)
+            if replaces:
+                head.put(y, x, model.scaled)
+            if added:
+                y = F.pad(y, (0, added), value=float("-inf"))
+                head.put_added(y, x, model.scaled)
             return y
 
-        model.logits = adapted_logits  # type: ignore[method-assign]
+        return adapted_logits
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         device, targets, geometry = self._site.device, self._targets.targets, self._geometry
         own = [targets[i] for i in sorted(self._targets.own)]
-        most = min(largest(own, self._max_rank, geometry), self._site.blocks.memory.shape[1])
+        most = min(largest(own, self._max_rank, geometry, self.added_tokens), self._site.blocks.memory.shape[1])
         self._tables = Tables(targets, geometry, self._max_adapters, most, device)
         self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device)
         self._uids.clear()
@@ -192,9 +215,9 @@ class LoraWorker(WorkerHook):
             if isinstance(layer, Embedding):
                 self._embeddings.append(TorchEmbedding(i, target, weights, self._batch, self._scale))
                 continue
+            if target.head:
+                self._head = Replaced(i, target, weights, self._batch, partial(_packed_bias, layer))
             if self._native is not None:
-                if target.head:
-                    self._head = Replaced(i, target, weights, self._batch, partial(_packed_bias, layer))
                 for variant in (LOW_RANK, GENERAL):
                     self._deltas[variant].append((layer, self._in_program(i, target)))
                 continue
@@ -383,10 +406,29 @@ def _arranged(site: Site, spec: object) -> Checkpoint:
     return arranged(checkpoint, spec) if isinstance(spec, DecoderSpec) else checkpoint
 
 
+def _check_extensible(layers: nn.Module, site: Site) -> None:
+    """Raise ConfigError where adapters can't add tokens to the vocabulary."""
+    mesh, room = site.build.mesh, site.room
+    reason = None
+    if site.device.resident:
+        reason = "samplers on a GPU have the model's vocabulary"
+    elif not isinstance(layers, CausalLM) or not layers.is_whole or mesh.size > 1 or mesh.context is not None:
+        reason = "the model is divided over ranks"
+    elif room is not None and room.max_drafts:
+        reason = "drafters have the model's vocabulary"
+    if reason is not None:
+        raise ConfigError(
+            f"--lora-extra-vocab-size can't be used here: {reason}. Leave it out, and resize the base model instead "
+            "(transformers: resize_token_embeddings)."
+        )
+
+
 def _packed_bias(layer: Projection) -> Tensor | None:
     return layer.matrix.bias
 
 
 def build_worker(context: FeatureContext) -> LoraWorker | None:
     settings = context.settings_of(LoraSettings)
-    return LoraWorker(settings.most_on_device, settings.highest_rank) if settings.enabled else None
+    if not settings.enabled:
+        return None
+    return LoraWorker(settings.most_on_device, settings.highest_rank, settings.lora_extra_vocab_size)

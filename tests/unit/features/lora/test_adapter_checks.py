@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import PREFIX, save_adapter
 
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.adapter_file import ROWS, WHOLE
+from octavo.features.lora.adapter_file import ROWS, TABLE, WHOLE
 from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.layout import Piece, StoredPart, Target, TargetPart
 
@@ -175,11 +175,13 @@ def test_files_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
 
 def test_other_vocabularies_and_saved_layers_are_refused(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path, CONFIG | {"vocab_size": 53}, seed=1, modules_to_save=["lm_head"])
-    with pytest.raises(ModelFileError, match=r"tensor .*lm_head.weight has 53 tokens, the served model 50. .*adds 3"):
+    with pytest.raises(
+        ModelFileError, match=r"tensor .*lm_head.weight has 53 tokens, the served model 50. .*adds 3, and this"
+    ):
         read_adapter(adapter, TARGETS, 64)
     fewer = save_adapter(tmp_path / "fewer", CONFIG | {"vocab_size": 48}, seed=1, modules_to_save=["embed_tokens"])
     with pytest.raises(
-        ModelFileError, match=r"embed_tokens.weight has 48 .*removes 2.*Resize the base model to 48 tok"
+        ModelFileError, match=r"embed_tokens.weight has 48 .*can't remove 2.*resize the base model to 48 tok"
     ):
         read_adapter(fewer, TARGETS, 64)
     name = f"{PREFIX}model.layers.0.mlp.up_proj.weight"
@@ -240,7 +242,11 @@ def test_rows_of_single_tokens(tmp_path: Path) -> None:
             {"trainable_token_indices": [3, 4]},
             r"has shape \[1, 32\].* makes it \[2, 32",
         ),
-        ({"trainable_token_indices": [3], "targets": ("embed_tokens",)}, {}, "single tokens .* and low-rank matrices"),
+        (
+            {"trainable_token_indices": [3], "targets": ("embed_tokens",)},
+            {},
+            "rows of single tokens .* and other changes",
+        ),
         ({"trainable_token_indices": {"lm_head": [3]}}, {"trainable_token_indices": [3]}, "tokens of the embedding"),
     ],
 )
@@ -250,6 +256,41 @@ def test_rows_of_tokens_that_can_not_be_used(
     adapter = changed(save_adapter(tmp_path, CONFIG, seed=1, **settings), **fields)
     with pytest.raises(ModelFileError, match=text):
         read_adapter(adapter, TARGETS, 64)
+
+
+def test_tokens_that_are_added(tmp_path: Path) -> None:
+    """As tables, as copies of tables that the configuration does not name, and as rows that were trained alone."""
+    embed, head = f"{PREFIX}model.embed_tokens", f"{PREFIX}lm_head"
+    ends = {f"{embed}.weight": torch.zeros(53, 32), f"{head}.weight": torch.zeros(53, 32)}
+
+    def read(name: str, *gone: str, **settings: Any) -> Any:
+        adapter = save_adapter(tmp_path / name, CONFIG, seed=1, targets=("q_proj",), **settings)
+        tensors = {key: value for key, value in ends.items() if key not in gone}
+        file = read_adapter(changed(adapter, lambda found: found.update(tensors)), TARGETS, 64, 3)
+        assert file.manifest.added_tokens(TARGETS) == 3
+        return [
+            (piece, roles) for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True) if piece.replaces
+        ]
+
+    last = len(TARGETS) - 1
+    saved = read("saved", modules_to_save=["embed_tokens", "lm_head"])
+    assert [piece for piece, _ in saved] == [Piece(0, 0, whole=True, rows=53), Piece(last, 0, whole=True, rows=53)]
+    new = (50, 51, 52)
+    copies = read("copies")
+    assert copies == [(Piece(i, 0, tokens=new), {TABLE: f"{path}.weight"}) for i, path in ((0, embed), (last, head))]
+    ends[f"{embed}.token_adapter.base_layer.weight"] = ends.pop(f"{embed}.weight")
+    trained = read("trained", trainable_token_indices=[51, 4])
+    assert trained[0][0] == Piece(0, 0, tokens=(51, 4, 50, 52))
+    assert set(trained[0][1]) == {ROWS, TABLE}
+    assert read("all", f"{embed}.token_adapter.base_layer.weight", trainable_token_indices=[*new])[0][0].tokens == new
+    with pytest.raises(
+        ModelFileError, match=r"row for the added token 52 and none for 50\. Save the adapter with save_emb"
+    ):
+        read("some", f"{embed}.token_adapter.base_layer.weight", trainable_token_indices=[51, 52])
+    with pytest.raises(
+        ModelFileError, match="adds 3 tokens to the embedding and 0 to the head, which must be the same"
+    ):
+        read("one", f"{head}.weight", trainable_token_indices=[*new])
 
 
 def test_numbers_in_other_formats_are_refused(tmp_path: Path) -> None:
