@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from rank_kit import TWO_RANKS, ranks_in_threads
@@ -25,6 +26,8 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import Part, encode
+from octavo.sampling.allowed import Allowed, num_words, words_of
+from octavo.worker.hooks import Hooks
 
 TABLES = ("model.embed_tokens", "lm_head")
 FORMS = {"saved": 5, "copies": 3, "trained alone": 4}
@@ -169,6 +172,30 @@ def test_tokens_are_those_of_the_extended_model(backend: str, base: Path, adapte
                 seen.update(token for token in tokens if token >= size)
         alone.close()
     assert len(seen) > 3, "added tokens are hardly generated"
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_masks_of_features_leave_added_tokens_out(
+    backend: str, base: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have bits for the model's vocabulary, and any bits after it in the last word."""
+    size = config_of(base)["vocab_size"]
+    words = words_of([5, 6, *range(size, 32 * num_words(size))], 32 * num_words(size))
+
+    def allowed(hooks: Hooks, slots: Sequence[int], payload: Any) -> Allowed:
+        return Allowed(range(len(slots)), np.tile(words, (len(slots), 1)))
+
+    monkeypatch.setattr(Hooks, "allowed", allowed)
+    loop = engine(base, adapters, lora_extra_vocab_size=MOST, attention_backend=backend)
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+    asked = [
+        GenerateRequest(id=f"{form} {i}", tokens=[3 + i, size], params=params, options={NAME: encode((Part(form),))})
+        for form in adapters
+        for i in range(3)
+    ]
+    told = found(loop, [*asked, GenerateRequest(id="base", tokens=[3], params=params)])
+    loop.close()
+    assert {token for form in adapters for i in range(3) for token in told[f"{form} {i}"][0]} == {5, 6}
 
 
 def test_tokens_that_an_adapter_lacks_are_refused(base: Path, adapters: dict[str, Path]) -> None:
