@@ -46,11 +46,12 @@ class Adapted:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
     max_rank: int = 64
+    added_tokens: int = 0
     seed: int = 0
     indices: dict[Any, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.worker = LoraWorker(max_adapters=16, max_rank=self.max_rank)
+        self.worker = LoraWorker(16, self.max_rank, self.added_tokens)
         self.attach()
 
     def attach(self) -> None:
@@ -70,7 +71,7 @@ class Adapted:
     def enter(self, *paths: Path, weights: Sequence[float] = (), uid: int | None = None) -> LoraStep:
         """Load an adapter, or the weighted sum of several, and use it under the next index."""
         targets = self.worker._targets.targets
-        manifests = [read_adapter(path, targets, self.max_rank).manifest for path in paths]
+        manifests = [read_adapter(path, targets, self.max_rank, self.added_tokens).manifest for path in paths]
         given = weights or [1.0] * len(paths)
         sources = [Source(str(path), *rest) for path, *rest in zip(paths, manifests, given, strict=True)]
         whole = joined(manifests) if len(paths) > 1 else manifests[0]

@@ -18,7 +18,7 @@ from octavo.core.futures import done
 from octavo.core.plan import StepPlan
 from octavo.engine.toy import ToyStep
 from octavo.features.lora import names
-from octavo.features.lora.checks import AdapterFile
+from octavo.features.lora.adapter_file import AdapterFile
 from octavo.features.lora.layout import Manifest, Piece, Target, TargetPart
 from octavo.features.lora.payload import NAME, Targets, page_names, pages_of
 from octavo.features.lora.requests import Part, encode
@@ -43,7 +43,7 @@ def folders(root: Path, ranks: Mapping[str, int]) -> dict[str, str]:
 def fake_files(patch: pytest.MonkeyPatch) -> None:
     """Have folders of `folders` read as adapters: "head" in the name for one of the head, "gain" for one with gains."""
 
-    def read(path: Path, targets: Any, max_rank: int) -> AdapterFile:
+    def read(path: Path, targets: Any, max_rank: int, added_tokens: int) -> AdapterFile:
         name, _, rank = path.name.rpartition("-")
         if not rank.isdigit() or int(rank) > max_rank:
             raise ModelFileError(f"{path} is no adapter of rank 1 to {max_rank}.")
@@ -61,6 +61,7 @@ class ToyWorker:
         latency: probability that a read ends in a turn.
         failures: probability that it fails.
         host: uids of the copies.
+        ranks: machine of each rank, and the version of the files that it reads there.
     """
 
     rng: random.Random
@@ -70,6 +71,7 @@ class ToyWorker:
     pending: list[tuple[int, Future[Any]]] = field(default_factory=list)
     reads: list[list[str]] = field(default_factory=list)
     most_on_host: int = 0
+    ranks: list[tuple[str, str]] = field(default_factory=lambda: [("", "1")])
 
     def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
         assert feature == NAME
@@ -97,7 +99,7 @@ class ToyWorker:
                 else:
                     self.host.add(one[0])
                     self.most_on_host = max(self.most_on_host, len(self.host))
-                    one[1].set_result([{}])
+                    one[1].set_result([{"machine": machine, "version": version} for machine, version in self.ranks])
 
     def mover(self, **how: Any) -> PageMover:
         return PageMover(NAME, self.rng, missing=lambda name: pages_of([name])[0] not in self.host, **how)

@@ -19,6 +19,7 @@ ROOT = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
 """Modules that are in no layer, and their paths."""
 
 PREFIX = "base_model.model."
+_ROWS = "token_adapter.trainable_tokens_delta"
 
 
 def save_adapter(
@@ -41,7 +42,8 @@ def save_adapter(
         alpha: PEFT's `lora_alpha`; twice the rank by default.
         strength: standard deviation of what the adapter adds to a projection's output, for inputs of unit variance.
         settings: further fields of `adapter_config.json`. `use_dora` adds random magnitudes; `modules_to_save` adds
-            random weights of `embed_tokens` or `lm_head`.
+            random weights of `embed_tokens` or `lm_head`; `trainable_token_indices` adds random rows of these, but none
+            of a tied head, as PEFT does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     alpha = 2.0 * rank if alpha is None else alpha
@@ -69,20 +71,35 @@ def save_adapter(
     for name in stated.get("modules_to_save") or ():
         shape = (config["vocab_size"], config["hidden_size"])
         tensors[f"{PREFIX}{ROOT[name]}.weight"] = torch.randn(shape, generator=made) * strength
+    rows = stated.get("trainable_token_indices") or {}
+    for name, ids in (rows if isinstance(rows, dict) else {"embed_tokens": rows}).items():
+        if name == "embed_tokens" or not config.get("tie_word_embeddings") or ids != rows.get("embed_tokens"):
+            values = torch.randn(len(ids), config["hidden_size"], generator=made) * strength
+            tensors[f"{PREFIX}{ROOT[name]}.{_ROWS}"] = values
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 
-def merged(weights: Mapping[str, Tensor], adapter: Path, weight: float = 1.0) -> dict[str, Tensor]:
+def merged(
+    weights: Mapping[str, Tensor], adapter: Path, weight: float = 1.0, *, tied: bool = False
+) -> dict[str, Tensor]:
     """Return a checkpoint's tensors with W + weight * scaling * B A in place of each W that the adapter changes.
 
     With magnitudes m (DoRA, arXiv:2402.09353) that is m * (W + scaling * B A) / norm of each row; saved modules take
-    the place of W.
+    the place of W, and rows of single tokens that of its rows.
+
+    Args:
+        tied: rows of the embedding are those of the head, too, unless the adapter has others for it.
     """
     stated = json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")
     changed = dict(weights)
     for key, a in tensors.items():
+        if key.endswith(_ROWS):
+            _replace_rows(
+                changed, stated["trainable_token_indices"], key, a, tied=tied and key.replace(*_HEAD) not in tensors
+            )
+            continue
         path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if kind in ("lora_A", "lora_embedding_A"):
             b = tensors[key.replace("_A", "_B")]
@@ -95,6 +112,16 @@ def merged(weights: Mapping[str, Tensor], adapter: Path, weight: float = 1.0) ->
         elif not kind.startswith("lora"):
             changed[key.removeprefix(PREFIX)] = a
     return changed
+
+
+_HEAD = (ROOT["embed_tokens"], ROOT["lm_head"])
+
+
+def _replace_rows(changed: dict[str, Tensor], indices: Any, key: str, rows: Tensor, *, tied: bool) -> None:
+    path = key.removeprefix(PREFIX).removesuffix(f".{_ROWS}")
+    ids = indices if isinstance(indices, list) else indices[path.rpartition(".")[2]]
+    for name in (path, ROOT["lm_head"]) if tied else (path,):
+        changed[f"{name}.weight"] = changed[f"{name}.weight"].index_copy(0, torch.tensor(ids), rows)
 
 
 def scaling_of(stated: Mapping[str, Any], name: str) -> float:

@@ -27,6 +27,7 @@ class NewRow(msgspec.Struct, frozen=True):
         raw_logprobs: report log-probabilities of the raw logits, regardless of the engine's `logprobs_mode`.
         rank: the rank that has the blocks and computes the request's rows of the layers; -1 if every rank has a share
             of each block.
+        added_tokens: as in `GenerateRequest`.
     """
 
     slot: int
@@ -40,6 +41,7 @@ class NewRow(msgspec.Struct, frozen=True):
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     raw_logprobs: bool = False
     rank: int = -1
+    added_tokens: int = 0
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):

@@ -36,6 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         arrival: `time.monotonic()` when the request reached the front end.
         options: feature name -> that feature's struct, encoded; the core passes it on undecoded.
         prompt_only: end the request once its prompt is computed, without sampling.
+        added_tokens: how many token ids beyond the model's vocabulary it may use. The scheduler sets it.
         reads_cache: it may use KV that others computed; False if a result is needed for every token of the prompt.
     """
 
@@ -48,4 +49,5 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     arrival: float = 0.0
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     prompt_only: bool = False
+    added_tokens: int = 0
     reads_cache: bool = True

@@ -313,15 +313,15 @@ class CausalLM(nn.Module):
 
         On a GPU the logits are float32; rounded to bfloat16, those of the best two tokens would often be equal.
         """
-        return self._scaled(self.head.after_norm(Stream(hidden), self.norm, wide=True))
+        return self.scaled(self.head.after_norm(Stream(hidden), self.norm, wide=True))
 
     def logits_in_parts(self, hidden: Tensor) -> DividedLogits | None:
         """Return `logits` with this rank's columns only; None if each rank has to have all."""
         if not self.divides_logits:
             return None
-        return DividedLogits(self._scaled(self.head.own_after_norm(Stream(hidden), self.norm)), self._mesh)
+        return DividedLogits(self.scaled(self.head.own_after_norm(Stream(hidden), self.norm)), self._mesh)
 
-    def _scaled(self, logits: Tensor) -> Tensor:
+    def scaled(self, logits: Tensor) -> Tensor:
         """Apply the model's multiplier and cap in place."""
         if self.spec.multipliers.logits != 1.0:
             logits = logits.mul_(self.spec.multipliers.logits)

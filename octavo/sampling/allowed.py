@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -37,6 +37,12 @@ class Allowed:
         found = np.zeros(count, dtype=np.int64)
         found[list(self.rows)] = self.words.ctypes.data + np.arange(len(self.rows)) * self.words.strides[0]
         return found
+
+    def within(self, vocab_size: int, columns: int) -> Allowed:
+        """Return the masks for logits with more columns than the vocabulary: tokens beyond it are forbidden."""
+        known = words_of(range(vocab_size), columns)
+        words = np.pad(self.words, ((0, 0), (0, max(0, len(known) - self.words.shape[1]))))
+        return replace(self, words=words[:, : len(known)] & known)
 
     def of(self, rows: Collection[int]) -> Allowed:
         """Return the part for these rows."""

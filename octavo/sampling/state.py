@@ -61,10 +61,15 @@ class PreparedParams:
     packed_words: NDArray[np.int32]
 
     @classmethod
-    def of(cls, row: NewRow, vocab_size: int, logprobs_mode: LogprobsMode) -> PreparedParams:
-        """Return the parameters of a request that takes a slot."""
+    def of(cls, row: NewRow, vocab_size: int, logprobs_mode: LogprobsMode, columns: int = 0) -> PreparedParams:
+        """Return the parameters of a request that takes a slot.
+
+        Args:
+            vocab_size: of the model.
+            columns: as in `make`.
+        """
         mode: LogprobsMode = "raw_logprobs" if row.raw_logprobs else logprobs_mode
-        return cls.make(row.params, row.seed, row.stop_ids, vocab_size, mode)
+        return cls.make(row.params, row.seed, row.stop_ids, vocab_size + row.added_tokens, mode, columns)
 
     @classmethod
     def make(
@@ -74,9 +79,12 @@ class PreparedParams:
         stop_ids: list[int],
         vocab_size: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        columns: int = 0,
     ) -> PreparedParams:
         """
         Args:
+            vocab_size: number of tokens that this request may have.
+            columns: of the widest logits, if other requests have more tokens.
             seed: any integer; taken modulo 2^64.
             stop_ids: tokens that end this request. Those outside the vocabulary are ignored.
             logprobs_mode: the kind of numbers in `logprobs`.
@@ -116,7 +124,9 @@ class PreparedParams:
             prompt_logprobs=params.prompt_logprobs,
             allowed=None
             if params.allowed_token_ids is None
-            else words_of([token for token in params.allowed_token_ids if 0 <= token < vocab_size], vocab_size),
+            else words_of(
+                [token for token in params.allowed_token_ids if 0 <= token < vocab_size], max(vocab_size, columns)
+            ),
             bad_words=bad_words,
             packed_words=np.array([number for word in bad_words for number in (len(word), *word)], dtype=np.int32),
         )

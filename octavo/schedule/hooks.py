@@ -136,11 +136,25 @@ class EngineHook:
         """
         return ""
 
+    def revision(self, request: Request) -> str:
+        """Return what the KV that a request is about to compute depends on besides `namespace`, and that may change
+        while it waits, such as the content of its adapter's files; "" for nothing.
+
+        Called, only if the request has options for this feature, before `admit`, each time its prefix is looked up. If
+        `admit` then admits it, this must not change until it has lost its slot.
+        """
+        return ""
+
     def held_blocks(self, spec: GenerateRequest) -> int:
         """Return the KV blocks that the feature holds for the request while it runs, besides the request's own.
 
         A request that can't fit even alone is refused. Called likewise.
         """
+        return 0
+
+    def added_tokens(self, spec: GenerateRequest) -> int:
+        """Return how many token ids beyond the model's vocabulary the request may use; `namespace` checks that it has
+        no others. Called likewise. The worker half declares the most (`WorkerHook.added_tokens`)."""
         return 0
 
     def on_add(self, request: Request) -> None:
@@ -257,6 +271,19 @@ def namespaced(spec: GenerateRequest, hooks: Sequence[EngineHook], life: str) ->
     if not any(name for _, name in found):
         return spec
     return structs.replace(spec, namespace=repr((life, found, spec.namespace)))
+
+
+def extended(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> GenerateRequest:
+    """Return the request with the `added_tokens` of its features."""
+    added = max((hook.added_tokens(spec) for hook in hooks if hook.name in spec.options), default=0)
+    return structs.replace(spec, added_tokens=added) if added else spec
+
+
+def revised(request: Request, hooks: Sequence[EngineHook]) -> str:
+    """Return the namespace of a request with the `revision` of these hooks."""
+    found = [(hook.name, hook.revision(request)) for hook in hooks if hook.name in request.spec.options]
+    changed = [one for one in found if one[1]]
+    return repr((request.spec.namespace, changed)) if changed else request.spec.namespace
 
 
 def held_blocks(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> int:

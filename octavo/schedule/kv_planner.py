@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from octavo.cache.cache import KVCache
-from octavo.schedule.hooks import EngineHook
+from octavo.schedule.hooks import EngineHook, revised
 from octavo.schedule.request import Request
 from octavo.schedule.tiers import Tiers
 
@@ -32,6 +32,7 @@ class KvPlanner:
         self._cache = cache
         self._tiers = tiers
         self._lenders = [hook for hook in hooks if type(hook).reclaim is not EngineHook.reclaim]
+        self._revising = [hook for hook in hooks if type(hook).revision is not EngineHook.revision]
         self._share_prefixes = share_prefixes
         self._reserve = int(watermark * cache.num_usable)
 
@@ -47,6 +48,7 @@ class KvPlanner:
         siblings = request.siblings
         if siblings.holds(request) or (self._tiers is not None and self._tiers.waits(request)):
             return False
+        request.namespace = revised(request, self._revising) if self._share_prefixes else request.id
         leader = siblings.leader_of(request)
         if leader is not None and leader.finish is None and not request.num_preemptions:
             if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in prompts:
@@ -54,10 +56,10 @@ class KvPlanner:
             if self._cache.fork(leader.table, request.table, request.num_prompt):
                 request.num_computed = request.num_prompt - 1
                 return True
-        keys, namespace = request.keys if request.reads_cache else (), self._namespace(request)
-        self._cache.seat(request.table, namespace, keys, len(request.tokens) + 1)
+        keys = request.keys if request.reads_cache else ()
+        self._cache.seat(request.table, request.namespace, keys, len(request.tokens) + 1)
         if request.reads_cache:
-            request.num_computed = self._cache.match(request.table, namespace, keys)
+            request.num_computed = self._cache.match(request.table, request.namespace, keys)
         return True
 
     def unshare(self, request: Request) -> None:
@@ -72,7 +74,7 @@ class KvPlanner:
         """
         if self._tiers is None or not request.reads_cache:
             return False
-        return self._tiers.load(request, self._namespace(request))
+        return self._tiers.load(request)
 
     def admitted(self, request: Request) -> None:
         """The request was given a slot."""
@@ -117,11 +119,7 @@ class KvPlanner:
         known = min(request.num_computed, len(request.tokens))
         if known // self._cache.block_size <= request.table.num_registered:
             return  # most tokens fill no block
-        namespace = self._namespace(request)
         registered: list[tuple[int, list[int]]] | None = None if self._tiers is None else []
-        self._cache.register(request.table, namespace, request.keys, known, request.num_computed, registered)
+        self._cache.register(request.table, request.namespace, request.keys, known, request.num_computed, registered)
         if registered and self._tiers is not None:
-            self._tiers.store(request, namespace, registered)
-
-    def _namespace(self, request: Request) -> str:
-        return request.spec.namespace if self._share_prefixes else request.id
+            self._tiers.store(request, registered)

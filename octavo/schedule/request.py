@@ -37,6 +37,8 @@ class Request:
     table: BlockTable
     siblings: Siblings
     """All sequences of the request, this one included."""
+    namespace: str = ""
+    """It shares KV only within this namespace, which is set each time its prefix is looked up."""
     num_computed: int = 0
     """Positions whose KV is written once all launched steps have run."""
     pending: int = 0

@@ -28,6 +28,7 @@ from octavo.schedule.hooks import (
     HookError,
     added,
     committed,
+    extended,
     held_blocks,
     hooks_of,
     lockstep_of,
@@ -123,7 +124,7 @@ class Scheduler:
         lockstep = lockstep_of(spec, self._hooks)
         held = 0
         if spec.options:
-            spec = namespaced(spec, self._hooks, self._life)
+            spec = extended(namespaced(spec, self._hooks, self._life), self._hooks)
             held = held_blocks(spec, self._hooks)
         max_tokens = checked_max_tokens(spec, self.cache, self.limits, lockstep, held)
         choices = make_siblings(spec, max_tokens, self._eos, self._seeds, self._num_arrivals, lockstep)

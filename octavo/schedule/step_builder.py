@@ -71,5 +71,6 @@ class StepBuilder:
             options=request.spec.options,
             raw_logprobs=request.siblings.lockstep is not None,
             rank=request.table.rank,
+            added_tokens=request.spec.added_tokens,
         )
         self.draft.new.append(row)

@@ -84,8 +84,8 @@ class Tiers:
         self._clock = clock
         self._realm = ""
         self._tickets = itertools.count() if tickets is None else tickets
-        self._names: dict[Request, tuple[list[int], BlockNames]] = {}
-        """With the list of tokens that the names are of: siblings in lockstep exchange theirs."""
+        self._names: dict[Request, tuple[list[int], str, BlockNames]] = {}
+        """With what the names are of: the list of tokens, which siblings in lockstep exchange, and the namespace."""
         self._unsent: dict[int, Load] = {}
         self._loads: dict[int, Load] = {}
         self._arriving: dict[bytes, Load] = {}
@@ -132,13 +132,13 @@ class Tiers:
         self._give_up(request)
         return False
 
-    def load(self, request: Request, namespace: str) -> bool:
+    def load(self, request: Request) -> bool:
         """Load what a tier has of a request's prefix and the cache has not; False if that is nothing."""
         if request in self._given_up:
             return False
         keys = request.keys
-        names = self._names_of(request, namespace).upto(keys, (len(keys) - 1) // self._cache.block_size)
-        started = (self._begin(tier, request, namespace, keys, names) for tier in self._tiers.values())
+        names = self._names_of(request).upto(keys, (len(keys) - 1) // self._cache.block_size)
+        started = (self._begin(tier, request, keys, names) for tier in self._tiers.values())
         load = next((one for one in started if one is not None), None)
         if load is None:
             return False
@@ -168,18 +168,16 @@ class Tiers:
         self._end(load)
         return True
 
-    def _begin(
-        self, tier: Tier, request: Request, namespace: str, keys: Sequence[Key], names: Sequence[bytes]
-    ) -> Load | None:
+    def _begin(self, tier: Tier, request: Request, keys: Sequence[Key], names: Sequence[bytes]) -> Load | None:
         """Begin the load from a tier that makes the longest prefix; return it, or the one that brings a part of it."""
         found = self._cache.extension(
-            namespace, keys, lambda group, index: self._holds(tier, page_name(names[index], group))
+            request.namespace, keys, lambda group, index: self._holds(tier, page_name(names[index], group))
         )
         if found is None or found.num_tokens <= request.num_computed:
             return None
         pages = [page_name(names[index], group) for group, _, index in found.missing]
         other = next((self._arriving[page] for page in pages if page in self._arriving), None)
-        return other or self._reserve(tier, namespace, keys, found, pages)
+        return other or self._reserve(tier, request.namespace, keys, found, pages)
 
     def _reserve(
         self, tier: Tier, namespace: str, keys: Sequence[Key], found: Extension, pages: list[bytes]
@@ -235,9 +233,9 @@ class Tiers:
 
     # Stores
 
-    def store(self, request: Request, namespace: str, registered: Sequence[tuple[int, list[int]]]) -> None:
+    def store(self, request: Request, registered: Sequence[tuple[int, list[int]]]) -> None:
         """Store blocks that were just registered, (index in the sequence, block by group), when they are computed."""
-        names = self._names_of(request, namespace).upto(request.keys, registered[-1][0] + 1)
+        names = self._names_of(request).upto(request.keys, registered[-1][0] + 1)
         pages = {
             page_name(names[index], group): block
             for index, blocks in registered
@@ -348,12 +346,12 @@ class Tiers:
 
     # Names and features
 
-    def _names_of(self, request: Request, namespace: str) -> BlockNames:
+    def _names_of(self, request: Request) -> BlockNames:
         known = self._names.get(request)
-        if known is None or known[0] is not request.tokens:
-            names = BlockNames(self._realm, namespace, self._cache.block_size)
-            known = self._names[request] = request.tokens, names
-        return known[1]
+        if known is None or known[0] is not request.tokens or known[1] != request.namespace:
+            names = BlockNames(self._realm, request.namespace, self._cache.block_size)
+            known = self._names[request] = request.tokens, request.namespace, names
+        return known[2]
 
     def _holds(self, tier: Tier, page: bytes) -> bool:
         try:

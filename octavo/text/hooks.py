@@ -119,6 +119,12 @@ class TextHook:
         """Whether the engine core has the feature."""
         return self.name in self.context.info.features
 
+    @property
+    def added_tokens(self) -> int:
+        """Most token ids beyond the model's vocabulary in requests that use the feature. Its engine half checks each
+        request's."""
+        return 0
+
     def require(self, what: str, param: str) -> None:
         """Raise UnsupportedError, which names `what`, if the engine core lacks the feature."""
         if not self.present:

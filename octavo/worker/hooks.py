@@ -102,6 +102,9 @@ class WorkerHook:
     name: str = ""
     last_stage_only: bool = False
     """It takes part only where tokens are sampled: other stages of a pipeline go without it."""
+    added_tokens: int = 0
+    """Most columns of logits beyond the model's vocabulary, in steps with rows that have `NewRow.added_tokens`. The
+    hook computes them, with minus infinity for other rows. Only on a CPU, and without ranks or drafts."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         """Load what the feature needs besides the model, before the memory that is left becomes the KV cache.
@@ -261,6 +264,7 @@ class Hooks:
         self._hooks = tuple(hooks)
         self.preparing = _with_own(hooks, "prepare")
         """The hooks that load weights besides the model's."""
+        self.added_tokens = max((hook.added_tokens for hook in hooks), default=0)
         self._laying_out = _with_own(hooks, "lay_out")
         self._varying = _with_own(hooks, "variant")
         self._narrowing = _with_own(hooks, "only_row")

@@ -26,16 +26,17 @@ def host_parts(
     groups: Sequence[CacheGroup],
     logprobs_mode: LogprobsMode,
     variants: Sequence[Variant],
+    added_tokens: int = 0,
 ) -> tuple[HostSlots, Sampler, Replay]:
     """Return slots, sampler and replay.
 
     Args:
         groups: cache groups of the model.
-        variants: of the hooks.
+        variants, added_tokens: of the hooks.
     """
     rewinds = not all(group.grows for group in groups)
     sizes = room.num_slots, room.max_model_len, block_size, vocab_size
-    slots = HostSlots(*sizes, logprobs_mode, len(groups), rewinds=rewinds)
+    slots = HostSlots(*sizes, logprobs_mode, len(groups), rewinds=rewinds, added_tokens=added_tokens)
     sampler = NativeSampler(slots, attention.pool) if isinstance(attention, NativeBackend) else TorchSampler(slots)
     replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
     return slots, sampler, replay

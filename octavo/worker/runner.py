@@ -207,7 +207,10 @@ class Runner:
                 logits = self.replay.retract(step)
             else:
                 logits = self._logits(step, step.hidden, some=not changed and allowed is None)
-            failed |= hooks.apply(logits, order, payload)
+            size = cast("Model", self._model).spec.vocab_size
+            if logits.shape[1] > size and allowed is not None:
+                allowed = allowed.within(size, logits.shape[1])
+            failed |= hooks.apply(logits[:, :size] if logits.shape[1] > size else logits, order, payload)
             drawn = self._sampler.sample(logits, step, allowed)
         step.drawn, step.failed = drawn, failed
 

@@ -52,9 +52,11 @@ class HostSlots:
         num_groups: int = 1,
         *,
         rewinds: bool = False,
+        added_tokens: int = 0,
     ) -> None:
         """
         Args:
+            added_tokens: most tokens beyond the vocabulary that a request can have.
             rewinds: a row with a rejected draft is computed again, as recurrent states require; see `KVCache.settle`.
         """
         self.num_slots = num_slots
@@ -66,7 +68,7 @@ class HostSlots:
         self.block_tables = np.zeros((num_groups, num_slots, -(-max_model_len // block_size)), dtype=np.int32)
         self.sampling = np.zeros(num_slots, dtype=STRUCT)
         self._known = torch.from_numpy(self.tokens), torch.from_numpy(self.length)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._columns = vocab_size, vocab_size + added_tokens
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self.rewinds = rewinds
         self._held: list[Held | None] = [None] * num_slots
@@ -237,7 +239,7 @@ class HostSlots:
         self.computed[slot] = row.num_computed
         for group, blocks in enumerate(row.blocks):
             self.block_tables[group, slot, : len(blocks)] = np.maximum(blocks, 0)  # NO_BLOCK is never read
-        params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode)
+        params = PreparedParams.of(row, self._vocab_size, self._logprobs_mode, self._columns)
         self._held[slot] = Held(params, row.num_prompt)
         self.sampling[slot] = packed(params, row.num_prompt)
         self._reporting.discard(slot)

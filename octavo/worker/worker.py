@@ -381,7 +381,9 @@ class Worker:
         if not device.resident:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
             mode, sizes = self.config.logprobs_mode, (self.block_size, self.spec.vocab_size)
-            host = host_parts(model, self.attention, room, *sizes, groups, mode, together.variants())
+            host = host_parts(
+                model, self.attention, room, *sizes, groups, mode, together.variants(), together.added_tokens
+            )
             forward = forward_of(model, self.attention, self.block_size, self.parallel, self.mesh)
             return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack

@@ -38,6 +38,7 @@ class Chest:
     lease: Lease | None = None
     ready: bool = False
     requests: set[Request] = field(default_factory=set)
+    revision: str = ""
 
     @property
     def names(self) -> list[bytes]:
@@ -72,6 +73,9 @@ class Vault(EngineHook):
         if msgspec.msgpack.decode(spec.options[self.name]) == 99:
             raise InvalidRequestError("There is no such chest.", param="chest", value=99)
         return str(self.chest(spec).key)
+
+    def revision(self, request):
+        return self.chest(request.spec).revision
 
     def held_blocks(self, spec):
         return len(self.chest(spec).names)
@@ -282,16 +286,31 @@ def test_a_request_that_lacks_blocks_for_its_pages_is_not_starved_by_smaller_one
     assert order.index("needs pages") < 8, "it was passed until nothing was left"
 
 
+def ended(loop):
+    """All news until no request is left."""
+    deltas = []
+    while loop.busy:
+        deltas += loop.step()
+    return deltas
+
+
 def test_requests_share_prefixes_only_within_a_namespace():
     loop, _, _, _ = small_engine(num_blocks=40)
     cached = []
     for name, key in [("a", 1), ("b", 1), ("c", 2), ("d", None)]:
         loop.add(asking(name, [7] * 13, key))
-        deltas = []
-        while loop.busy:
-            deltas += loop.step()
-        cached.append(max(delta.num_cached for delta in deltas))
+        cached.append(max(delta.num_cached for delta in ended(loop)))
     assert cached == [0, 12, 0, 0]
+
+
+def test_a_revision_counts_that_came_while_a_request_waited():
+    loop, _, vault, _ = small_engine(num_blocks=40)
+    cached = []
+    for number, revision in enumerate(["", "", "x", "x", "y", "x", ""]):
+        loop.add(asking(f"r{number}", [7] * 13, 1))
+        vault.chests[1].revision = revision
+        cached.append(max(delta.num_cached for delta in ended(loop)))
+    assert cached == [0, 12, 0, 12, 0, 12, 12]
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers():

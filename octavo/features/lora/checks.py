@@ -7,21 +7,30 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.layout import Manifest, Piece, Target
+from octavo.features.lora.adapter_file import (
+    MAGNITUDE,
+    ROWS,
+    STACKED,
+    STRAIGHT,
+    SWAPPED,
+    TABLE,
+    WHOLE,
+    A,
+    AdapterFile,
+    B,
+    stamp_of,
+)
+from octavo.features.lora.layout import Manifest, Piece, Target, added_by
 from octavo.features.lora.peft_config import PeftConfig
 from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.gguf_names import hf_name
 from octavo.hub.json_file import read_json
-from octavo.hub.safetensors_files import StoredTensor, read_header
+from octavo.hub.safetensors_files import read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -29,10 +38,6 @@ _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _DTYPES = ("F32", "F16", "BF16")
 
-A, B, MAGNITUDE, WHOLE = "a", "b", "magnitude", "whole"
-STACKED = "stacked"
-"""Not a tensor's role: how A and B hold the matrices of all experts, STRAIGHT or SWAPPED; see `experts.pair_of`."""
-STRAIGHT, SWAPPED = "straight", "swapped"
 _ROLES = {
     ".lora_A.weight": A,
     ".lora_B.weight": B,
@@ -40,67 +45,28 @@ _ROLES = {
     ".lora_embedding_B": B,
     ".lora_magnitude_vector": MAGNITUDE,
     ".lora_magnitude_vector.weight": MAGNITUDE,
+    ".token_adapter.trainable_tokens_delta": ROWS,
+    ".token_adapter.base_layer.weight": WHOLE,
+    ".modules_to_save.weight": WHOLE,
+    ".original_module.weight": WHOLE,
     ".base_layer.weight": WHOLE,
     ".weight": WHOLE,
 }
 """How PEFT's names of tensors end; the first match counts."""
 
-Stamp = tuple[int, int, int]
-"""A file's inode, size and time of change."""
+_RESIZE = (
+    "Or resize the base model to {} tokens (transformers: resize_token_embeddings), save it with the adapter's "
+    "tokenizer and serve that, or merge the adapter into its base model."
+)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFile:
-    """An adapter's files, checked.
-
-    Attributes:
-        weights: the file with its tensors.
-        manifest: what it has.
-        tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE;
-            and STACKED, see there.
-        base: name of the base model that it was made for; "" if not stated.
-        pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
-        header: where a safetensors file has each tensor.
-        stamps: of the files that were read, by path: they show changes without reading the files again.
-    """
-
-    weights: Path
-    manifest: Manifest
-    tensors: tuple[Mapping[str, str], ...]
-    base: str = ""
-    pairs: bool = False
-    header: Mapping[str, StoredTensor] = field(default_factory=dict)
-    stamps: Mapping[str, Stamp] = field(default_factory=dict)
-
-    def packed(self) -> bytes:
-        """Return it compressed, for `unpacked`: to about a hundredth, since names of tensors are much alike."""
-        return zlib.compress(msgspec.msgpack.encode(self, enc_hook=str), level=1)
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the files are still those that were checked."""
-        try:
-            return bool(self.stamps) and all(_stamp(Path(path)) == stamp for path, stamp in self.stamps.items())
-        except OSError:
-            return False
-
-
-def unpacked(file: bytes) -> AdapterFile:
-    """Return what `AdapterFile.packed` packed."""
-    return msgspec.msgpack.decode(zlib.decompress(file), type=AdapterFile, dec_hook=lambda kind, text: kind(text))
-
-
-def _stamp(path: Path) -> Stamp:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
+def read_adapter(path: Path, targets: Sequence[Target], max_rank: int, added_tokens: int = 0) -> AdapterFile:
     """Read and check an adapter: PEFT's folder, or a GGUF file.
 
     Args:
         targets: the layers of the model that adapters can change.
         max_rank: largest rank of a piece (--max-lora-rank).
+        added_tokens: most tokens that it may add (--lora-extra-vocab-size).
 
     Raises:
         ModelFileError: it can't be used with this model; the text names the file, the field or tensor and the remedy.
@@ -111,11 +77,11 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
         raise ModelFileError(f"{path} is not an adapter: give PEFT's folder ({CONFIG}, {WEIGHTS}) or a GGUF file.")
     if not (path / CONFIG).is_file():
         raise ModelFileError(f"{path} has no {CONFIG}; an adapter is a folder as PEFT saves it, or a GGUF file.")
-    stamps = {str(path / CONFIG): _stamp(path / CONFIG)}
+    stamps = {str(path / CONFIG): stamp_of(path / CONFIG)}
     config = PeftConfig.of(read_json(path / CONFIG), path / CONFIG)
     if not (path / WEIGHTS).is_file():
         raise ModelFileError(_missing(path))
-    stamps[str(path / WEIGHTS)] = _stamp(path / WEIGHTS)
+    stamps[str(path / WEIGHTS)] = stamp_of(path / WEIGHTS)
     shapes, header = {}, read_header(path / WEIGHTS)
     for name, tensor in header.items():
         if tensor.dtype not in _DTYPES:
@@ -124,7 +90,7 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
                 f"{', '.join(_DTYPES)}. Save the adapter in one of those."
             )
         shapes[name] = tensor.shape
-    matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base)
+    matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base, added_tokens)
     found = matcher.find(shapes, config)
     manifest, tensors = matcher.checked(found, config, shapes)
     return AdapterFile(path / WEIGHTS, manifest, tensors, config.base, header=header, stamps=stamps)
@@ -132,6 +98,7 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int) -> Adapte
 
 def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
     """Read an adapter as llama.cpp's convert_lora_to_gguf.py writes it."""
+    stamps = {str(path): stamp_of(path)}
     file = read_gguf(path)
     kinds = file.metadata.get("general.type"), file.metadata.get("adapter.type")
     if kinds != ("adapter", "lora"):
@@ -159,7 +126,8 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterF
     config = PeftConfig(path, alpha=float(alpha) or None)
     matcher = _Matcher(path, targets, max_rank, "")
     manifest, tensors = matcher.checked(matcher.placed(found, shapes), config, shapes)
-    return AdapterFile(path, manifest, tensors, pairs=is_paired(file.metadata.get("general.architecture")))
+    pairs = is_paired(file.metadata.get("general.architecture"))
+    return AdapterFile(path, manifest, tensors, pairs=pairs, stamps=stamps)
 
 
 Place = tuple[int, int]
@@ -169,7 +137,8 @@ Place = tuple[int, int]
 class _Matcher:
     """Maps the tensors of a file to the model's projections."""
 
-    def __init__(self, path: Path, targets: Sequence[Target], max_rank: int, base: str) -> None:
+    def __init__(self, path: Path, targets: Sequence[Target], max_rank: int, base: str, added_tokens: int = 0) -> None:
+        self._most_added = added_tokens
         self._path = path
         self._targets = targets
         self._max_rank = max_rank
@@ -205,12 +174,39 @@ class _Matcher:
             if end is None:
                 raise self._unknown(name)
             module, role = inner.removesuffix(end), _ROLES[end]
-            if role is WHOLE and not config.saves(module):
-                if self._held(module):
-                    continue  # a copy of the base's table, which PEFT saves beside adapters of embeddings
-                raise self._unknown(name)
+            if role is WHOLE and (not config.saves(module) or self._is_copy(name, end, shapes)):
+                if not self._held(module):
+                    raise self._unknown(name)
+                if self._adds_tokens(name, module, shapes[name]) and not config.saves(module):
+                    found.setdefault(module, {})[TABLE] = name
+                continue
             found.setdefault(module, {})[role] = name
+        self._share_rows(found)
         return self.placed(found, shapes)
+
+    def _is_copy(self, name: str, end: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Return whether a tensor is saved twice, or is the base's table: PEFT saves both beside changed embeddings."""
+        doubled = end == ".modules_to_save.weight" and f"{name.removesuffix(end)}.weight" in shapes
+        return doubled or end in (".original_module.weight", ".token_adapter.base_layer.weight")
+
+    def _adds_tokens(self, name: str, module: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a copy of the base's table has more tokens. PEFT saves the tables of such an adapter although
+        its configuration does not name them."""
+        for place in self._held(module):
+            target, part = self._targets[place[0]], self._targets[place[0]].parts[place[1]]
+            if target.embedding or target.head:
+                expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
+                self._check_table(name, shape, expected)
+                return shape != expected
+        return False
+
+    def _share_rows(self, found: dict[str, dict[str, str]]) -> None:
+        """Have a head that shares the embedding's table share its changed rows, too, unless it has others."""
+        changed = {place: roles for module, roles in found.items() for place in self._held(module)}
+        rows = next((r[ROWS] for place, r in changed.items() if ROWS in r and self._targets[place[0]].embedding), None)
+        for i, target in enumerate(self._targets):
+            if rows is not None and target.tied and ROWS not in changed.get((i, 0), {}):
+                found.setdefault(target.name(0), {})[ROWS] = rows
 
     def placed(
         self, found: Mapping[str, dict[str, str]], shapes: Mapping[str, tuple[int, ...]]
@@ -280,7 +276,9 @@ class _Matcher:
         """Return the manifest and the tensors of its pieces, in order."""
         self._check_complete(found, config)
         pieces = [self._piece(place, found[place], config, shapes) for place in sorted(found)]
-        return Manifest(tuple(pieces)), tuple(found[place] for place in sorted(found))
+        manifest = Manifest(tuple(pieces))
+        self._check_added(manifest)
+        return manifest, tuple(found[place] for place in sorted(found))
 
     def _piece(
         self, place: Place, roles: Mapping[str, str], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
@@ -290,6 +288,8 @@ class _Matcher:
         outputs = self._outputs[place]
         if WHOLE in roles:
             return self._saved(place, roles, shapes)
+        if ROWS in roles or TABLE in roles:
+            return self._of_tokens(place, roles, config, shapes)
         if A not in roles or B not in roles:
             lacks = "A" if A not in roles else "B"
             raise ModelFileError(f"{self._path}: {name} lacks its matrix {lacks}. Save the adapter again.")
@@ -358,15 +358,76 @@ class _Matcher:
             )
         expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
         shape = shapes[roles[WHOLE]]
-        if shape != expected:
-            if len(shape) == 2 and shape[1] == expected[1]:
-                raise ModelFileError(
-                    f"{self._path}: {name} has {shape[0]} tokens, the served model {expected[0]}. An adapter can't "
-                    "change the vocabulary of a shared model: resize the base model's embeddings to it and serve that, "
-                    "or merge the adapter into its base model."
-                )
-            raise self._misfit(roles[WHOLE], shape, str(list(expected)))
-        return Piece(*place, whole=True)
+        self._check_table(roles[WHOLE], shape, expected)
+        return Piece(*place, whole=True, rows=0 if shape == expected else shape[0])
+
+    def _check_table(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        """Raise unless an embedding or a head has as many tokens as the base's, or more by what is allowed."""
+        if len(shape) != 2 or shape[1] != expected[1]:
+            raise self._misfit(name, shape, str(list(expected)))
+        more = shape[0] - expected[0]
+        has = f"{self._path}: tensor {name} has {shape[0]} tokens, the served model {expected[0]}."
+        if more < 0:
+            raise ModelFileError(f"{has} An adapter can't remove {-more} tokens. {_RESIZE.format(shape[0])}")
+        if more > self._most_added:
+            raise ModelFileError(f"{has} {self._too_many(more)} {_RESIZE.format(shape[0])}")
+
+    def _too_many(self, more: int) -> str:
+        return (
+            f"The adapter adds {more}, and this engine takes up to {self._most_added} (--lora-extra-vocab-size). On a "
+            f"CPU, start it with --lora-extra-vocab-size {more}."
+        )
+
+    def _of_tokens(
+        self, place: Place, roles: Mapping[str, str], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Piece:
+        """Return the piece of the rows of single tokens (trainable_token_indices)."""
+        target, name = self._targets[place[0]], self._name[place]
+        part = target.parts[place[1]]
+        if not {*roles} <= {ROWS, TABLE} or not (target.embedding or target.head):
+            raise ModelFileError(
+                f"{self._path}: {name} has rows of single tokens (trainable_token_indices, or added ones)"
+                + (", but is no embedding or head." if {*roles} <= {ROWS, TABLE} else " and other changes.")
+                + " Merge the adapter into its base model."
+            )
+        tokens: tuple[int, ...] = ()
+        if ROWS in roles:
+            module = roles[ROWS].removeprefix(_PREFIX).removesuffix(".token_adapter.trainable_tokens_delta")
+            tokens = config.tokens_of(module)
+        vocabulary, size = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
+        if ROWS in roles and shapes[roles[ROWS]] != (len(tokens), size):
+            raise self._misfit(
+                roles[ROWS], shapes[roles[ROWS]], f"[{len(tokens)}, {size}], by {CONFIG} (trainable_token_indices)"
+            )
+        if TABLE in roles:
+            known = {*tokens}
+            tokens += tuple(one for one in range(vocabulary, shapes[roles[TABLE]][0]) if one not in known)
+        end = max(tokens) + 1
+        if end - vocabulary > self._most_added:
+            raise ModelFileError(
+                f"{self._path}: {CONFIG} has token {end - 1} among the trainable_token_indices, and the served model "
+                f"has {vocabulary} tokens. {self._too_many(end - vocabulary)} {_RESIZE.format(f'at least {end}')}"
+            )
+        lacking = next((one for one in range(vocabulary, end) if one not in tokens), None)
+        if lacking is not None:
+            raise ModelFileError(
+                f"{self._path}: {name} has a row for the added token {end - 1} and none for {lacking}. Save the "
+                "adapter with save_embedding_layers=True."
+            )
+        return Piece(*place, tokens=tokens)
+
+    def _check_added(self, manifest: Manifest) -> None:
+        """Raise unless the embedding and the head have the same added tokens."""
+        added = {True: 0, False: 0}
+        for piece in manifest.pieces:
+            target = self._targets[piece.target]
+            if target.embedding or target.head:
+                added[target.embedding] = max(added[target.embedding], added_by(piece, target))
+        if added[True] != added[False]:
+            raise ModelFileError(
+                f"{self._path} adds {added[True]} tokens to the embedding and {added[False]} to the head, which "
+                "must be the same. Save the adapter with save_embedding_layers=True, or merge it into its base model."
+            )
 
     def _check_complete(self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig) -> None:
         """Raise if the configuration names projections of the model that the file lacks, as with another base."""
@@ -379,10 +440,19 @@ class _Matcher:
                     f"{self._path} has nothing for {name}, which {CONFIG} names (target_modules). "
                     f"{self._other_base} Or the file is incomplete: save the adapter again."
                 )
-        changed = {self._name[place] for place in found}
+        changed = [place for place, roles in found.items() if ROWS in roles]
+        names = {f".{self._name[place]}" for place in changed}
+        embeds = any(self._targets[place[0]].embedding for place in changed)
+        for module in config.tokens:
+            if not (any(name.endswith(f".{module}") for name in names) if module else embeds):
+                raise ModelFileError(
+                    f"{self._path} has no rows for the tokens of {module or 'the embedding'}, which {CONFIG} names "
+                    "(trainable_token_indices). Save the adapter again."
+                )
+        there = {self._name[place] for place in found}
         for name in config.parameters:
             stacks = [stack for stack in self._experts if stack.endswith(name)]
-            lacking = next((stack for stack in stacks if stack not in changed), None)
+            lacking = next((stack for stack in stacks if stack not in there), None)
             if not stacks or lacking:
                 raise ModelFileError(
                     f"{self._path}: {CONFIG} names {name} (target_parameters), "

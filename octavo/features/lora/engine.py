@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ class LoraEngine(EngineHook):
         self._clock = clock
         self._names: Names
         self._residency: Residency
+        self._vocabulary = 0
         self._of: dict[Request, AdapterWeights] = {}
         """The adapter of each request that is not released."""
         self._since: dict[Request, float] = {}
@@ -77,11 +78,13 @@ class LoraEngine(EngineHook):
         )
         for module in settings.modules():
             self._names.add(module)
+        self._vocabulary = next((one.parts[0].inputs for one in targets if one.embedding), 0)
         info = LoraInfo(
             max_rank=settings.highest_rank,
             max_adapters=settings.most_on_device,
             adapters=len(self._names),
             updates=settings.allow_runtime_lora_updating,
+            added_tokens=settings.lora_extra_vocab_size,
         )
         self.info = msgspec.Raw(msgspec.msgpack.encode(info))
 
@@ -174,7 +177,30 @@ class LoraEngine(EngineHook):
 
     def namespace(self, spec: GenerateRequest) -> str:
         weights = self._weights_of(spec)
+        if self._settings.lora_extra_vocab_size:
+            self._check_tokens(spec, self._vocabulary + weights.added_tokens)
         return str(weights.uid) if weights.changes_keys else ""
+
+    def _check_tokens(self, spec: GenerateRequest, size: int) -> None:
+        """Raise InvalidRequestError if a request has tokens that its adapter lacks. Front ends know only the most that
+        adapters may add."""
+        params = spec.params
+        given: dict[str, Iterable[int]] = {"prompt": spec.tokens, "stop_token_ids": params.stop_token_ids or ()}
+        given |= {"logit_bias": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
+        given["logprob_token_ids"] = params.logprob_token_ids or ()
+        for field, tokens in given.items():
+            odd = max(tokens, default=0)
+            if odd >= size:
+                text = f"Token id {odd} is out of vocabulary: with this adapter, ids go from 0 to {size - 1}."
+                raise InvalidRequestError(text, param=field, value=odd)
+
+    def added_tokens(self, spec: GenerateRequest) -> int:
+        return self._weights_of(spec).added_tokens
+
+    def revision(self, request: Request) -> str:
+        """The files may have changed since they were read before, without a name that came or went."""
+        weights = self._of.get(request)
+        return weights.version if weights is not None and weights.changes_keys else ""
 
     def held_blocks(self, spec: GenerateRequest) -> int:
         return self._weights_of(spec).num_blocks

@@ -18,7 +18,8 @@ piece (one projection of one layer), in this order:
   those of A;
 - if it has gains (DoRA): one row of `outputs` float32, the factors of all outputs;
 - if it is whole (a saved module): `outputs` rows of `inputs` elements, in place of all the above. A saved embedding
-  table has `inputs` rows of `outputs` elements, since its inputs are token ids.
+  table has `inputs` rows of `outputs` elements, since its inputs are token ids;
+- if it has rows of single tokens: these in place of all the above, of the model's hidden size each.
 
 So a piece of rank r takes exactly 2 r rows, whatever the ranks of others. Elements are of the model's dtype. Under
 tensor parallelism a rank has its own features of each row (`own_inputs`, `own_outputs`), as many on each rank. In a
@@ -98,6 +99,7 @@ class Target(msgspec.Struct, frozen=True):
         late: it comes after the last attention and computes only the chosen tokens of a step, if some are chosen
             (`StepInput.hidden_rows`).
         expert: index of the expert whose product it is; -1 for a layer of its own.
+        tied: a head whose weights are the embedding's table.
     """
 
     path: str
@@ -106,6 +108,7 @@ class Target(msgspec.Struct, frozen=True):
     head: bool = False
     late: bool = False
     expert: int = -1
+    tied: bool = False
 
     def name(self, part: int) -> str:
         """Return a part's full name, in the model's names."""
@@ -126,6 +129,8 @@ class Piece(msgspec.Struct, frozen=True):
         scale: factor of B.
         gain: it has a factor for each output (DoRA).
         whole: it replaces the weights (a saved module).
+        rows: of a saved module, which may have more tokens than the base's; 0 for as many.
+        tokens: ids whose rows it replaces in an embedding or a head, or adds to it; empty if it is of another kind.
     """
 
     target: int
@@ -134,6 +139,13 @@ class Piece(msgspec.Struct, frozen=True):
     scale: float = 1.0
     gain: bool = False
     whole: bool = False
+    rows: int = 0
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it takes the place of weights, so that it can't be weighted or summed."""
+        return self.whole or bool(self.tokens)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -145,6 +157,10 @@ class Manifest(msgspec.Struct, frozen=True):
         """Return what it has for these targets."""
         return Manifest(tuple(piece for piece in self.pieces if piece.target in targets))
 
+    def added_tokens(self, targets: Sequence[Target]) -> int:
+        """Return how many tokens it adds to the vocabulary."""
+        return max((added_by(piece, targets[piece.target]) for piece in self.pieces), default=0)
+
     @property
     def max_rank(self) -> int:
         return max((piece.rank for piece in self.pieces), default=0)
@@ -152,12 +168,19 @@ class Manifest(msgspec.Struct, frozen=True):
     def general(self, targets: Sequence[Target]) -> bool:
         """Return whether it has more than low-rank additions to linear layers, so that steps are not recorded."""
         changed = ((piece, targets[piece.target]) for piece in self.pieces)
-        return any(one.gain or one.whole or target.embedding or target.expert >= 0 for one, target in changed)
+        return any(one.gain or one.replaces or target.embedding or target.expert >= 0 for one, target in changed)
 
     def changes_keys(self, targets: Sequence[Target]) -> bool:
         """Return whether keys or values depend on the adapter; if not, its requests share the base's prefixes."""
         changed = (targets[piece.target] for piece in self.pieces)
         return not all(target.head or target.late for target in changed)
+
+
+def added_by(piece: Piece, target: Target) -> int:
+    """Return how many rows a piece adds to an embedding or a head."""
+    part = target.parts[piece.part]
+    end = max((piece.rows, *(token + 1 for token in piece.tokens)))
+    return max(0, end - (part.inputs if target.embedding else part.outputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +251,8 @@ class Span:
         rank: rows of each.
         gain: the row of gains.
         whole: first row of a saved module.
+        rows: their number.
+        row: the first of the rows of `tokens`.
     """
 
     a: int = -1
@@ -235,6 +260,9 @@ class Span:
     rank: int = 0
     gain: int = -1
     whole: int = -1
+    rows: int = 0
+    row: int = -1
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +293,13 @@ def layout(targets: Sequence[Target], manifest: Manifest, geometry: Geometry) ->
         part = target.parts[piece.part]
         inputs, outputs = geometry.row_tiles(part.own_inputs), geometry.row_tiles(part.own_outputs)
         if piece.whole:
-            spans[piece.target, piece.part] = Span(whole=end)
-            end += part.own_inputs * outputs if target.embedding else part.own_outputs * inputs
+            rows = piece.rows or (part.own_inputs if target.embedding else part.own_outputs)
+            spans[piece.target, piece.part] = Span(whole=end, rows=rows)
+            end += rows * (outputs if target.embedding else inputs)
+            continue
+        if piece.tokens:
+            spans[piece.target, piece.part] = Span(row=end, tokens=piece.tokens)
+            end += len(piece.tokens) * (outputs if target.embedding else inputs)
             continue
         a, b = end, end + piece.rank * inputs
         end = b + piece.rank * outputs
@@ -291,19 +324,22 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
     for manifest in manifests:
         for piece in manifest.pieces:
             assert not piece.gain, "gains do not add up"
-            assert not piece.whole, "saved modules do not add up"
+            assert not piece.replaces, "saved modules do not add up"
             place = piece.target, piece.part
             ranks[place] = ranks.get(place, 0) + piece.rank
     return Manifest(tuple(Piece(*place, rank=rank) for place, rank in sorted(ranks.items())))
 
 
-def largest(targets: Sequence[Target], rank: int, geometry: Geometry) -> int:
+def largest(targets: Sequence[Target], rank: int, geometry: Geometry, added_tokens: int = 0) -> int:
     """Return the most blocks that an adapter of this rank can take, with gains on all linear layers and saved
-    embeddings and heads."""
+    embeddings and heads of so many more tokens."""
     tiles = 0
     for i, target in enumerate(targets):
         for j in range(len(target.parts)):
-            full = target.embedding or target.head
-            forms = [Piece(i, j, rank, gain=True), *([Piece(i, j, whole=True)] if full else [])]
+            forms = [Piece(i, j, rank, gain=True)]
+            if target.embedding or target.head:
+                part = target.parts[j]
+                rows = (part.own_inputs if target.embedding else part.own_outputs) + added_tokens
+                forms.append(Piece(i, j, whole=True, rows=rows))
             tiles += max(layout(targets, Manifest((form,)), geometry).num_tiles for form in forms)
     return -(-tiles // geometry.block_tiles)

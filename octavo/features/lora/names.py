@@ -199,7 +199,8 @@ class Names:
                 f"There is no adapter at {path} on the engine's machine. Correct the path, that of --lora-modules "
                 "(NAME=PATH) or of the request."
             )
-        file = read_adapter(path, self._targets, self._settings.highest_rank)
+        settings = self._settings
+        file = read_adapter(path, self._targets, settings.highest_rank, settings.lora_extra_vocab_size)
         if not self._replaceable:
             self._require_additions(path, file.manifest)
         num_blocks = self._blocks_of(file.manifest)
@@ -214,10 +215,10 @@ class Names:
         """Raise ModelFileError unless the adapter changes linear layers only, by additions and gains."""
         for piece in manifest.pieces:
             target = self._targets[piece.target]
-            if piece.whole or target.embedding:
+            if piece.replaces or target.embedding:
                 raise ModelFileError(
-                    f"{path} {'replaces' if piece.whole else 'changes'} {target.name(piece.part)}, which the CPU's "
-                    "kernels can't do. Start the engine with --attention-backend torch."
+                    f"{path} {'replaces' if piece.replaces else 'changes'} {target.name(piece.part)}, which several "
+                    "ranks can't do with the CPU's kernels. Start the engine with --attention-backend torch."
                 )
 
     def _search(self, name: str) -> _Found | None:
@@ -260,10 +261,10 @@ class Names:
         sources = tuple(msgspec.structs.replace(one.sources[0], weight=factor) for one, factor in found)
         label = " + ".join(f"{factor:g} {one.label}" for one, factor in found)
         for source, (one, _) in zip(sources, found, strict=True):
-            if any(piece.gain or piece.whole for piece in source.manifest.pieces):
+            if any(piece.gain or piece.replaces for piece in source.manifest.pieces):
                 raise InvalidRequestError(
-                    f"The adapter {one.label!r} has DoRA magnitudes or saved modules, which can't be weighted or "
-                    "summed; use it alone, with weight 1.",
+                    f"The adapter {one.label!r} has DoRA magnitudes, saved modules or rows of tokens, which can't be "
+                    "weighted or summed; use it alone, with weight 1.",
                     param="model",
                     value=one.label,
                 )
@@ -297,6 +298,7 @@ class Names:
             general=manifest.general(self._targets),
             changes_keys=manifest.changes_keys(self._targets),
             gains=any(piece.gain for piece in manifest.pieces),
+            added_tokens=manifest.added_tokens(self._targets),
             parts=parts,
         )
 

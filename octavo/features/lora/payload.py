@@ -3,13 +3,14 @@
 | method | arguments | result of each rank |
 | --- | --- | --- |
 | `targets` | | `Targets`: what adapters can change in this model |
-| `read` | `Reading` | `{}`, once the adapter is in the host's memory as pages; `load` finds them by `page_names` |
+| `read` | `Reading` | `ReadResult`, once the adapter is in the host's memory as pages, for `load` by `page_names` |
 | `replaced` | | `{}`; the model has other weights now |
 | `drop` | `uid` | `{}`; the copy in the host's memory is freed |
 
-A uid stands for the content of an adapter, or of a weighted sum of several, and is never used again by an engine.
-`read` may be called again for a uid that was dropped. Errors of `read` are those of files: OSError's become
-`ModelFileError`, and a shape or value that can't be used is an `InvalidRequestError`.
+A uid stands for an adapter that was loaded, or for a weighted sum of several, and is never used again by an engine.
+`read` may be called again for a uid that was dropped; if the files have changed meanwhile, so has the version.
+Errors of `read` are those of files: OSError's become `ModelFileError`, and a shape or value that can't be used is an
+`InvalidRequestError`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,18 @@ class Reading(msgspec.Struct, frozen=True):
     uid: int
     sources: tuple[Source, ...]
     manifest: Manifest
+
+
+class ReadResult(msgspec.Struct, frozen=True):
+    """What was read.
+
+    Attributes:
+        machine: name of the rank's machine.
+        version: changes when the files do; only ranks of one machine have the same.
+    """
+
+    machine: str
+    version: str
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):

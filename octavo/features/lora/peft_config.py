@@ -19,7 +19,6 @@ T = TypeVar("T")
 _MERGE = "Merge the adapter into its base model and serve the result."
 _REFUSED = {
     "layer_replication": "it repeats layers of the base model",
-    "trainable_token_indices": "it changes single rows of the embedding",
     "alora_invocation_tokens": "it is active only behind its invocation tokens (activated LoRA)",
     "use_qalora": "its inputs are pooled (QA-LoRA)",
     "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
@@ -48,6 +47,7 @@ class PeftConfig:
         layers: indices of the changed layers; empty for all.
         layer_names: names of the lists of layers that `layers` refers to; empty for any.
         saved: last names of modules with weights of their own.
+        tokens: name of a module -> the token ids whose rows are changed in it; "" for the model's embedding.
         base: the base model's name; "" if not stated.
     """
 
@@ -60,6 +60,7 @@ class PeftConfig:
     layers: Sequence[int] = ()
     layer_names: Sequence[str] = ()
     saved: Sequence[str] = ()
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
@@ -99,6 +100,7 @@ class PeftConfig:
             layers=() if whole is None else [whole] if isinstance(whole, int) else list(whole),
             layer_names=() if not names else [names] if isinstance(names, str) else list(names),
             saved=tuple(fields.get("modules_to_save") or ()),
+            tokens=_tokens(fields, path),
             ranks={key: _rank(one, f"rank_pattern.{key}", path) for key, one in _table(fields, "rank_pattern", path)},
             alphas={
                 key: _number({f"alpha_pattern.{key}": one}, f"alpha_pattern.{key}", path)
@@ -123,6 +125,11 @@ class PeftConfig:
     def saves(self, module: str) -> bool:
         """Return whether the adapter has a module's whole weights."""
         return any(module == name or module.endswith(f".{name}") for name in self.saved)
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """Return the token ids whose rows of a module are changed."""
+        named = (ids for name, ids in self.tokens.items() if name and self._matches([name], module))
+        return next(named, self.tokens.get("", ()))
 
     def targets(self, module: str, *, linear: bool) -> bool:
         """Return whether the adapter must have matrices for a module of the model, by its name."""
@@ -170,6 +177,22 @@ def _listed(fields: Mapping[str, Any], key: str, path: Path) -> Sequence[str]:
     if isinstance(value, str):
         raise ModelFileError(f"{path}: {key} is {value!r}; it must be a list of names.")
     return value
+
+
+def _tokens(fields: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
+    """Return `trainable_token_indices`: a list is for the embedding."""
+    value = fields.get("trainable_token_indices") or {}
+    found = value if isinstance(value, dict) else {"": value}
+    for ids in found.values():
+        if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
+            raise ModelFileError(
+                f"{path}: trainable_token_indices is {value!r}; it must be a list of token ids, or an object from "
+                "names of modules to such lists."
+            )
+        odd = next((one for one in ids if ids.count(one) > 1), None)
+        if odd is not None:
+            raise ModelFileError(f"{path}: trainable_token_indices has token {odd} twice. Save the adapter again.")
+    return {name: tuple(ids) for name, ids in found.items()}
 
 
 def _table(fields: Mapping[str, Any], key: str, path: Path) -> list[tuple[str, Any]]:

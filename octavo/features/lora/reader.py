@@ -15,7 +15,19 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.checks import MAGNITUDE, STACKED, SWAPPED, WHOLE, A, AdapterFile, B, read_adapter, unpacked
+from octavo.features.lora.adapter_file import (
+    MAGNITUDE,
+    ROWS,
+    STACKED,
+    SWAPPED,
+    TABLE,
+    WHOLE,
+    A,
+    AdapterFile,
+    B,
+    unpacked,
+)
+from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.experts import pair_of
 from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
 from octavo.features.lora.payload import Reading, Source
@@ -26,7 +38,7 @@ from octavo.nn.pages import large
 from octavo.nn.shard import Heads
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ANY_RANK = 1 << 30
+_ANY = 1 << 30
 HELPERS = 4
 """Threads that copy parts of an adapter at once."""
 _ALONE = 1 << 15
@@ -60,17 +72,19 @@ class Reader:
     helpers: Executor | None = None
 
     @torch.inference_mode()
-    def read(self, reading: Reading) -> tuple[Layout, Tensor]:
-        """Return the layout of the rank's part of an adapter and its pages, [blocks, block bytes] uint8.
+    def read(self, reading: Reading) -> tuple[Layout, Tensor, str]:
+        """Return the layout of the rank's part of an adapter, its pages, [blocks, block bytes] uint8, and the version
+        of its files.
 
         Raises:
-            ModelFileError: a file can't be read, or has changed since it was checked.
+            ModelFileError: a file can't be read, has other shapes than when it was checked, or changes meanwhile.
         """
         targets, geometry = self.targets.targets, self.geometry
         own = self.targets.own
         placed = layout(targets, reading.manifest.among(own), geometry)
         room = large(placed.num_blocks * geometry.block_bytes)[: placed.num_blocks * geometry.block_bytes]
         filled = dict.fromkeys(placed.spans, 0)
+        versions: list[str] = []
         for source in reading.sources:
             file = self._checked(source)
             tensors = _gguf(file.weights) if file.weights.suffix == ".gguf" else _safetensors(file)
@@ -83,13 +97,16 @@ class Reader:
                 fills.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
                 filled[place] += piece.rank
             self._run(fills)
-        return placed, room.view(placed.num_blocks, geometry.block_bytes)
+            if not file.unchanged:
+                raise ModelFileError(f"{file.weights} changed while it was read. Ask again once it is complete.")
+            versions.append(file.version)
+        return placed, room.view(placed.num_blocks, geometry.block_bytes), " ".join(versions)
 
     def _checked(self, source: Source) -> AdapterFile:
         """Return an adapter's file, which is checked again only if it has changed since it was checked."""
         if source.file and (known := unpacked(source.file)).unchanged:
             return known
-        file = read_adapter(Path(source.path), self.targets.targets, _ANY_RANK)
+        file = read_adapter(Path(source.path), self.targets.targets, _ANY, _ANY)
         if file.manifest != source.manifest:
             raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
         return file
@@ -122,6 +139,10 @@ class Reader:
         if piece.whole:
             values = _columns(cut.rows_of(_in_order(tensors(roles[WHOLE]), order)), cut.inputs)
             _store(values, self._rows(room, span.whole, len(values), values.shape[1], self.dtype))
+            return
+        if piece.tokens:  # all ranks have them: they are few
+            values = _columns(_rows_of_tokens(piece, roles, tensors), cut.inputs)
+            _store(values, self._rows(room, span.row, len(values), values.shape[1], self.dtype))
             return
         a, b = tensors(roles[A]), tensors(roles[B])
         if file.pairs:
@@ -205,6 +226,15 @@ def _small(matrix: Tensor) -> Iterator[Tensor]:
     rows = max(1, _ALONE // matrix.shape[1])
     for part in matrix.split(rows):
         yield from part.split(_ALONE, dim=1)
+
+
+def _rows_of_tokens(piece: Piece, roles: Mapping[str, str], tensors: _Tensors) -> Tensor:
+    """Return the rows of a piece's tokens: those that were trained alone come first, then those of a whole table."""
+    if TABLE not in roles:
+        return tensors(roles[ROWS])
+    table = tensors(roles[TABLE])
+    trained = tensors(roles[ROWS]) if ROWS in roles else table[:0]
+    return torch.cat([trained.to(table.dtype), table[list(piece.tokens[len(trained) :])]])
 
 
 def _selected(outputs: Tensor, part: TargetPart, stored: StoredPart | None) -> Tensor:

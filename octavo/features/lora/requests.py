@@ -48,12 +48,14 @@ class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         adapters: number of adapters known at the start.
         updates: whether clients of a server may load and unload adapters.
+        added_tokens: most tokens that an adapter may add to the vocabulary.
     """
 
     max_rank: int
     max_adapters: int
     adapters: int = 0
     updates: bool = False
+    added_tokens: int = 0
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):

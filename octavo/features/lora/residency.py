@@ -14,11 +14,12 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from octavo.core.errors import EngineStateError, OctavoError
-from octavo.features.lora.payload import Reading, page_names
+from octavo.core.errors import EngineStateError, ModelFileError, OctavoError
+from octavo.features.lora.payload import Reading, ReadResult, page_names
 from octavo.features.lora.weights import AdapterWeights, State
 from octavo.schedule.hooks import NO_ROOM
 from octavo.schedule.pages import Pages
@@ -216,8 +217,9 @@ class Residency:
 
     def _read(self, weights: AdapterWeights) -> None:
         assert weights.reading is not None
-        error, weights.reading = weights.reading.exception(), None
-        if error is None:
+        reading, weights.reading = weights.reading, None
+        error = reading.exception()
+        if error is None and (error := self._versions_read(weights, reading.result())) is None:
             weights.state, weights.on_host = State.HOST, True
             self.reads += 1
             self.touch(weights)
@@ -230,6 +232,15 @@ class Residency:
             log.error("failed to read the adapter %s", weights.label, exc_info=error)
             error = EngineStateError(f"The adapter {weights.label} could not be read: {error}")
         self._fail(weights, error)
+
+    def _versions_read(self, weights: AdapterWeights, results: list[Any]) -> OctavoError | None:
+        """Note which files the ranks have read; return an error if those of one machine have read different ones."""
+        ranks = {msgspec.convert(one, ReadResult) for one in results}
+        weights.version = ", ".join(sorted(f"{one.machine} {one.version}" for one in ranks))
+        if len(ranks) == len({one.machine for one in ranks}):
+            return None
+        self._pages.call("drop", {"uid": weights.uid})
+        return ModelFileError(f"The files of the adapter {weights.label} changed while they were read. Ask again.")
 
     def _fail(self, weights: AdapterWeights, error: OctavoError) -> None:
         """End the requests that wait; later ones try again."""

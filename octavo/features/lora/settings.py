@@ -15,7 +15,7 @@ from octavo.features import FeatureSettings
 HIGHEST_RANK = 256
 _MOST_ON_DEVICE, _RANK = 256, 64
 """Defaults."""
-_ENABLED_ONLY = "max_loras", "max_lora_rank", "max_cpu_loras", "allow_runtime_lora_updating"
+_ENABLED_ONLY = "max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "allow_runtime_lora_updating"
 """Settings without effect unless there are adapters."""
 _KEYS = {"name", "path", "base_model_name"}
 
@@ -78,6 +78,12 @@ class LoraSettings(FeatureSettings):
     max_cpu_loras: int | None = setting(
         None, "most adapters kept in the host's memory", shown="--max-loras", read=quantities.count, metavar="N"
     )
+    lora_extra_vocab_size: int = setting(
+        0,
+        "most tokens that an adapter may add to the vocabulary; on a CPU only, and without ranks and drafts",
+        read=quantities.natural,
+        metavar="N",
+    )
     allow_runtime_lora_updating: bool = setting(
         False,
         "let clients load adapters from the server's files, and unload them (/v1/load_lora_adapter)",
@@ -87,6 +93,8 @@ class LoraSettings(FeatureSettings):
     def __post_init__(self) -> None:
         if self.highest_rank > HIGHEST_RANK:
             raise ConfigError(f"max_lora_rank={self.max_lora_rank} must be at most {HIGHEST_RANK}.")
+        if self.lora_extra_vocab_size < 0:
+            raise ConfigError(f"lora_extra_vocab_size={self.lora_extra_vocab_size} must be at least 0.")
         if self.enabled:
             self.modules()
             return

@@ -59,6 +59,8 @@ class Targets:
             cuts.append(cut)
 
         for layer in model.modules():
+            if layer is getattr(model, "positions", None):
+                continue  # its rows are not those of token ids
             if isinstance(layer, Linear | TiedHead | Embedding):
                 add(_target(layer, head=layer is getattr(model, "head", None), late=layer in late), layer, _cuts(layer))
             elif isinstance(layer, ExpertLayer) and isinstance(layer.scheme, SingleExperts):
@@ -100,7 +102,7 @@ def _target(layer: Layer, *, head: bool, late: bool) -> Target:
     if isinstance(layer, TiedHead):
         inputs, outputs = layer.source.size, layer.source.rows
         own = outputs if layer.source.own is None else len(layer.source.own)
-        return Target(layer.path, (TargetPart("", inputs, outputs, inputs, own),), head=True)
+        return Target(layer.path, (TargetPart("", inputs, outputs, inputs, own),), head=True, tied=True)
     assert isinstance(layer, Linear)
     parts = tuple(_part(part, cut) for part, cut in zip(layer.parts, layer.cuts, strict=True))
     return Target(layer.path, parts, head=head, late=late)

@@ -28,6 +28,12 @@ class LoraText(TextHook):
         self.ids = AdapterIds()
         self._found: dict[str, AddedModel] = {}
         self._changes = -1.0
+        info = info_of(context.info)
+        self._added = 0 if info is None else info.added_tokens
+
+    @property
+    def added_tokens(self) -> int:
+        return self._added
 
     def start_rows(self) -> list[tuple[str, str]]:
         info = info_of(self.context.info)

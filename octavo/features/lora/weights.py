@@ -36,7 +36,9 @@ class AdapterWeights:
         general: see `Manifest.general`.
         changes_keys: see `Manifest.changes_keys`.
         gains: it has gains (DoRA), which depend on the model's weights, too.
+        added_tokens: how many tokens it adds to the vocabulary.
         on_host: there is a copy in the host's memory.
+        version: of the files as they were read the last time, on all ranks; "" if they were not.
         index: its row of the worker's tables, in LOADING and DEVICE.
         announced: the worker was told of the index.
         requests: those that use it and are not released.
@@ -60,10 +62,12 @@ class AdapterWeights:
     general: bool
     changes_keys: bool
     gains: bool
+    added_tokens: int = 0
     parts: tuple[int, ...] = ()
     state: State = State.DISK
     on_host: bool = False
     reading: Future[list[Any]] | None = None
+    version: str = ""
     lease: Lease | None = None
     index: int = -1
     announced: bool = False

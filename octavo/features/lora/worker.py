@@ -3,11 +3,12 @@
 Steps have these variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
 additions to linear layers, by kernels where there are some; on a GPU with a `Crowd`, by the number of adapters), and
 "general" (also gains, saved modules, embeddings and experts; in torch, never recorded). A native program computes gains
-in "lora", experts in "general", and neither saved modules nor embeddings.
+in "lora" and experts in "general"; in "ends" (never recorded), torch changes embeddings and logits around it.
 """
 
 from __future__ import annotations
 
+import platform
 import threading
 import weakref
 from collections import OrderedDict
@@ -20,12 +21,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.lora import payload as messages
-from octavo.features.lora.delta import TorchDelta, TorchEmbedding, Weights, by_rows
+from octavo.features.lora.delta import Replaced, TorchDelta, TorchEmbedding, Weights, by_rows
 from octavo.features.lora.experts import TorchExperts
 from octavo.features.lora.gains import BaseNorms
 from octavo.features.lora.layout import Geometry, Layout, Manifest, Piece, Target, largest, layout
@@ -49,7 +51,7 @@ from octavo.nn.linear import Projection
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Site, WorkerHook
 
-LOW_RANK, GENERAL = "lora", "general"
+LOW_RANK, GENERAL, ENDS = "lora", "general", "ends"
 _THREADS = 2
 _MOST_RESERVED = 256 << 20
 """Most bytes of host memory, pinned on a GPU's machine, that are reserved for one adapter on its way to the device.
@@ -65,11 +67,13 @@ class LoraWorker(WorkerHook):
     Args:
         max_adapters: adapters in blocks at once.
         max_rank: largest rank of one adapter.
+        added_tokens: most tokens that one adds to the vocabulary.
     """
 
     name = NAME
 
-    def __init__(self, max_adapters: int, max_rank: int) -> None:
+    def __init__(self, max_adapters: int, max_rank: int, added_tokens: int = 0) -> None:
+        self.added_tokens = added_tokens
         self._max_adapters, self._max_rank = max_adapters, max_rank
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-adapters")
@@ -87,6 +91,10 @@ class LoraWorker(WorkerHook):
         self._native: Dtype | None = None
         self._crowd = Crowd.FEW
         self._compiled = False
+        self._scale = 1.0
+        self._around = False
+        """Torch changes the embeddings and logits of a native program."""
+        self._head: Replaced | None = None
 
     # The model
 
@@ -100,7 +108,10 @@ class LoraWorker(WorkerHook):
             raise ConfigError(
                 "This model's layers are not Octavo's own, so adapters can't change them. Leave out --enable-lora."
             )
+        if self.added_tokens:
+            _check_extensible(layers, site)
         self._site = site
+        self._scale = getattr(layers, "embedding_multiplier", 1.0)
         divided = isinstance(layers, CausalLM) and not layers.is_whole
         whole = type(layers)(site.build, layers.spec) if divided else None
         self._targets = Targets.of(layers, whole)
@@ -116,28 +127,61 @@ class LoraWorker(WorkerHook):
         helpers = self._helpers if site.device.resident else None  # a CPU's cores compute
         self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains, helpers)
         self._norms = norms
-        if not native and (self._attached is None or self._attached() is not model):
+        self._around = native and not divided and site.build.mesh.size == 1
+        if (self._around or not native) and (self._attached is None or self._attached() is not model):
             self._attached = weakref.ref(model)
             self._wrap(model)
 
     def _wrap(self, model: Model) -> None:
-        """Have the model say which rows its late layers compute, and add to its embeddings."""
-        embed, forward = model.embed, model.forward
+        """Have the model say which rows its late layers compute, and change its embeddings; and the logits of a native
+        program."""
+        embed, forward, logits, vocabulary = model.embed, model.forward, model.logits, model.spec.vocab_size
 
         def adapted_embed(step: StepInput) -> Tensor:
-            x = embed(step)
-            return self._embedded(x, step.input_ids) if self._selected == GENERAL else x
+            if self._selected not in (GENERAL, ENDS):
+                return embed(step)
+            ids = step.input_ids
+            if self.added_tokens:  # the table has no rows for those that adapters add
+                ids = ids.clone()
+                step.input_ids.clamp_(max=vocabulary - 1)
+            x = self._embedded(embed(step), ids)
+            if self.added_tokens:
+                step.input_ids.copy_(ids)
+            return x
 
         def adapted_forward(x: Tensor, step: StepInput) -> Tensor:
             self._batch.chosen = step.hidden_rows is not None
             return forward(x, step)
 
         model.embed, model.forward = adapted_embed, adapted_forward  # type: ignore[method-assign]
+        source = model.source if isinstance(model, NativeDecoder) else model
+        if source is not model or self.added_tokens:
+            assert isinstance(source, CausalLM)
+            model.logits = self._around_head(logits, source)  # type: ignore[method-assign, assignment]
+
+    def _around_head(self, logits: Callable[[Tensor], Tensor], model: CausalLM) -> Callable[[Tensor], Tensor]:
+        """Return `Model.logits` with what a native program can't compute, and with columns for added tokens."""
+
+        def adapted_logits(hidden: Tensor) -> Tensor:
+            head, replaces = self._head, self._selected == ENDS
+            added = head.added if head is not None and self.added_tokens and self._selected in (GENERAL, ENDS) else 0
+            if head is None or not (replaces or added):
+                return logits(hidden)
+            x = model.final(hidden)
+            y = logits(hidden)
+            if replaces:
+                head.put(y, x, model.scaled)
+            if added:
+                y = F.pad(y, (0, added), value=float("-inf"))
+                head.put_added(y, x, model.scaled)
+            return y
+
+        return adapted_logits
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         device, targets, geometry = self._site.device, self._targets.targets, self._geometry
         own = [targets[i] for i in sorted(self._targets.own)]
-        most = min(largest(own, self._max_rank, geometry), self._site.blocks.memory.shape[1])
+        most = min(largest(own, self._max_rank, geometry, self.added_tokens), self._site.blocks.memory.shape[1])
         self._tables = Tables(targets, geometry, self._max_adapters, most, device)
         self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device)
         self._uids.clear()
@@ -154,11 +198,12 @@ class LoraWorker(WorkerHook):
         self._deltas.clear()
         self._embeddings.clear()
         self._experts.clear()
+        self._head = None
 
     def _make_deltas(self) -> None:
         """Make the additions to each layer, for each variant."""
         weights = Weights(self._site.blocks, self._tables, self._site.build.dtype, self._site.device)
-        self._deltas, self._embeddings = {LOW_RANK: [], GENERAL: []}, []
+        self._deltas, self._embeddings, self._head = {LOW_RANK: [], GENERAL: []}, [], None
         experts: dict[ExpertLayer, dict[tuple[int, bool], tuple[int, Target]]] = {}
         for i, (target, layer) in enumerate(zip(self._targets.targets, self._targets.layers, strict=True)):
             if layer is None:
@@ -168,13 +213,16 @@ class LoraWorker(WorkerHook):
                 products[target.expert, (target.expert, False) in products] = i, target
                 continue
             if isinstance(layer, Embedding):
-                self._embeddings.append(TorchEmbedding(i, target, weights, self._batch))
+                self._embeddings.append(TorchEmbedding(i, target, weights, self._batch, self._scale))
                 continue
+            if target.head:
+                self._head = Replaced(i, target, weights, self._batch, partial(_packed_bias, layer))
             if self._native is not None:
                 for variant in (LOW_RANK, GENERAL):
                     self._deltas[variant].append((layer, self._in_program(i, target)))
                 continue
-            plain = TorchDelta(i, target, layer, weights, self._batch)
+            cut = self._targets.cuts[i][0] if target.head else None
+            plain = TorchDelta(i, target, layer, weights, self._batch, cut)
             self._deltas[GENERAL].append((layer, plain))
             self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._site.device.resident else plain))
 
@@ -217,11 +265,25 @@ class LoraWorker(WorkerHook):
             return None
         if payload.rows is not None:
             self._crowd = Crowd.of(len({*payload.rows} - {NONE}))
+        if payload.general and self._changes_ends:
+            return ENDS
         if payload.general and (self._native is None or self._experts):
             return GENERAL
         if self._native is not None:
             return LOW_RANK
         return (LOW_RANK, self._crowd) if self._site.device.resident else LOW_RANK
+
+    @property
+    def _changes_ends(self) -> bool:
+        """Whether adapters of the step change what torch computes around a native program."""
+        if not self._around:
+            return False
+        targets, layouts = self._targets.targets, self._tables.layouts
+        return any(
+            targets[target].embedding or not span.rank
+            for adapter in self._batch.tokens.groups
+            for (target, _), span in layouts[adapter].spans.items()
+        )
 
     def variants(self) -> Sequence[Hashable]:
         if self._native is not None:
@@ -238,7 +300,7 @@ class LoraWorker(WorkerHook):
         for layer, delta in self._deltas[GENERAL if variant == GENERAL else LOW_RANK]:
             layer.delta = None if variant is None else delta
         for mixture, additions in self._experts:
-            mixture.delta = additions if variant == GENERAL else None
+            mixture.delta = additions if variant in (GENERAL, ENDS) else None
 
     def lay_out(self, plan: StepPlan, payload: LoraStep | None) -> None:
         if payload is None:
@@ -275,7 +337,9 @@ class LoraWorker(WorkerHook):
             targets, form = self._targets, self._geometry
             sizes = form.slices, form.slice_bytes, form.element_size
             return msgspec.to_builtins(
-                messages.Targets(targets.targets, tuple(sorted(targets.own)), *sizes, self._native is None)
+                messages.Targets(
+                    targets.targets, tuple(sorted(targets.own)), *sizes, self._native is None or self._around
+                )
             )
         if method == "read":
             reading = msgspec.convert(args, Reading)
@@ -298,14 +362,15 @@ class LoraWorker(WorkerHook):
             )
 
     def _read(self, reading: Reading) -> dict[str, Any]:
-        placed, pages = self._reader.read(reading)
+        placed, pages, version = self._reader.read(reading)
         with self._lock:
             self._layouts[reading.uid], self._pages[reading.uid] = placed, pages
             needed = {*self._pages, *self._uids.values()}
             unneeded = [uid for uid in self._layouts if uid not in needed]
             for uid in unneeded[: len(unneeded) - _LAYOUTS_KEPT]:
                 del self._layouts[uid]
-        return {}
+        found: dict[str, Any] = msgspec.to_builtins(messages.ReadResult(platform.node(), version))
+        return found
 
     def rooms(self, page_bytes: int) -> tuple[int, int]:
         targets = self._targets.targets
@@ -341,6 +406,29 @@ def _arranged(site: Site, spec: object) -> Checkpoint:
     return arranged(checkpoint, spec) if isinstance(spec, DecoderSpec) else checkpoint
 
 
+def _check_extensible(layers: nn.Module, site: Site) -> None:
+    """Raise ConfigError where adapters can't add tokens to the vocabulary."""
+    mesh, room = site.build.mesh, site.room
+    reason = None
+    if site.device.resident:
+        reason = "samplers on a GPU have the model's vocabulary"
+    elif not isinstance(layers, CausalLM) or not layers.is_whole or mesh.size > 1 or mesh.context is not None:
+        reason = "the model is divided over ranks"
+    elif room is not None and room.max_drafts:
+        reason = "drafters have the model's vocabulary"
+    if reason is not None:
+        raise ConfigError(
+            f"--lora-extra-vocab-size can't be used here: {reason}. Leave it out, and resize the base model instead "
+            "(transformers: resize_token_embeddings)."
+        )
+
+
+def _packed_bias(layer: Projection) -> Tensor | None:
+    return layer.matrix.bias
+
+
 def build_worker(context: FeatureContext) -> LoraWorker | None:
     settings = context.settings_of(LoraSettings)
-    return LoraWorker(settings.most_on_device, settings.highest_rank) if settings.enabled else None
+    if not settings.enabled:
+        return None
+    return LoraWorker(settings.most_on_device, settings.highest_rank, settings.lora_extra_vocab_size)

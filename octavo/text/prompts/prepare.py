@@ -97,16 +97,17 @@ class Preparer:
         text, tokens, salt = parts_of(prompt, param)
         if not self.tokenizer.present:
             params = without_text(params, *(name for hook in self.hooks for name in hook.text_params))
+        size = self.info.vocab_size + self._added_tokens(params, options)
         room = min(params.max_tokens or 1, self.info.max_model_len - 1)
         limit = truncation(truncate, self.info.max_model_len, keep=self.info.max_model_len - room)
         if tokens is not None:
-            self.check_ids(tokens, param, placeholders=bool(keys))
+            self.check_ids(tokens, param, placeholders=bool(keys), size=size)
             tokens = cut(tokens, limit, side)
         else:
             tokens = self._tokenized(text or "", limit, side, param, add_special_tokens=add_special_tokens)
         if not tokens:
             raise _empty(param, [] if text is None else text)
-        self._check_vocabulary(params)
+        self._check_vocabulary(params, size)
         params = self._split_options(self._with_bad_tokens(params), text, tokens, options)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
@@ -200,8 +201,14 @@ class Preparer:
             raise InvalidRequestError(sentence, param="max_tokens", value=params.max_tokens)
         return params
 
-    def check_ids(self, tokens: list[int], param: str, *, placeholders: bool = False) -> None:
-        size = self.info.vocab_size
+    def _added_tokens(self, params: SamplingParams, options: Mapping[str, msgspec.Raw]) -> int:
+        """Return how many token ids beyond the vocabulary a request may have at most, by the features that it uses."""
+        used = {*options, *(params.feature_args or ())}
+        return max((hook.added_tokens for hook in self.hooks if hook.name in used), default=0)
+
+    def check_ids(self, tokens: list[int], param: str, *, placeholders: bool = False, size: int | None = None) -> None:
+        """Refuse what is no token id. `size`: of the vocabulary, by default the model's."""
+        size = self.info.vocab_size if size is None else size
         for place, token in enumerate(tokens):
             if type(token) is not int:
                 raise InvalidRequestError(
@@ -240,8 +247,7 @@ class Preparer:
                     found.append(tokens)
         return params.replace(bad_token_ids=found)
 
-    def _check_vocabulary(self, params: SamplingParams) -> None:
-        size = self.info.vocab_size
+    def _check_vocabulary(self, params: SamplingParams, size: int) -> None:
         self._check_logprobs(params)
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(params, name) or ():

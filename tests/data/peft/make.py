@@ -34,7 +34,27 @@ ADAPTERS = {
     "tables": peft.LoraConfig(
         r=3, lora_alpha=3, target_modules=["embed_tokens", "v_proj"], modules_to_save=["lm_head"]
     ),
+    "tokens": peft.LoraConfig(
+        r=2,
+        lora_alpha=2,
+        target_modules=["v_proj"],
+        trainable_token_indices={"embed_tokens": [40, 7, 2], "lm_head": [5, 47]},
+    ),
+    "tied": peft.LoraConfig(r=2, lora_alpha=2, target_modules=["v_proj"], trainable_token_indices=[33, 9, 11]),
+    "added-rows": peft.LoraConfig(r=2, lora_alpha=2, target_modules=["v_proj"], trainable_token_indices=[48, 50, 7]),
+    "added-saved": peft.LoraConfig(
+        r=2, lora_alpha=2, target_modules=["v_proj"], modules_to_save=["embed_tokens", "lm_head"]
+    ),
 }
+"""Names of adapters; `tied` is for the base model `base-tied`, all others for `base`. Those of `ADDED` add tokens."""
+ADDED = 3
+
+
+def base_of(folder: str, adapter: str) -> transformers.PreTrainedModel:
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    if adapter.startswith("added"):
+        model.resize_token_embeddings(model.config.vocab_size + ADDED)
+    return model
 
 
 def main() -> None:
@@ -54,9 +74,13 @@ def main() -> None:
         eos_token_id=None,
     )
     transformers.LlamaForCausalLM(config).save_pretrained("base")
+    config.tie_word_embeddings = True
+    with torch.random.fork_rng():
+        transformers.LlamaForCausalLM(config).save_pretrained("base-tied")
     logits = {}
     for name, adapter in ADAPTERS.items():
-        base = transformers.LlamaForCausalLM.from_pretrained("base")
+        folder = "base-tied" if name == "tied" else "base"
+        base = base_of(folder, name)
         adapter.task_type = "CAUSAL_LM"
         model = peft.get_peft_model(base, adapter)
         for parameter in model.parameters():
@@ -66,9 +90,10 @@ def main() -> None:
             warnings.simplefilter("ignore")
             model.save_pretrained(name)
         Path(name, "README.md").unlink(missing_ok=True)
-        loaded = peft.PeftModel.from_pretrained(transformers.LlamaForCausalLM.from_pretrained("base"), name).eval()
+        loaded = peft.PeftModel.from_pretrained(base_of(folder, name), name).eval()
+        prompt = [*PROMPT, 48, 49, 50] if name.startswith("added") else PROMPT
         with torch.no_grad():
-            logits[name] = loaded(torch.tensor([PROMPT])).logits[0].contiguous()
+            logits[name] = loaded(torch.tensor([prompt])).logits[0].contiguous()
     save_file(logits, "logits.safetensors")
 
 

@@ -37,6 +37,15 @@ def test_what_is_no_number_counts_only_where_it_is_possible() -> None:
     assert logits[1].argmax() == 6
 
 
+@pytest.mark.parametrize("more", [1, 5, 21, 22, 60])
+def test_tokens_beyond_the_vocabulary_are_forbidden(more: int) -> None:
+    """Masks are of the model's vocabulary, and may have any bits after it."""
+    words, logits = random_words(1), torch.randn(1, VOCAB + more)
+    forbid(logits, Allowed([0], words).within(VOCAB, VOCAB + more))
+    assert torch.equal(logits[:, :VOCAB] == float("-inf"), impossible(words))
+    assert (logits[:, VOCAB:] == float("-inf")).all()
+
+
 def test_a_list_of_tokens_as_a_mask() -> None:
     tokens = [0, 31, 32, 999, VOCAB - 1]
     assert torch.nonzero(~impossible(words_of(tokens, VOCAB)[None])[0]).squeeze(-1).tolist() == tokens

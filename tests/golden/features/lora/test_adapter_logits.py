@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapter_kit import BASE, load
 from safetensors.torch import load_file
-from tiny import FAMILIES, make_checkpoint, model_files
+from tiny import FAMILIES, make_checkpoint, model_files, reference_of
 from tiny_adapters import merged, save_adapter
 from torch import Tensor
 
@@ -30,7 +30,8 @@ def with_merged(theirs: Any, folder: Path, adapter: Path | None, tokens: list[in
     weights = load_file(folder / "model.safetensors")
     # An adapter of the embedding does not change a head that shares its table.
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    changed = weights if adapter is None else merged(weights, adapter)
+    tied = bool(theirs.config.tie_word_embeddings)
+    changed = weights if adapter is None else merged(weights, adapter, tied=tied)
     theirs.load_state_dict(changed, strict=False)
     found = expected(theirs, tokens)
     theirs.load_state_dict(weights, strict=False)
@@ -69,6 +70,7 @@ def test_twelve_adapters_in_one_batch(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat(parts), with_merged(theirs, tmp_path, adapter, prompt), **TOLERANCE)
 
 
+TOKENS = list(range(180, 20, -2))
 KINDS: dict[str, dict[str, Any]] = {
     "rank-stabilised": {"use_rslora": True, "rank": 12},
     "patterns": {"rank_pattern": {"q_proj": 3, "down_proj": 24}, "alpha_pattern": {"v_proj": 5.0}},
@@ -77,6 +79,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding": {"targets": ("embed_tokens", "o_proj")},
     "head": {"targets": ("lm_head",)},
     "magnitudes of a head": {"targets": ("lm_head", "k_proj"), "use_dora": True},
+    "tokens of the embedding": {"targets": ("up_proj",), "trainable_token_indices": TOKENS},
+    "tokens of both": {"targets": ("up_proj",), "trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS}},
+    "other tokens of a head": {
+        "targets": ("up_proj",),
+        "trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": [9, 5, 0]},
+    },
+    "tokens of a head": {"targets": ("up_proj",), "trainable_token_indices": {"lm_head": [150, 2]}},
     "saved modules": {"targets": ("up_proj",), "modules_to_save": ["embed_tokens", "lm_head"]},
 }
 
@@ -107,6 +116,29 @@ def test_kinds_of_adapters(kind: str, pair: tuple[Any, Path], tmp_path: Path) ->
     )
     torch.testing.assert_close(found, expected, **TOLERANCE)
     assert not torch.allclose(expected[0], with_merged(theirs, folder, None, prompts[0])[-1], atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "tokens of the embedding", "saved modules"])
+@pytest.mark.parametrize("family", ["gemma3", "granite"])
+def test_embeddings_that_the_model_scales(family: str, kind: str, tmp_path: Path) -> None:
+    """What an adapter changes in the table is scaled as the table's rows are."""
+    theirs = make_checkpoint(family, tmp_path)
+    theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
+    files = model_files(tmp_path)
+    adapted = load(files, reference_of(files))
+    assert adapted.model.embedding_multiplier != 1
+    adapter = save_adapter(tmp_path / "adapter", theirs.config.to_dict(), seed=1, **KINDS[kind])
+    payload, prompt = adapted.enter(adapter), prompts_of(3)[2]
+    row = adapted.runner.row(prompt, len(prompt))
+    found = adapted.step([row], [len(prompt)], LoraStep(payload.entries, [0], payload.general))
+    torch.testing.assert_close(found[0], with_merged(theirs, tmp_path, adapter, prompt)[-1], **TOLERANCE)
+
+
+def test_learned_positions_take_no_adapters(tmp_path: Path) -> None:
+    """Their rows are those of positions, and an adapter of an embedding looks up token ids."""
+    make_checkpoint("gpt2", tmp_path)
+    targets = load(model_files(tmp_path), ReferenceAttention()).worker._targets.targets
+    assert [target.stored(0).name for target in targets if target.embedding] == ["transformer.wte"]
 
 
 def test_a_weighted_sum_of_adapters(pair: tuple[Any, Path], tmp_path: Path) -> None:

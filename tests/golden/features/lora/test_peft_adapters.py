@@ -29,13 +29,24 @@ def logits_of(adapted: Adapted, adapter: Path, prompt: list[int]) -> Tensor:
     return adapted.step([row], [len(prompt)], step, all_logits=True)
 
 
-@pytest.mark.parametrize("name", ["patterns", "magnitudes", "tables"])
+@pytest.mark.parametrize("name", ["patterns", "magnitudes", "tables", "tokens", "tied"])
 def test_logits_are_those_of_peft(name: str) -> None:
-    found = logits_of(load(model_files(DATA / "base"), ReferenceAttention()), DATA / name, PROMPT)
+    base = DATA / ("base-tied" if name == "tied" else "base")
+    found = logits_of(load(model_files(base), ReferenceAttention()), DATA / name, PROMPT)
     expected = load_file(DATA / "logits.safetensors")
     torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-4)
-    others = [expected[one] for one in expected if one != name]
+    others = [logits for one, logits in expected.items() if one != name and not one.startswith("added")]
     assert not any(torch.allclose(found, other, atol=0.1) for other in others)
+
+
+@pytest.mark.parametrize("name", ["added-rows", "added-saved"])
+def test_logits_of_added_tokens_are_those_of_peft(name: str) -> None:
+    """Adapters of a model that was resized from 48 to 51 tokens."""
+    adapted = load(model_files(DATA / "base"), ReferenceAttention(), added_tokens=3)
+    found = logits_of(adapted, DATA / name, [*PROMPT, 48, 49, 50])
+    expected = load_file(DATA / "logits.safetensors")[name]
+    assert found.shape == expected.shape == (len(PROMPT) + 3, 51)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 _NAMES = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import PREFIX, save_adapter
 
 from octavo.core.errors import ModelFileError
-from octavo.features.lora.checks import WHOLE, read_adapter
+from octavo.features.lora.adapter_file import ROWS, TABLE, WHOLE
+from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.layout import Piece, StoredPart, Target, TargetPart
 
 CONFIG = {
@@ -97,7 +99,14 @@ def test_the_base_of_an_embedding_is_no_saved_module(tmp_path: Path) -> None:
         ("bias", "all", "bias is 'all'"),
         ("layer_replication", [[0, 1]], "layer_replication is set"),
         ("alora_invocation_tokens", [3], "activated LoRA"),
-        ("trainable_token_indices", [3], "trainable_token_indices is set"),
+        (
+            "trainable_token_indices",
+            [3],
+            "has no rows for the tokens of the embedding, which adapter_config.json names",
+        ),
+        ("trainable_token_indices", {"lm_head": [3]}, "has no rows for the tokens of lm_head, which"),
+        ("trainable_token_indices", [3, 3], "has token 3 twice"),
+        ("trainable_token_indices", {"lm_head": 3}, "must be a list of token ids, or an object"),
         ("target_parameters", ["mlp.experts.down_proj"], "target_parameters), which is no tensor of experts here"),
         ("target_parameters", "mlp.experts.down_proj", "it must be a list of names"),
         ("init_lora_weights", "pissa_niter_4", "path_initial_model_for_weight_conversion"),
@@ -166,14 +175,122 @@ def test_files_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
 
 def test_other_vocabularies_and_saved_layers_are_refused(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path, CONFIG | {"vocab_size": 53}, seed=1, modules_to_save=["lm_head"])
-    with pytest.raises(ModelFileError, match=r"lm_head has 53 tokens, the served model 50.*resize the base model's"):
+    with pytest.raises(
+        ModelFileError, match=r"tensor .*lm_head.weight has 53 tokens, the served model 50. .*adds 3, and this"
+    ):
         read_adapter(adapter, TARGETS, 64)
+    fewer = save_adapter(tmp_path / "fewer", CONFIG | {"vocab_size": 48}, seed=1, modules_to_save=["embed_tokens"])
+    with pytest.raises(
+        ModelFileError, match=r"embed_tokens.weight has 48 .*can't remove 2.*resize the base model to 48 tok"
+    ):
+        read_adapter(fewer, TARGETS, 64)
     name = f"{PREFIX}model.layers.0.mlp.up_proj.weight"
     changed(
         adapter, lambda tensors: tensors.update({name: torch.zeros(48, 32)}), modules_to_save=["lm_head", "up_proj"]
     )
     with pytest.raises(ModelFileError, match=r"both a saved module and a low-rank one|saved embeddings and heads only"):
         read_adapter(adapter, TARGETS, 64)
+
+
+def test_added_tokens_that_only_copies_of_the_tables_show_are_refused(tmp_path: Path) -> None:
+    """PEFT saves the tables of a resized model, and its configuration does not say so."""
+    adapter = save_adapter(tmp_path, CONFIG, seed=1)
+    for end in ("weight", "base_layer.weight", "token_adapter.base_layer.weight"):
+        name = f"{PREFIX}model.embed_tokens.{end}"
+        changed(adapter, lambda tensors, name=name: tensors.update({name: torch.zeros(53, 32)}))
+        with pytest.raises(
+            ModelFileError, match=r"embed_tokens.* has 53 tokens, the served model 50\. The adapter adds 3"
+        ):
+            read_adapter(adapter, TARGETS, 64)
+        changed(adapter, lambda tensors, name=name: tensors.update({name: torch.zeros(50, 32)}))
+        assert not any(piece.replaces for piece in read_adapter(adapter, TARGETS, 64).manifest.pieces)
+
+
+def test_saved_modules_under_three_names_are_one(tmp_path: Path) -> None:
+    """PEFT saves them so if it believes that the vocabulary was changed."""
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, modules_to_save=["lm_head"])
+    names = [f"{PREFIX}lm_head.{kind}.weight" for kind in ("modules_to_save", "original_module")]
+    changed(adapter, lambda tensors: tensors.update({name: torch.zeros(50, 32) for name in names}))
+    assert read_adapter(adapter, TARGETS, 64).tensors[-1] == {WHOLE: f"{PREFIX}lm_head.weight"}
+
+
+def test_rows_of_single_tokens(tmp_path: Path) -> None:
+    tied = (*TARGETS[:-1], msgspec.structs.replace(TARGETS[-1], tied=True))
+    listed = save_adapter(tmp_path / "listed", CONFIG, seed=1, targets=("q_proj",), trainable_token_indices=[7, 3])
+    tensor = f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"
+    for targets, places in ((TARGETS, [0]), (tied, [0, len(tied) - 1])):
+        file = read_adapter(listed, targets, 64)
+        found = [
+            (piece, roles) for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True) if ROWS in roles
+        ]
+        assert found == [(Piece(place, 0, tokens=(7, 3)), {ROWS: tensor}) for place in places]
+    other = {"embed_tokens": [7, 3], "lm_head": [4]}
+    both = save_adapter(tmp_path / "both", CONFIG, seed=1, targets=("q_proj",), trainable_token_indices=other)
+    assert read_adapter(both, tied, 64).manifest.pieces[-1] == Piece(len(tied) - 1, 0, tokens=(4,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "text"),
+    [
+        (
+            {"trainable_token_indices": [50]},
+            {},
+            "has token 50 .*the served model has 50 tokens.* to at least 51 tokens",
+        ),
+        (
+            {"trainable_token_indices": [3]},
+            {"trainable_token_indices": [3, 4]},
+            r"has shape \[1, 32\].* makes it \[2, 32",
+        ),
+        (
+            {"trainable_token_indices": [3], "targets": ("embed_tokens",)},
+            {},
+            "rows of single tokens .* and other changes",
+        ),
+        ({"trainable_token_indices": {"lm_head": [3]}}, {"trainable_token_indices": [3]}, "tokens of the embedding"),
+    ],
+)
+def test_rows_of_tokens_that_can_not_be_used(
+    settings: dict[str, Any], fields: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    adapter = changed(save_adapter(tmp_path, CONFIG, seed=1, **settings), **fields)
+    with pytest.raises(ModelFileError, match=text):
+        read_adapter(adapter, TARGETS, 64)
+
+
+def test_tokens_that_are_added(tmp_path: Path) -> None:
+    """As tables, as copies of tables that the configuration does not name, and as rows that were trained alone."""
+    embed, head = f"{PREFIX}model.embed_tokens", f"{PREFIX}lm_head"
+    ends = {f"{embed}.weight": torch.zeros(53, 32), f"{head}.weight": torch.zeros(53, 32)}
+
+    def read(name: str, *gone: str, **settings: Any) -> Any:
+        adapter = save_adapter(tmp_path / name, CONFIG, seed=1, targets=("q_proj",), **settings)
+        tensors = {key: value for key, value in ends.items() if key not in gone}
+        file = read_adapter(changed(adapter, lambda found: found.update(tensors)), TARGETS, 64, 3)
+        assert file.manifest.added_tokens(TARGETS) == 3
+        return [
+            (piece, roles) for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True) if piece.replaces
+        ]
+
+    last = len(TARGETS) - 1
+    saved = read("saved", modules_to_save=["embed_tokens", "lm_head"])
+    assert [piece for piece, _ in saved] == [Piece(0, 0, whole=True, rows=53), Piece(last, 0, whole=True, rows=53)]
+    new = (50, 51, 52)
+    copies = read("copies")
+    assert copies == [(Piece(i, 0, tokens=new), {TABLE: f"{path}.weight"}) for i, path in ((0, embed), (last, head))]
+    ends[f"{embed}.token_adapter.base_layer.weight"] = ends.pop(f"{embed}.weight")
+    trained = read("trained", trainable_token_indices=[51, 4])
+    assert trained[0][0] == Piece(0, 0, tokens=(51, 4, 50, 52))
+    assert set(trained[0][1]) == {ROWS, TABLE}
+    assert read("all", f"{embed}.token_adapter.base_layer.weight", trainable_token_indices=[*new])[0][0].tokens == new
+    with pytest.raises(
+        ModelFileError, match=r"row for the added token 52 and none for 50\. Save the adapter with save_emb"
+    ):
+        read("some", f"{embed}.token_adapter.base_layer.weight", trainable_token_indices=[51, 52])
+    with pytest.raises(
+        ModelFileError, match="adds 3 tokens to the embedding and 0 to the head, which must be the same"
+    ):
+        read("one", f"{head}.weight", trainable_token_indices=[*new])
 
 
 def test_numbers_in_other_formats_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ModelFileError
 from octavo.features.lora import reader as reader_module
-from octavo.features.lora.checks import AdapterFile, read_adapter, unpacked
+from octavo.features.lora.adapter_file import AdapterFile, unpacked
+from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.layout import Geometry, Target, TargetPart
 from octavo.features.lora.payload import Reading, Source
 from octavo.features.lora.reader import Reader
@@ -61,7 +63,7 @@ def test_files_that_have_not_changed_are_checked_once(
     save(tmp_path, seed=1)
     file = read_adapter(tmp_path, TARGETS, 8)
     assert unpacked(file.packed()) == file
-    _, expected = reader.read(reading(tmp_path, file, known=False))
+    _, expected, _ = reader.read(reading(tmp_path, file, known=False))
     monkeypatch.setattr(reader_module, "read_adapter", None)
     assert torch.equal(reader.read(reading(tmp_path, file))[1], expected)
 
@@ -81,6 +83,37 @@ def test_files_that_have_changed_are_checked_again(name: str, reader: Reader, tm
         reader.read(reading(tmp_path, file))
 
 
+def test_files_that_change_while_they_are_read_are_refused(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else pages could be of either content, and prefixes that they compute would be found with the other."""
+    save(tmp_path, seed=1)
+    file = read_adapter(tmp_path, TARGETS, 8)
+    run = Reader._run
+
+    def slow(self: Reader, fills: object) -> None:
+        run(self, fills)  # type: ignore[arg-type]
+        save(tmp_path, seed=2)
+
+    monkeypatch.setattr(Reader, "_run", slow)
+    with pytest.raises(ModelFileError, match="changed while it was read"):
+        reader.read(reading(tmp_path, file))
+
+
+def test_versions_change_with_the_files_even_if_their_times_are_restored(reader: Reader, tmp_path: Path) -> None:
+    save(tmp_path, seed=1)
+    file = read_adapter(tmp_path, TARGETS, 8)
+    versions = [reader.read(reading(tmp_path, file))[2] for _ in range(2)]
+    weights = tmp_path / "adapter_model.safetensors"
+    before = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    versions.append(reader.read(reading(tmp_path, file))[2])
+    assert versions[0] == versions[1] != versions[2]
+
+
 def test_files_that_are_gone_are_an_error(reader: Reader, tmp_path: Path) -> None:
     save(tmp_path, seed=1)
     file = read_adapter(tmp_path, TARGETS, 8)
@@ -92,8 +125,8 @@ def test_files_that_are_gone_are_an_error(reader: Reader, tmp_path: Path) -> Non
 def test_threads_fill_the_same_pages(reader: Reader, tmp_path: Path) -> None:
     save(tmp_path, seed=2)
     file = read_adapter(tmp_path, TARGETS, 8)
-    _, expected = reader.read(reading(tmp_path, file))
+    _, expected, _ = reader.read(reading(tmp_path, file))
     with ThreadPoolExecutor(3) as helpers:
-        _, pages = dataclasses.replace(reader, helpers=helpers).read(reading(tmp_path, file))
+        _, pages, _ = dataclasses.replace(reader, helpers=helpers).read(reading(tmp_path, file))
     assert pages.count_nonzero() > 1000
     assert torch.equal(pages, expected)

@@ -298,7 +298,7 @@ def test_what_can_not_be_loaded_says_why(paths: dict[str, str], tmp_path: Path) 
         house.call("load", name="x", path=big)
     with pytest.raises(InvalidRequestError, match="need 10 KV blocks and 3 for what its features load"):
         house.ask("x", "c", tokens=20, max_tokens=20)
-    with pytest.raises(InvalidRequestError, match="'gain' has DoRA magnitudes or saved modules"):
+    with pytest.raises(InvalidRequestError, match="'gain' has DoRA magnitudes, saved modules or rows of tokens"):
         house.ask("x", "a", "gain")
     with pytest.raises(InvalidRequestError, match="'lora' has no method 'sing'"):
         house.call("sing")
@@ -426,3 +426,30 @@ def run_at_most(house: House, steps: int) -> list[str]:
         house.worker.turn()
         house.step()
     return house.ends
+
+
+def test_files_that_changed_between_the_reads_of_two_ranks_are_refused(paths: dict[str, str]) -> None:
+    """Ranks of two machines read two copies, whose versions are never the same."""
+    house = House(paths)
+    house.worker.ranks = [("one", "1"), ("one", "2"), ("other", "3")]
+    house.ask("mixed", "a")
+    house.run()
+    assert house.last["mixed"].finish is FinishReason.ERROR
+    assert "The files of the adapter a changed while they were read" in (house.last["mixed"].error or "")
+    assert house.worker.host == set()
+    house.worker.ranks = [("one", "2"), ("one", "2"), ("other", "3")]
+    house.ask("same", "a")
+    house.run()
+    assert house.last["same"].finish is FinishReason.LENGTH
+
+
+def test_only_changed_files_lose_their_prefixes(paths: dict[str, str]) -> None:
+    house = House(paths, max_loras=1, max_cpu_loras=1)
+    cached = {"a": [], "head": []}  # type: dict[str, list[int]]
+    for version in ("1", "1", "2", "2", "1"):
+        house.worker.ranks = [("", version)]
+        for name, found in cached.items():
+            house.ask("asked", name, tokens=13)
+            house.run()
+            found.append(house.last["asked"].num_cached)
+    assert cached == {"a": [0, 12, 0, 12, 12], "head": [0, 12, 12, 12, 12]}

@@ -10,6 +10,7 @@ import pytest
 from server_kit import HELLO, TOKENIZER, VOCAB_SIZE, ask, ask_now, get_now, make_frontend
 
 from octavo.core.errors import InvalidRequestError, ModelFileError
+from octavo.core.params import SamplingParams
 from octavo.core.stats import FeatureMetric
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.features.lora.api import AdapterIds, LoRARequest
@@ -20,6 +21,7 @@ from octavo.features.lora.requests import (
     Part,
     already_loaded,
     decode,
+    encode,
     gone,
     not_loaded,
     selection_of,
@@ -35,8 +37,8 @@ PROMPT = {"prompt": "a"}
 class Adapters:
     """An engine half of the simplest kind, behind a scripted engine."""
 
-    def __init__(self, *, updates: bool = True, enabled: bool = True, **info: Any) -> None:
-        facts = LoraInfo(max_rank=64, max_adapters=8, updates=updates)
+    def __init__(self, *, updates: bool = True, enabled: bool = True, added_tokens: int = 0, **info: Any) -> None:
+        facts = LoraInfo(max_rank=64, max_adapters=8, updates=updates, added_tokens=added_tokens)
         here = {"features": ["lora"], "feature_info": {"lora": msgspec.Raw(msgspec.msgpack.encode(facts))}}
         known = fake_info(name="toy", vocab_size=VOCAB_SIZE, **(here if enabled else {}), **info)
         self.there = {"red": Adapter(name="red", path="/red", rank=8), "blue": Adapter(name="blue", path="/blue")}
@@ -239,6 +241,18 @@ def hook_of(made: Adapters) -> tuple[Frontend, LoraText]:
     hook = made.frontend.preparer.hook("lora")
     assert isinstance(hook, LoraText)
     return made.frontend, hook
+
+
+def test_only_requests_of_adapters_may_have_added_tokens() -> None:
+    """Here up to the most that any may add; the engine core knows how many each has."""
+    frontend, _ = hook_of(Adapters(added_tokens=2))
+    added, option = [VOCAB_SIZE, VOCAB_SIZE + 1], {"lora": encode((Part("red"),))}
+    params = SamplingParams(max_tokens=2, logit_bias={VOCAB_SIZE + 1: 2.0})
+    assert frontend.prepare(added, params, options=option).tokens == added
+    assert frontend.prepare(added, params.replace(feature_args={"lora": (Part("red"),)})).tokens == added
+    for tokens, given in ((added, {}), ([VOCAB_SIZE + 2], {"options": option}), ([1], {})):
+        with pytest.raises(InvalidRequestError, match=r"out.of.vocab"):
+            frontend.prepare(tokens, params, **given)
 
 
 def test_python_names_one_for_all_or_one_each() -> None:

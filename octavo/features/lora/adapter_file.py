@@ -1,0 +1,75 @@
+"""`AdapterFile`: an adapter's files as they were checked. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from octavo.features.lora.layout import Manifest
+from octavo.hub.safetensors_files import StoredTensor
+
+A, B, MAGNITUDE, WHOLE, ROWS, TABLE = "a", "b", "magnitude", "whole", "rows", "table"
+STACKED = "stacked"
+"""Not a tensor's role: how A and B hold the matrices of all experts, STRAIGHT or SWAPPED; see `experts.pair_of`."""
+STRAIGHT, SWAPPED = "straight", "swapped"
+
+Stamp = tuple[int, int, int, int]
+"""A file's inode, size, and times of change of its content and of its inode. The last one shows changes by programs
+that set the time of the content, such as `cp -p` and rsync."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter's files, checked.
+
+    Attributes:
+        weights: the file with its tensors.
+        manifest: what it has.
+        tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE,
+            ROWS (of single tokens), TABLE (has those of added tokens); and STACKED, see there.
+        base: name of the base model that it was made for; "" if not stated.
+        pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
+        header: where a safetensors file has each tensor.
+        stamps: of the files that were read, by path: they show changes without reading the files again.
+    """
+
+    weights: Path
+    manifest: Manifest
+    tensors: tuple[Mapping[str, str], ...]
+    base: str = ""
+    pairs: bool = False
+    header: Mapping[str, StoredTensor] = field(default_factory=dict)
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
+
+    def packed(self) -> bytes:
+        """Return it compressed, for `unpacked`: to about a hundredth, since names of tensors are much alike."""
+        return zlib.compress(msgspec.msgpack.encode(self, enc_hook=str), level=1)
+
+    @property
+    def version(self) -> str:
+        """A digest of the stamps: the files' content is the same while this is."""
+        return hashlib.blake2b(repr(sorted(self.stamps.items())).encode(), digest_size=16).hexdigest()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the files are still those that were checked."""
+        try:
+            return bool(self.stamps) and all(stamp_of(Path(path)) == stamp for path, stamp in self.stamps.items())
+        except OSError:
+            return False
+
+
+def unpacked(file: bytes) -> AdapterFile:
+    """Return what `AdapterFile.packed` packed."""
+    return msgspec.msgpack.decode(zlib.decompress(file), type=AdapterFile, dec_hook=lambda kind, text: kind(text))
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return a file's stamp. Raises OSError."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
