@@ -31,7 +31,7 @@ test: $(VENV)/.ready-test ## install and run the tests: make test ARGS="tests/un
 	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.ready-test ## nightly: also the tests marked slow
-	OCTAVO_NIGHTLY=1 $(PYTEST) -m '' $(ARGS)
+	NIGHTLY_TESTS=1 $(PYTEST) -m '' $(ARGS)
 
 deletion: $(VENV)/.ready-test ## the quick tests with each feature's folder deleted: some minutes for each; ARGS=--short for a few of them
 	$(BIN)/python tools/deletion.py $(ARGS)

@@ -47,7 +47,7 @@ def short_path() -> Iterator[Path]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests marked as in need of the feature that tools/deletion.py has deleted."""
-    deleted = os.environ.get("OCTAVO_DELETED_FEATURE")
+    deleted = os.environ.get("DELETED_FEATURE")
     if deleted is not None:
         gone = [item for item in items if any(deleted in mark.args for mark in item.iter_markers("features"))]
         items[:] = [item for item in items if item not in gone]

@@ -7,4 +7,4 @@ import os
 
 def examples(count: int) -> int:
     """Return `count` for nightly tests (`make test-all`), a quarter of it otherwise."""
-    return count if "OCTAVO_NIGHTLY" in os.environ else count // 4
+    return count if "NIGHTLY_TESTS" in os.environ else count // 4

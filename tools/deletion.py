@@ -240,7 +240,7 @@ def run_without(
         shutil.rmtree(copy / package / "features" / name)
         for tests in [p for p in (copy / "tests").rglob(name) if p.is_dir() and p.parent.name == "features"]:
             shutil.rmtree(tests)
-        env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OCTAVO_DELETED_FEATURE": name}
+        env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "DELETED_FEATURE": name}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests_without(copy, short=short)]
         command += pytest_args
         pipe, same = subprocess.PIPE, subprocess.STDOUT
