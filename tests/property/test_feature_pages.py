@@ -199,6 +199,21 @@ def test_blocks_that_a_failing_feature_took_are_free_again(monkeypatch):
     scheduler.check_idle()
 
 
+def test_a_feature_that_fails_to_admit_a_request_leaves_cached_prefixes():
+    loop, _, vault, _ = small_engine(depth=0)
+    loop.add(asking("first", [7] * 13))
+    finish(loop)
+    vault.admit = None
+    loop.add(asking("refused", [1, 2, 3], 2))
+    finish(loop)
+    del vault.admit
+    loop.add(asking("again", [7] * 13))
+    deltas = []
+    while loop.busy:
+        deltas += loop.step()
+    assert deltas[-1].num_cached == 12
+
+
 LEASING = {(KVCache, "lease_new"), (Pages, "take")}
 """Functions after whose work the lease belongs to the feature: nothing inside is left to fail."""
 
