@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 
 
 class BlockPool:
@@ -17,6 +18,8 @@ class BlockPool:
 
     Attributes:
         each: blocks of a part.
+        miscounted: a change of references failed halfway (`changing`), so that some blocks may count as held although
+            nothing holds them. `recount` repairs that.
     """
 
     def __init__(self, num_blocks: int, parts: int = 1) -> None:
@@ -79,6 +82,15 @@ class BlockPool:
             else:
                 self._blank[block // self.each].append(block)
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Set `miscounted` if the block of code fails, for callers whose own callers may go on after a failure."""
+        try:
+            yield
+        except BaseException:
+            self.miscounted = True
+            raise
+
     def forget(self, block: int) -> None:
         """Discard the contents: a cached block becomes blank, a held one stays held."""
         if self._refs[block] == 0:
@@ -96,6 +108,7 @@ class BlockPool:
             last = min(first + self.each, self.num_blocks) - 1
             blank[:] = [block for block in range(last, first - 1, -1) if not refs[block]]
             self._cached[part].clear()
+        self.miscounted = False
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""

@@ -11,7 +11,7 @@ from octavo.cache.block_pool import BlockPool
 from octavo.cache.books import check_books
 from octavo.cache.lease import Lease
 from octavo.cache.prefix_tree import Key, Node, PrefixTree
-from octavo.cache.prefixes import Extension, extension, longest, tail
+from octavo.cache.prefixes import Extension, extension, longest, shared_row
 from octavo.cache.table import BlockTable, Growth
 from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind, blocks_held
 
@@ -69,6 +69,11 @@ class KVCache:
     @property
     def num_free(self) -> int:
         return self.pool.num_free
+
+    @property
+    def miscounted(self) -> bool:
+        """Whether a lease was taken or given back in part only, so that `recount` must follow."""
+        return self.pool.miscounted
 
     @property
     def num_usable(self) -> int:
@@ -154,7 +159,7 @@ class KVCache:
         """
         path = self.tree.match(_within(table.rank, namespace), keys, max_blocks=(len(keys) - 1) // self.block_size)
         length = len(path) if self._only_full else self._usable(path)
-        table.groups = [self._shared_row(group, path[:length], i) for i, group in enumerate(self.groups)]
+        table.groups = [shared_row(group, i, path[:length], self.block_size) for i, group in enumerate(self.groups)]
         self._hold(table)
         table.num_registered = length
         table.node = path[length - 1] if length else None
@@ -356,14 +361,15 @@ class KVCache:
         """Hold `count` new blocks likewise; None, with nothing changed, if too few are free."""
         if count > self.pool.num_free:
             return None
-        lease = Lease(owner, (tuple(self._allocate() for _ in range(count)),), 0, self._end_lease)
-        self.leases[lease] = None  # has the references of the allocation, so that no failure comes between
+        with self.pool.changing():
+            lease = Lease(owner, (tuple(self._allocate() for _ in range(count)),), 0, self._end_lease)
+            self.leases[lease] = None  # has the references of the allocation, so that no failure comes between
         return lease
 
     def _leased(self, lease: Lease) -> Lease:
-        for block in lease.held:
-            self.pool.hold(block)
-        self.leases[lease] = None
+        with self.pool.changing():
+            self._hold(lease)
+            self.leases[lease] = None
         return lease
 
     @property
@@ -374,9 +380,10 @@ class KVCache:
 
     def _end_lease(self, lease: Lease) -> None:
         if lease in self.leases:
-            del self.leases[lease]
-            for block in lease.held:
-                self._drop(block)
+            with self.pool.changing():
+                del self.leases[lease]
+                for block in lease.held:
+                    self._drop(block)
 
     def num_freed_by(self, tables: Sequence[BlockTable]) -> int:
         """Return how many blocks would become free if these tables were released."""
@@ -405,15 +412,8 @@ class KVCache:
         """Return for each group whether the node has a block of it that can be read now."""
         return [block != NO_BLOCK and block not in self._unwritten for block in node.blocks]
 
-    def _shared_row(self, group: CacheGroup, path: Sequence[Node], i: int) -> list[int]:
-        """Return a group's row of a table that begins with a path."""
-        if not group.grows:
-            return [path[-1].blocks[i]] if path else []
-        first = len(path) - tail(group, len(path), self.block_size)
-        return [NO_BLOCK] * first + [node.blocks[i] for node in path[first:]]
-
-    def _hold(self, table: BlockTable) -> None:
-        for block in table.held:
+    def _hold(self, holder: BlockTable | Lease) -> None:
+        for block in holder.held:
             self.pool.hold(block)
 
     # Parts of `grow`

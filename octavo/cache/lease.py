@@ -33,5 +33,5 @@ class Lease:
         return (block for group in self.groups for block in group if block != NO_BLOCK)
 
     def release(self) -> None:
-        """Give the blocks back. A second call does nothing."""
+        """Give the blocks back. A second call does nothing, so a call that failed can be repeated."""
         self._give_back(self)

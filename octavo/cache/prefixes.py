@@ -31,6 +31,14 @@ def tail(group: CacheGroup, length: int, size: int) -> int:
     return length - group.first_read(length * size) // size
 
 
+def shared_row(group: CacheGroup, i: int, path: Sequence[Node], size: int) -> list[int]:
+    """Return the row of group number `i` in a table that begins with this path of the tree."""
+    if not group.grows:
+        return [path[-1].blocks[i]] if path else []
+    first = len(path) - tail(group, len(path), size)
+    return [NO_BLOCK] * first + [node.blocks[i] for node in path[first:]]
+
+
 def longest(groups: Sequence[CacheGroup], size: int, blocks: Iterable[Sequence[bool]]) -> int:
     """Return the longest prefix, in blocks, from which every group can go on.
 

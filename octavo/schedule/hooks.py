@@ -331,17 +331,12 @@ def hooks_of(request: Request, hooks: Sequence[EngineHook]) -> tuple[EngineHook,
     return tuple(hook for hook in hooks if not hook.opt_in or hook.name in request.spec.options)
 
 
-class HookError(RuntimeError):
-    """A hook failed unexpectedly: it may have taken blocks that nothing holds now."""
-
-
 def admitted(
     hooks: Sequence[EngineHook], request: Request, num_tokens: int
 ) -> tuple[int, InvalidRequestError | RuntimeError | None]:
     """Call `admit` of all hooks; return the number of tokens that all admit, and the error that ends the request.
 
-    A hook that fails gives a RuntimeError, and a `HookError` if it did not say why. Only this request is affected,
-    since none of it was planned yet.
+    A hook that fails gives a RuntimeError. Only this request is affected, since none of it was planned yet.
     """
     for hook in hooks:
         try:
@@ -352,7 +347,7 @@ def admitted(
             return 0, RuntimeError(str(error))
         except Exception as exc:
             log.exception("feature %r failed to admit request %s; the request ends", hook.name, request.id)
-            return 0, HookError(internal_error(exc))
+            return 0, RuntimeError(internal_error(exc))
     return num_tokens, None
 
 
@@ -399,20 +394,15 @@ def finishing(hooks: Sequence[EngineHook]) -> tuple[EngineHook, ...]:
 
 def finished(hooks: Sequence[EngineHook], request: Request, cache: KVCache) -> None:
     """`on_finish` of those it concerns. A failure is logged, and leases that the hook took are released."""
+    known = min(request.num_computed, len(request.tokens))
     for hook in hooks_of(request, hooks):
-        taken: list[Lease] = []
+        before = set(cache.leases)
         try:
-            hook.on_finish(request, partial(_lease, hook.name, request, cache, taken))
+            hook.on_finish(request, partial(cache.lease, request.table, hook.name, known, request.num_computed))
         except Exception:
             log.exception("the feature %r failed at the end of request %s", hook.name, request.id)
-            for lease in taken:
+            for lease in [one for one in cache.leases if one.owner == hook.name and one not in before]:
                 lease.release()
-
-
-def _lease(owner: str, request: Request, cache: KVCache, taken: list[Lease]) -> Lease:
-    known = min(request.num_computed, len(request.tokens))
-    taken.append(cache.lease(request.table, owner, known, request.num_computed))
-    return taken[-1]
 
 
 def released(hooks: Sequence[EngineHook], request: Request) -> None:

@@ -59,6 +59,10 @@ class Requests:
         found = list(self._alive.values()) if request_id is None else [self._alive.get(request_id, [])]
         return (choice for one in found for choice in one if index is None or choice.index == index)
 
+    def shortage(self, request: Request) -> int:
+        """Return the blocks missing to admit a waiting request; <= 0 means it fits."""
+        return self.kv.shortage(request, len(self.running))
+
     def add(self, choices: list[Request]) -> None:
         """Queue the choices of a new request."""
         self._alive[choices[0].id] = choices

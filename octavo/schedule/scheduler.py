@@ -25,7 +25,6 @@ from octavo.schedule.counters import Counters
 from octavo.schedule.drafts import DraftBounds
 from octavo.schedule.hooks import (
     EngineHook,
-    HookError,
     added,
     committed,
     extended,
@@ -106,10 +105,7 @@ class Scheduler:
             call: `WorkerPort.call_hook`.
         """
         for hook in self._hooks:
-            hook.attach(Pages(hook.name, shape, self.cache, self._shortage, self._loads, call))
-
-    def _shortage(self, request: Request) -> int:
-        return self._requests.kv.shortage(request, len(self._requests.running))
+            hook.attach(Pages(hook.name, shape, self.cache, self._requests.shortage, self._loads, call))
 
     # Adding and ending requests
 
@@ -218,9 +214,6 @@ class Scheduler:
             refused = (error.param or "") if isinstance(error, InvalidRequestError) else None
             text = error.message if isinstance(error, InvalidRequestError) else str(error)
             self._end(request, FinishReason.ERROR, error=text, refused=refused)
-        if any(isinstance(error, HookError) for _, error in self._planner.refused):
-            self._turns.clear()
-            self._requests.rebuild()
         self._planner.refused = []
         return self._take_news()
 
@@ -276,6 +269,7 @@ class Scheduler:
         """Let features take in what their threads have done; call it while nothing is planned."""
         if self._turning:
             told(self._turning, "turn")
+        self._mend()
 
     def _freeze(self, draft: PlanDraft, rows: list[Request], steady: Steady | None = None) -> StepPlan | None:
         if self._tiers is not None or self._loads.active:
@@ -384,13 +378,18 @@ class Scheduler:
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request whose row could not be processed, if it has not ended by now."""
         log.error("failed to process the output of request %s; the request ends", request.id, exc_info=error)
-        try:
-            self._end(request, FinishReason.ERROR, error=internal_error(error))
-        finally:
+        self._turns.clear()
+        self._requests.rebuild()  # first: its blocks, or the end of a request, may be half changed
+        self._end(request, FinishReason.ERROR, error=internal_error(error))
+
+    def _mend(self) -> None:
+        """Rebuild block counts if the cache failed inside a feature's call: that is caught and ends no step."""
+        if self.cache.miscounted:
             self._turns.clear()
-            self._requests.rebuild()  # since ending it may have failed halfway
+            self._requests.rebuild()
 
     def _take_news(self) -> list[TokenDelta]:
+        self._mend()
         news, self._news = self._news, []
         return news
 

@@ -37,6 +37,8 @@ class Chest:
     key: int
     lease: Lease | None = None
     ready: bool = False
+    failed: bool = False
+    """Its load failed, and its blocks are not given back yet."""
     requests: set[Request] = field(default_factory=set)
     revision: str = ""
 
@@ -47,7 +49,8 @@ class Chest:
     @property
     def busy(self) -> bool:
         """A step may read it, or a load writes it."""
-        return any(request.slot >= 0 for request in self.requests) or (self.lease is not None and not self.ready)
+        loading = self.lease is not None and not (self.ready or self.failed)
+        return loading or any(request.slot >= 0 for request in self.requests)
 
 
 class Vault(EngineHook):
@@ -89,6 +92,8 @@ class Vault(EngineHook):
         chest = self.chest(request.spec)
         if chest.ready:
             return num_tokens
+        if chest.failed:
+            self.put_back(chest)
         if chest.lease is not None:
             return 0
         missing = self.pages.missing(len(chest.names), request)
@@ -101,18 +106,18 @@ class Vault(EngineHook):
         return 0
 
     def loaded(self, chest, whole):
-        chest.ready = whole
+        chest.ready, chest.failed = whole, not whole
         if not whole:
             self.put_back(chest)
 
     def put_back(self, chest):
-        lease, chest.lease, chest.ready = chest.lease, None, False
-        lease.release()  # last, since it may fail
+        chest.lease.release()  # first: it is repeated if it fails
+        chest.lease, chest.ready, chest.failed = None, False, False
 
     def reclaim(self, num_blocks, request):
         own = self.chest(request.spec) if self.name in request.spec.options else None
         for chest in sorted(self.chests.values(), key=lambda one: bool(one.requests)):
-            if num_blocks > 0 and chest is not own and chest.ready and not chest.busy:
+            if num_blocks > 0 and chest is not own and (chest.ready or chest.failed) and not chest.busy:
                 num_blocks -= len(chest.names)
                 self.put_back(chest)
                 self.reclaimed += 1
@@ -203,8 +208,23 @@ def test_blocks_that_a_failing_feature_took_are_free_again(monkeypatch):
     scheduler.check_idle()
 
 
-LEASING = {(KVCache, "lease_new"), (Pages, "take"), (KVCache, "_end_lease"), (Lease, "release")}
-"""Functions after whose work, or before it, the lease belongs to the feature: nothing inside is left to fail."""
+def test_a_feature_that_fails_to_admit_a_request_leaves_cached_prefixes():
+    loop, _, vault, _ = small_engine(depth=0)
+    loop.add(asking("first", [7] * 13))
+    finish(loop)
+    vault.admit = None
+    loop.add(asking("refused", [1, 2, 3], 2))
+    finish(loop)
+    del vault.admit
+    loop.add(asking("again", [7] * 13))
+    deltas = []
+    while loop.busy:
+        deltas += loop.step()
+    assert deltas[-1].num_cached == 12
+
+
+LEASING = {(KVCache, "lease_new"), (Pages, "take")}
+"""Functions after whose work the lease belongs to the feature: nothing inside is left to fail."""
 
 
 @given(

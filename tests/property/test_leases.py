@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps_kit import BLOCK, Engine
+from test_faults_anywhere import Fault
 from world_kit import LAYOUTS, random_requests, worlds
 
+from octavo.cache.block_pool import BlockPool
 from octavo.cache.cache import KVCache
 from octavo.cache.table import BlockTable
 from octavo.core.cache_groups import NO_BLOCK, GroupKind
@@ -20,6 +22,7 @@ from octavo.core.pausing import PauseMode
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.scheduler import Scheduler
 
 
 class Keeper(EngineHook):
@@ -34,6 +37,7 @@ class Keeper(EngineHook):
         self.rng = rng
         self.most = most
         self.held = []
+        self.ended = []
         self.count = 0
         self.device = None
 
@@ -49,7 +53,20 @@ class Keeper(EngineHook):
             self.check(*one)
             if self.rng.random() < 0.2:
                 self.held.remove(one)
-                one[0].release()
+                self.ended.append(one[0])
+        self.release()
+
+    def release(self):
+        """Give back what has ended, and what could not be given back before."""
+        while self.ended:
+            self.ended[-1].release()
+            self.ended.pop()
+
+    def close(self):
+        """Give everything back."""
+        self.ended += [lease for lease, _ in self.held]
+        self.held = []
+        self.release()
 
     def check(self, lease, tokens):
         groups = self.device._groups
@@ -135,6 +152,53 @@ def test_a_feature_that_fails_at_the_end_of_a_request_keeps_nothing(caplog):
     assert ends["kept", 0].finish is FinishReason.LENGTH
     assert engine.scheduler.cache.leases == {}
     assert "'heir' failed at the end of request kept" in caplog.text
+
+
+class Leaver(Heir):
+    """Releases its leases in the next turn."""
+
+    def turn(self):
+        while self.leases:
+            self.leases.pop().release()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("name", "within"), [("hold", "commit"), ("drop", "turn")])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_lease_that_fails_halfway_inside_a_feature_harms_nobody(monkeypatch, depth, name, within, after):
+    """The third block of a lease; a request that needs all blocks runs afterwards."""
+    engine = Engine(ToyDevice(64, BLOCK), depth, [Leaver()])
+    fault = Fault(BlockPool, name, 2, after=after)
+    fault.install(monkeypatch)
+    fault.within(monkeypatch, Scheduler, within)
+    engine.ask("other", [8] * 9, max_tokens=30)
+    engine.ask("kept", [7] * 21)
+    ends = engine.run().ends()
+    assert fault.left < 0
+    assert {end.finish for end in ends.values()} == {FinishReason.LENGTH}
+    assert engine.outputs("other") == {0: toy_generate([8] * 9, 30, stop_ids=())}
+    assert engine.outputs("kept") == {0: toy_generate([7] * 21, 8, stop_ids=())}
+    engine.loop.idle()
+    assert engine.scheduler.cache.leases == {}
+    assert engine.scheduler.cache.num_free == 64
+    engine.ask("large", [9] * 240)
+    assert engine.run().outputs("large") == {0: toy_generate([9] * 240, 8, stop_ids=())}
+
+
+def test_an_idle_engine_counts_its_blocks_again_after_a_release_that_failed(monkeypatch):
+    heir = Heir()
+    engine = Engine(ToyDevice(64, BLOCK), 0, [heir])
+    engine.ask("kept", [7] * 21)
+    engine.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPool, "drop", None)
+        with pytest.raises(TypeError):
+            heir.leases[0].release()
+    assert engine.scheduler.cache.num_free == 57
+    engine.loop.idle()
+    assert engine.scheduler.cache.num_free == 64
+    heir.leases[0].release()
+    engine.scheduler.check_idle()
 
 
 def test_who_lacks_leased_blocks_waits_for_them():

@@ -13,11 +13,13 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps_kit import Engine
-from test_faults_anywhere import WITHIN, faults
+from test_faults_anywhere import WITHIN, Fault, faults
 from test_leases import Keeper
 from tier_kit import BLOCK, Shelf, ShelfMover, name_of
-from world_kit import LAYOUTS, World, random_requests, worlds
+from world_kit import LAYOUTS, STATE, World, random_requests, worlds
 
+from octavo.cache.block_pool import BlockPool
+from octavo.cache.cache import KVCache
 from octavo.core.cache_groups import FULL
 from octavo.core.output import FinishReason, Moved, StepOutput, TransferState
 from octavo.core.pausing import PauseMode, SleepTag
@@ -90,8 +92,7 @@ def test_steps_that_fail_store_nothing_and_lose_no_block(world, count, seed):
     world.extra[0].device = world.device
     world.device._fail_at = frozenset(random.Random(seed).sample(range(60), 5))
     world.run(random_requests(world.rng, count), 0.02)
-    for lease, _ in world.extra[0].held:
-        lease.release()
+    world.extra[0].close()
     settle(world)
 
 
@@ -103,9 +104,8 @@ def test_what_a_poisoned_step_wrote_is_not_stored(world, count):
     settle(world)
 
 
-@given(worlds(LAYOUTS), faults(WITHIN), st.integers(1, 12), st.sampled_from(["commit", "plan"]))
-@settings(max_examples=examples(300))
-def test_a_failure_of_any_function_of_the_scheduler_harms_one_request(world, fault, count, within):
+def live_with(fault: Fault, world: World, count: int, within: str) -> None:
+    """A life with tiers, leases of others and this fault."""
     world = replace(world, faulty=True, extra=(Keeper(world.rng),))
     world = shelved(world, failures=0.1)
     world.extra[0].device = world.device
@@ -113,10 +113,49 @@ def test_a_failure_of_any_function_of_the_scheduler_harms_one_request(world, fau
         fault.install(patch)
         fault.within(patch, Scheduler, within)
         world.run(random_requests(world.rng, count), 0.02)
-    for lease, _ in world.extra[0].held:
-        lease.release()
+    world.extra[0].close()
     settle(world)
     assert sum(end.finish is FinishReason.ERROR for end in world.reasons.values()) <= 1
+
+
+@given(worlds(LAYOUTS), faults(WITHIN), st.integers(1, 12), st.sampled_from(["commit", "plan"]))
+@settings(max_examples=examples(300))
+def test_a_failure_of_any_function_of_the_scheduler_harms_one_request(world, fault, count, within):
+    live_with(fault, world, count, within)
+
+
+@pytest.mark.parametrize("count", [4, 12])
+@pytest.mark.parametrize(
+    ("owner", "name", "at", "after", "within"),
+    [
+        (BlockPool, "hold", 1, True, "commit"),
+        (BlockPool, "hold", 1, False, "commit"),
+        (KVCache, "lease", 0, True, "commit"),
+        (BlockPool, "drop", 1, True, "plan"),
+        (BlockPool, "drop", 1, False, "plan"),
+    ],
+)
+def test_no_block_is_lost_with_a_lease_that_fails_inside_a_feature(owner, name, at, after, within, count):
+    """Found by the test above: blocks leaked, or were missing to requests that then waited forever."""
+    world = World(random.Random(0), depth=0, num_drafts=0, num_blocks=9, budget=6, policy="fcfs", share=False)
+    live_with(Fault(owner, name, at, after=after), world, count, within)
+
+
+@pytest.mark.parametrize(("depth", "seed"), [(0, 1), (1, 2), (2, 1)])
+def test_a_request_whose_states_are_half_settled_ends_alone(depth, seed):
+    """Found likewise: its end released a block twice, the step failed, and another request was blamed."""
+    world = World(
+        random.Random(seed),
+        depth,
+        num_drafts=7,
+        num_blocks=9,
+        budget=64,
+        policy="longest-first",
+        share=True,
+        right_drafts=0.9,
+        groups=(STATE,),
+    )
+    live_with(Fault(BlockPool, "drop", seed, after=True), world, 2, "commit")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
