@@ -22,4 +22,4 @@ if __name__ == "__main__":
     install()
     from octavo.rank_main import main
 
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
