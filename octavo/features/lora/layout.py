@@ -331,8 +331,8 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def largest(targets: Sequence[Target], rank: int, geometry: Geometry, added_tokens: int = 0) -> int:
-    """Return the most blocks that an adapter of this rank can take, with gains on all linear layers and saved
-    embeddings and heads of so many more tokens."""
+    """Return the most blocks that an adapter of this rank can take, with gains on all linear layers, and saved
+    embeddings and heads with `added_tokens` more rows than the model's."""
     tiles = 0
     for i, target in enumerate(targets):
         for j in range(len(target.parts)):
