@@ -3,13 +3,15 @@
     python benchmarks/gpu_attention.py [--heads 32] [--kv-heads 8] [--head-dim 128] [--sweep] [--output FILE]
     python benchmarks/gpu_attention.py --only prefill --libraries flash_attn flashinfer
     python benchmarks/gpu_attention.py --only verify
+    python benchmarks/gpu_attention.py --only fused
     python benchmarks/gpu_attention.py --only windows --heads 16 --kv-heads 8 --head-dim 256
 
 Random keys and values, block tables permuted; times are medians of a graph's replays over several caches, so that
 nothing is found in the L2 cache. Decoding counts the bytes of keys and values as stored; prompts count the operations
 of the causal half. `verify` computes some queries a row, as for drafts, and compares its bytes a second with those of
-one query, measured right before it. `windows` decodes with a window and counts only the bytes and operations inside
-it; a kernel that read more would seem slower the longer the context. --libraries times prompts through these too.
+one query, measured right before it. `fused` decodes few rows from the projection on, in one launch and in several.
+`windows` decodes with a window and counts only the bytes and operations inside it; a kernel that read more would seem
+slower the longer the context. --libraries times prompts through these too.
 --sweep tries launch shapes (`nn/attention/triton_shapes.py`) and prints the best of each.
 """
 
@@ -31,7 +33,7 @@ import torch
 from gpu_workloads import ceilings
 from torch import Tensor
 
-from octavo.nn.attention import triton, triton_few
+from octavo.nn.attention import triton, triton_few, triton_fused
 from octavo.nn.attention.base import AttentionSpec, BackendRequest
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.select import select
@@ -43,6 +45,9 @@ KINDS = {"bf16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float
 PAGE = 16
 DECODING = ((32, 8192), (256, 512), (64, 1024), (8, 2048), (1, 1024))
 VERIFYING = ((32, 8192), (256, 512), (256, 2048), (64, 1024), (16, 4096), (8, 2048), (1, 8192), (1, 1024))
+FUSED = tuple((rows, length) for rows in (1, 2, 4, 8) for length in (20, 256, 1024, 8000))
+LONGEST = 16384
+"""Tokens that recorded steps allow for."""
 WINDOW, WINDOWED = 4096, ((32, 4096), (32, 8192), (32, 14336))
 TAIL = 5
 """Keys by which these contexts are shorter: few contexts end with a tile of keys."""
@@ -56,13 +61,15 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--only", choices=("decode", "verify", "prefill", "windows"), help="the others are left out")
+    parser.add_argument(
+        "--only", choices=("decode", "fused", "verify", "prefill", "windows"), help="the others are left out"
+    )
     parser.add_argument("--libraries", nargs="+", default=[], help="of flash_attn and flashinfer")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = AttentionSpec(args.heads, args.kv_heads, args.head_dim, args.head_dim**-0.5)
-    runs = {"decode": decoding, "verify": verifying, "prefill": prompts, "windows": windows}
+    runs = {"decode": decoding, "fused": fused, "verify": verifying, "prefill": prompts, "windows": windows}
     runs = {args.only: runs[args.only]} if args.only else runs
     if args.libraries:
         runs["libraries"] = functools.partial(through_libraries, names=args.libraries)
@@ -88,6 +95,18 @@ def decoding(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
         ]
         for label, seconds in timed(work, "decode_shape", tried if sweep else []):
             yield show(f"decode {rows} x {length} {kind} {label}", seconds, {"tb_s": round(nbytes / seconds / 1e12, 3)})
+
+
+def fused(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
+    for rows, length in FUSED:
+        work = Work(spec, DTYPE, [length] * rows, [1] * rows, copies=32)
+        work.step.max_seq_len = LONGEST
+        served = triton_fused.serves
+        for label, serves in (("one launch", lambda *_: True), ("several", lambda *_: False)):
+            triton_fused.serves = serves
+            seconds = seconds_of(work.whole())
+            yield show(f"decode {rows} x {length} with rotation, {label}", seconds, {})
+        triton_fused.serves = served
 
 
 def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
@@ -221,7 +240,10 @@ class Work:
         total = sum(counts)
         generator = torch.Generator("cuda").manual_seed(0)
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        shape = (copies, *triton.TritonAttention(DTYPE, spec).cache_shape(spec, sum(blocks), PAGE))
+        shape = (
+            copies,
+            *triton.TritonAttention(DTYPE, spec, torch.device("cuda")).cache_shape(spec, sum(blocks), PAGE),
+        )
         cells = torch.empty(shape, dtype=DTYPE, device="cuda").normal_(generator=generator)
         self.caches = cells.to(dtype)
         self.scales = None if dtype == DTYPE else torch.ones(2, spec.num_kv_heads, device="cuda")
@@ -249,13 +271,27 @@ class Work:
     def run(self) -> tuple[Callable[[], Any], int]:
         """What to time, and how many times the work it is."""
         spec = self.spec
-        self.step.attn = triton.TritonAttention(DTYPE, spec).prepare(self.step, PAGE)
+        self.step.attn = triton.TritonAttention(DTYPE, spec, torch.device("cuda")).prepare(self.step, PAGE)
         q, fresh = self.qkv[:, : spec.num_heads], self.qkv[:, spec.num_heads :]
 
         def run() -> Tensor | None:
             out = None
             for cache in self.caches:
                 out = triton.attend_parts(q, fresh, cache, self.scales, self.step, spec)
+            return out
+
+        return run, self.copies
+
+    def whole(self) -> tuple[Callable[[], Any], int]:
+        """`run`, with rotation and storing."""
+        attention = triton.TritonAttention(DTYPE, self.spec, torch.device("cuda"))
+        self.step.attn = attention.prepare(self.step, PAGE)
+        table = torch.ones(LONGEST, self.spec.head_dim, device="cuda")
+
+        def run() -> Tensor | None:
+            out = None
+            for cache in self.caches:
+                out = attention.rotate_and_attend(self.qkv, None, table, cache, None, self.step, self.spec)
             return out
 
         return run, self.copies

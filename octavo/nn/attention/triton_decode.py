@@ -32,6 +32,22 @@ def first_visible(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
         return position - WINDOW + 1
 
 
+@triton.jit
+def adjusted(scores, distance, soft_cap, slope, CAPPED: tl.constexpr, HAS_SLOPES: tl.constexpr):
+    """Return scores, which include the factor log2(e) for exp2, after the soft cap and the linear bias.
+
+    Args:
+        distance: the keys' positions less those of the queries.
+    """
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * LOG2_E) + 1.0))
+        scores = scores * LOG2_E
+    if HAS_SLOPES:
+        scores = scores + slope * distance
+    return scores
+
+
 @triton.jit(do_not_specialize=["splits", "parts", "first_part"])
 def decode_kernel(
     q,
@@ -194,12 +210,8 @@ def decode_kernel(
                 k_even, k_odd = widen(k_tile, FORM, MEANS)
                 scores = tl.dot(q_even, tl.trans(k_even))
                 scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale
-            if CAPPED:
-                # tanh(x) = 1 - 2 / (exp(2 x) + 1); scores include the factor log2(e) for exp2.
-                scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap) * LOG2_E) + 1.0))
-                scores = scores * LOG2_E
-            if HAS_SLOPES:
-                scores = scores + slope[:, None] * (key[None, :] - position[:, None])
+            distance = key[None, :] - position[:, None]
+            scores = adjusted(scores, distance, soft_cap, slope[:, None], CAPPED, HAS_SLOPES)
             if MASKED == 1:
                 visible = key[None, :] <= position[:, None]
                 if WINDOW > 0:

@@ -40,7 +40,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TWO = (CacheGroup(layers=(0,)), CacheGroup(GroupKind.WINDOW, (1,), window=16))
 WINDOWS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 SPEC = spec_of(QWEN3 | WINDOWS)
-ATTENTION = TritonAttention(torch.float32, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25))
+ATTENTION = TritonAttention(
+    torch.float32, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25), DEVICE
+)
 SIZES = {"block_size": 16, "max_model_len": 256}
 
 
@@ -123,7 +125,7 @@ def test_all_kernels_of_experts_are_compiled_ahead(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ahead, "Ahead", Collected)
     monkeypatch.setattr(ahead, "target_of", lambda device: None)
     float32 = torch.float32
-    attention = TritonAttention(float32, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, 0.25))
+    attention = TritonAttention(float32, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, 0.25), DEVICE)
     found: Any = ahead.compile_ahead(spec, float32, float32, float32, attention, DEVICE, groups=FULL, **SIZES)
     width = spec.hidden_size
     form = ExpertsForm(num_experts=8, hidden_size=width, size=24)

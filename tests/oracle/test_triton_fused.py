@@ -1,0 +1,117 @@
+"""Decoding in one launch against float64: on the GPU where there is one, else small, under the interpreter."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import ragged
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.nn.attention import triton_fused
+from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.ops.rope import apply_rope
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+# The interpreter multiplies no bfloat16 matrices.
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+LONGEST = 20_000 if GPU else 150
+LENGTHS = [1, 2, 32, 33, 34, 65, 100, LONGEST]
+OPTIONS: list[dict[str, object]] = [
+    {"heads": (2, 4), "head_dim": 64},
+    {"heads": (1, 3), "head_dim": 96, "window": 37, "soft_cap": 20.0, "sinks": True},
+    {"heads": (1, 8), "head_dim": 128, "biased": True},
+    {"heads": (2, 1), "head_dim": 32, "window": 16, "chunked": True, "sinks": True},
+    {"heads": (2, 2), "head_dim": 256, "window": 1},
+]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 32])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decoding(monkeypatch, dtype, options, splits):
+    """With norms and without, twice in a row, in parts of which some are empty; a row of padding is the last one."""
+    monkeypatch.setattr(triton_fused, "num_splits", lambda *_: splits)
+    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
+    rows = [(length, 1) for length in rng.sample(LENGTHS, 4)]
+    case = ragged.make_case(rng.randrange(2**31), dtype, block_size=rng.choice([16, 32]), rows=rows, **options)
+    backend = TritonAttention(dtype, case.spec, DEVICE)
+    for normed in (False, True):
+        Decoding(case, backend, normed).check()
+    assert not backend._arrivals.any()
+
+
+class Decoding:
+    """Random queries, keys and values as they are projected; those in `case` are what must come of them."""
+
+    def __init__(self, case: ragged.Case, backend: TritonAttention, normed: bool) -> None:
+        self.case, self.backend = case, backend
+        spec, count = case.spec, len(case.sequences)
+        generator = torch.Generator().manual_seed(count)
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        self.qkv = torch.randn(count, heads, spec.head_dim, generator=generator).to(case.dtype)
+        weights = torch.randn(2, spec.head_dim, generator=generator).to(case.dtype)
+        self.norms = (weights[0].to(DEVICE), weights[1].to(DEVICE), 1e-5) if normed else None
+        angles = torch.randn(LONGEST, spec.head_dim // 2, generator=generator)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+        q, k, v = self.qkv.double().split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if normed:
+            q, k = (
+                x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+                for x, weight in zip((q, k), weights, strict=True)
+            )
+        positions = torch.tensor([s.length - 1 for s in case.sequences])
+        self.q, k = apply_rope(q.clone(), k.clone(), self.cos_sin.double(), positions)
+        for s, key, value in zip(case.sequences, k, v, strict=True):
+            s.k[-1], s.v[-1] = key.to(case.dtype), value.to(case.dtype)
+
+    def check(self) -> None:
+        case, spec = self.case, self.case.spec
+        before = ragged.filled_cache(case, self.backend, DEVICE)
+        step, _, _ = ragged.prepared(case, self.backend, case.q(1), before.clone(), DEVICE)
+        step.query_start = torch.cat([step.query_start, step.query_start[-1:] + 1])
+        step.seq_lens = torch.cat([step.seq_lens, step.seq_lens.new_zeros(1)])
+        step.block_tables = torch.cat([step.block_tables, step.block_tables[:1]])
+        step.positions, step.slot_mapping = (
+            torch.cat([x, x.new_full((1,), pad)]) for x, pad in ((step.positions, 0), (step.slot_mapping, -1))
+        )
+        step.attn = self.backend.prepare(step, case.block_size)
+        qkv = torch.cat([self.qkv, self.qkv[:1]]).to(DEVICE)
+        sinks = None if case.sinks is None else case.sinks.to(DEVICE)
+        cache = before.clone()
+        assert triton_fused.serves(step.attn.few, cache, spec)
+        got = self.backend.rotate_and_attend(qkv, self.norms, self.cos_sin.to(DEVICE), cache, None, step, spec, sinks)
+        got = got.cpu().double()
+        expected = case.expected(self.q.to(case.dtype))
+        limit = ragged.TOLERANCE[case.dtype]
+        wrong = (got[:-1] - expected).abs() / (1 + expected.abs())
+        assert bool((wrong <= limit).all()), f"off by {wrong.nan_to_num(torch.inf).max()} with {case.label}"
+        assert not got[-1].any()
+        self.check_cells(before.cpu(), cache.cpu(), limit)
+
+    def check_cells(self, before: torch.Tensor, after: torch.Tensor, limit: float) -> None:
+        """Each row's key and value are stored, and nothing else."""
+        size = self.case.block_size
+        for s in self.case.sequences:
+            block, offset = s.blocks[(s.length - 1) // size], (s.length - 1) % size
+            key, value = after[block, :, :, offset].clone()
+            torch.testing.assert_close(key, s.k[-1], atol=limit, rtol=limit)
+            assert torch.equal(value, s.v[-1])
+            after[block, :, :, offset] = before[block, :, :, offset]
+        assert torch.equal(after.nan_to_num(-7.0), before.nan_to_num(-7.0))
+
+
+def test_which_rows_are_served():
+    case = ragged.make_case(1, torch.float32, heads=(2, 2), head_dim=64, block_size=16, rows=[(5, 1)] * 17)
+    backend = TritonAttention(case.dtype, case.spec, DEVICE)
+    step, cache, _ = ragged.prepared(case, backend, case.q(1), device=DEVICE)
+    few = backend.all_few(step)
+    assert not triton_fused.serves(few, cache, case.spec), "more heads than there are places to arrive at"
+    assert triton_fused.serves(few.__class__(None, 16, 1), cache, case.spec)
+    assert not triton_fused.serves(few.__class__(None, 1, 8), cache, case.spec)
+    assert not triton_fused.serves(few.__class__(step.seq_lens, 1, 1), cache, case.spec)
+    assert not triton_fused.serves(few.__class__(None, 1, 1), cache.to(torch.float8_e5m2), case.spec)
