@@ -26,6 +26,8 @@ MOST_HEADS = 32
 _MOST_GROUP = 8
 _KEYS = 32
 """Of a tile."""
+_MERGED = 8192
+"""Elements of parts that a program loads at once to merge them: 64 registers of a thread."""
 
 
 @triton.jit
@@ -89,21 +91,44 @@ def _add_tile(
 
 
 @triton.jit
-def _merge_head(
-    part_out, part_lse, target, cell, count, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr
+def _merge(
+    part_out,
+    part_lse,
+    target,
+    first_cell,
+    count,
+    splits,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
-    """Store the output of one head from its `count` parts, which other programs may have written."""
-    part = tl.arange(0, BLOCK_P)
+    """Store the outputs of some heads from their `count` parts, which other programs may have written.
+
+    All loads of a round are issued at once, and each thread adds up the parts of its own channels.
+    """
+    g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    place = cell * splits + part
-    lse = tl.load(part_lse + place, mask=part < count, other=float("-inf"), cache_modifier=".cg")
-    held = (lse > float("-inf"))[:, None] & (d < D)[None, :]
-    parts = tl.load(part_out + place[:, None] * D + d[None, :], mask=held, other=0.0, cache_modifier=".cg")
-    peak = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
-    total = tl.sum(weight, 0)
-    mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(target + d, mixed.to(target.dtype.element_ty), mask=d < D)
+    gd_valid = (g < GROUP)[:, None] & (d < D)[None, :]
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for begin in range(0, count, BLOCK_P):
+        part = begin + tl.arange(0, BLOCK_P)
+        cell = (first_cell + g)[None, :] * splits + part[:, None]
+        valid = (part < count)[:, None] & (g < GROUP)[None, :]
+        place = part_out + cell[:, :, None] * D + d[None, None, :]
+        parts = tl.load(place, mask=valid[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        lse = tl.load(part_lse + cell, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights, decay = tl.exp2(lse - safe[None, :]), tl.exp2(peak - safe)
+        total = total * decay + tl.sum(weights, 0)
+        mixed = mixed * decay[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+        peak = new_peak
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(target + g[:, None] * D + d[None, :], mixed.to(target.dtype.element_ty), mask=gd_valid)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -140,6 +165,7 @@ def fused_decode_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -214,6 +240,13 @@ def fused_decode_kernel(
         q_low, q_high = turned(source + head[:, None] * D, m_valid[:, None], i, q_norm, cos, sin, eps, HALF, NORMED)
         q_low, q_high = q_low.to(kind), q_high.to(kind)
 
+        heads = kv_heads * GROUP
+        h = tl.zeros([1, 1], tl.int32) + kv_head
+        k_low, k_high = turned(source + (heads + h) * D, h >= 0, i, k_norm, cos, sin, eps, HALF, NORMED)
+        stored = cache.dtype.element_ty
+        k_low, k_high = k_low.to(stored), k_high.to(stored)
+        value = tl.load(source + (heads + kv_heads + kv_head) * D + d, mask=d < D, other=0.0).to(stored)
+
         peak = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, 2 * BLOCK_HALF], tl.float32)
@@ -276,12 +309,6 @@ def fused_decode_kernel(
             )
 
         if (split == active - 1) & (own >= 0):
-            heads = kv_heads * GROUP
-            h = tl.zeros([1, 1], tl.int32) + kv_head
-            k_low, k_high = turned(source + (heads + h) * D, h >= 0, i, k_norm, cos, sin, eps, HALF, NORMED)
-            stored = cache.dtype.element_ty
-            k_low, k_high = k_low.to(stored), k_high.to(stored)
-            value = tl.load(source + (heads + kv_heads + kv_head) * D + d, mask=d < D, other=0.0).to(stored)
             score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
             score = (score + tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)) * scale
             score = adjusted(score, 0, soft_cap, slope, CAPPED, HAS_SLOPES)
@@ -307,16 +334,17 @@ def fused_decode_kernel(
         else:
             first_cell = (row * kv_heads + kv_head) * GROUP
             part = (first_cell + m) * splits + split
-            tl.store(part_out + part[:, None] * D + d[None, :], result, mask=md_valid & (total > 0)[:, None])
+            tl.store(part_out + part[:, None] * D + d[None, :], result, mask=md_valid)
             lse = tl.where(total > 0, peak + tl.log2(whole), float("-inf"))
             tl.store(part_lse + part, lse, mask=m_valid)
             tl.debug_barrier()  # all threads' stores come before the arrival
             arrival = arrivals + row * kv_heads + kv_head
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
                 tl.store(arrival, 0)
-                for g in tl.static_range(GROUP):
-                    target = out + (first_head + g) * D
-                    _merge_head(part_out, part_lse, target, first_cell + g, active, splits, D, 2 * BLOCK_HALF, BLOCK_P)
+                target = out + first_head * D
+                _merge(
+                    part_out, part_lse, target, first_cell, active, splits, GROUP, D, 2 * BLOCK_HALF, BLOCK_G, BLOCK_P
+                )
 
 
 def serves(few: Few, cache: Tensor, spec: AttentionSpec) -> bool:
@@ -344,6 +372,7 @@ def attend(
     """
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
+    half, group = max(16, triton.next_power_of_2(dim // 2)), triton.next_power_of_2(heads // kv_heads)
     splits = num_splits(count * kv_heads, step.max_seq_len, qkv.device)
     out = torch.empty(len(qkv), heads, dim, dtype=qkv.dtype, device=qkv.device)
     part_out = torch.empty(count * heads * splits, dim, dtype=torch.float32, device=qkv.device)
@@ -374,9 +403,10 @@ def attend(
         GROUP=heads // kv_heads,
         M=16,
         HALF=dim // 2,
-        BLOCK_HALF=max(16, triton.next_power_of_2(dim // 2)),
+        BLOCK_HALF=half,
         BLOCK_N=_KEYS,
-        BLOCK_P=triton.next_power_of_2(splits),
+        BLOCK_G=group,
+        BLOCK_P=max(1, min(triton.next_power_of_2(splits), _MERGED // (group * 2 * half))),
         PAGE=cache.shape[3],
         WINDOW=spec.window or 0,
         CHUNKED=spec.chunked,
