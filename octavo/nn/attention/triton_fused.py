@@ -24,8 +24,8 @@ from octavo.nn.step import StepInput
 MOST_HEADS = 32
 """Rows times kv heads of a launch. With more, programs fill the GPU without dividing contexts as far."""
 _MOST_GROUP = 8
-_KEYS = 32
-"""Of a tile."""
+_KEYS, _WARPS = 32, 4
+"""Of a tile, and of a program."""
 _MERGED = 8192
 """Elements of parts that a program loads at once to merge them: 64 registers of a thread."""
 
@@ -415,7 +415,7 @@ def attend(
         HAS_SLOPES=spec.slopes is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
         NORMED=norms is not None,
-        num_warps=4,
+        num_warps=_WARPS,
         num_stages=3,
         **overlap(qkv.device),
     )
