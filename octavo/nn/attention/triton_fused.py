@@ -21,7 +21,7 @@ from octavo.nn.attention.triton_write import turned
 from octavo.nn.ops.triton_overlap import invite, join, overlap
 from octavo.nn.step import StepInput
 
-MOST_HEADS = 32
+MOST_HEADS = 8
 """Rows times kv heads of a launch. With more, programs fill the GPU without dividing contexts as far."""
 _MOST_GROUP = 8
 _KEYS, _WARPS = 32, 4
@@ -208,87 +208,54 @@ def fused_decode_kernel(
         table_row = tl.load(table_rows + row)
     table = tables + table_row.to(tl.int64) * table_stride
     head_base = cache + kv_head.to(tl.int64) * kv_head_stride
-    end = tl.where(split < active, own, 0)
-    key, low, high, values = _keys_of(
-        from_tile,
-        begin,
-        end,
-        table,
-        head_base,
-        block_stride,
-        value_stride,
-        cell_stride,
-        HALF,
-        BLOCK_HALF,
-        BLOCK_N,
-        PAGE,
-    )
-    token = start.to(tl.int64)
-    i = tl.arange(0, BLOCK_HALF)[None, :]
-    position = tl.load(positions + token, mask=has_query, other=0)
-    cos = tl.load(cos_sin + position * D + i, mask=i < HALF, other=0.0)
-    sin = tl.load(cos_sin + position * D + HALF + i, mask=i < HALF, other=0.0)
-    join(OVERLAPS)
-
-    if has_query & (split < active):
-        kind = qkv.dtype.element_ty
-        source = qkv + token * token_stride
-        m = tl.arange(0, M)
-        head = kv_head * GROUP + m % GROUP
-        d = tl.arange(0, 2 * BLOCK_HALF)
-        m_valid = m < GROUP
-        q_low, q_high = turned(source + head[:, None] * D, m_valid[:, None], i, q_norm, cos, sin, eps, HALF, NORMED)
-        q_low, q_high = q_low.to(kind), q_high.to(kind)
-
-        heads = kv_heads * GROUP
-        h = tl.zeros([1, 1], tl.int32) + kv_head
-        k_low, k_high = turned(source + (heads + h) * D, h >= 0, i, k_norm, cos, sin, eps, HALF, NORMED)
-        stored = cache.dtype.element_ty
-        k_low, k_high = k_low.to(stored), k_high.to(stored)
-        value = tl.load(source + (heads + kv_heads + kv_head) * D + d, mask=d < D, other=0.0).to(stored)
-
-        peak = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, 2 * BLOCK_HALF], tl.float32)
-        if HAS_SINKS:  # in the first part only
-            peak = tl.where(split == 0, tl.load(sinks + head) * LOG2_E, float("-inf"))
-            total = tl.where(split == 0, 1.0, total)
-        slope = tl.zeros([M], tl.float32)
-        if HAS_SLOPES:
-            slope = tl.load(slopes + head) * LOG2_E
-        peak, total, acc = _add_tile(
-            q_low,
-            q_high,
-            key,
-            low,
-            high,
-            values,
+    if split < active:  # others end at once, so that the next launch finds room; the first one always waits
+        key, low, high, values = _keys_of(
+            from_tile,
             begin,
             own,
-            peak,
-            total,
-            acc,
-            scale,
-            soft_cap,
-            slope,
-            CAPPED,
-            HAS_SLOPES,
+            table,
+            head_base,
+            block_stride,
+            value_stride,
+            cell_stride,
+            HALF,
+            BLOCK_HALF,
+            BLOCK_N,
+            PAGE,
         )
-        for tile in range(from_tile + 1, to_tile):
-            key, low, high, values = _keys_of(
-                tile,
-                begin,
-                own,
-                table,
-                head_base,
-                block_stride,
-                value_stride,
-                cell_stride,
-                HALF,
-                BLOCK_HALF,
-                BLOCK_N,
-                PAGE,
-            )
+        token = start.to(tl.int64)
+        i = tl.arange(0, BLOCK_HALF)[None, :]
+        position = tl.load(positions + token, mask=has_query, other=0)
+        cos = tl.load(cos_sin + position * D + i, mask=i < HALF, other=0.0)
+        sin = tl.load(cos_sin + position * D + HALF + i, mask=i < HALF, other=0.0)
+        join(OVERLAPS)
+
+        if has_query:
+            kind = qkv.dtype.element_ty
+            source = qkv + token * token_stride
+            m = tl.arange(0, M)
+            head = kv_head * GROUP + m % GROUP
+            d = tl.arange(0, 2 * BLOCK_HALF)
+            m_valid = m < GROUP
+            q_low, q_high = turned(source + head[:, None] * D, m_valid[:, None], i, q_norm, cos, sin, eps, HALF, NORMED)
+            q_low, q_high = q_low.to(kind), q_high.to(kind)
+
+            heads = kv_heads * GROUP
+            h = tl.zeros([1, 1], tl.int32) + kv_head
+            k_low, k_high = turned(source + (heads + h) * D, h >= 0, i, k_norm, cos, sin, eps, HALF, NORMED)
+            stored = cache.dtype.element_ty
+            k_low, k_high = k_low.to(stored), k_high.to(stored)
+            value = tl.load(source + (heads + kv_heads + kv_head) * D + d, mask=d < D, other=0.0).to(stored)
+
+            peak = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, 2 * BLOCK_HALF], tl.float32)
+            if HAS_SINKS:  # in the first part only
+                peak = tl.where(split == 0, tl.load(sinks + head) * LOG2_E, float("-inf"))
+                total = tl.where(split == 0, 1.0, total)
+            slope = tl.zeros([M], tl.float32)
+            if HAS_SLOPES:
+                slope = tl.load(slopes + head) * LOG2_E
             peak, total, acc = _add_tile(
                 q_low,
                 q_high,
@@ -307,44 +274,87 @@ def fused_decode_kernel(
                 CAPPED,
                 HAS_SLOPES,
             )
-
-        if (split == active - 1) & (own >= 0):
-            score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
-            score = (score + tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)) * scale
-            score = adjusted(score, 0, soft_cap, slope, CAPPED, HAS_SLOPES)
-            new_peak = tl.maximum(peak, score)
-            weight, decay = tl.exp2(score - new_peak), tl.exp2(peak - new_peak)
-            total = total * decay + weight
-            acc = acc * decay[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
-            peak = new_peak
-            slot = tl.load(slot_mapping + token)
-            if slot >= 0:
-                cell = head_base + slot // PAGE * block_stride + slot % PAGE * cell_stride
-                tl.store(cell + i, k_low, mask=i < HALF)
-                tl.store(cell + HALF + i, k_high, mask=i < HALF)
-                tl.store(cell + value_stride + d, value, mask=d < D)
-
-        whole = tl.where(total > 0, total, 1.0)
-        result = acc * (1.0 / whole)[:, None]
-        md_valid = m_valid[:, None] & (d < D)[None, :]
-        first_head = kv_heads * GROUP * token + kv_head * GROUP
-        if active == 1:
-            target = out + (first_head + m)[:, None] * D + d[None, :]
-            tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
-        else:
-            first_cell = (row * kv_heads + kv_head) * GROUP
-            part = (first_cell + m) * splits + split
-            tl.store(part_out + part[:, None] * D + d[None, :], result, mask=md_valid)
-            lse = tl.where(total > 0, peak + tl.log2(whole), float("-inf"))
-            tl.store(part_lse + part, lse, mask=m_valid)
-            tl.debug_barrier()  # all threads' stores come before the arrival
-            arrival = arrivals + row * kv_heads + kv_head
-            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
-                tl.store(arrival, 0)
-                target = out + first_head * D
-                _merge(
-                    part_out, part_lse, target, first_cell, active, splits, GROUP, D, 2 * BLOCK_HALF, BLOCK_G, BLOCK_P
+            for tile in range(from_tile + 1, to_tile):
+                key, low, high, values = _keys_of(
+                    tile,
+                    begin,
+                    own,
+                    table,
+                    head_base,
+                    block_stride,
+                    value_stride,
+                    cell_stride,
+                    HALF,
+                    BLOCK_HALF,
+                    BLOCK_N,
+                    PAGE,
                 )
+                peak, total, acc = _add_tile(
+                    q_low,
+                    q_high,
+                    key,
+                    low,
+                    high,
+                    values,
+                    begin,
+                    own,
+                    peak,
+                    total,
+                    acc,
+                    scale,
+                    soft_cap,
+                    slope,
+                    CAPPED,
+                    HAS_SLOPES,
+                )
+
+            if (split == active - 1) & (own >= 0):
+                score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
+                score = (score + tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)) * scale
+                score = adjusted(score, 0, soft_cap, slope, CAPPED, HAS_SLOPES)
+                new_peak = tl.maximum(peak, score)
+                weight, decay = tl.exp2(score - new_peak), tl.exp2(peak - new_peak)
+                total = total * decay + weight
+                acc = acc * decay[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+                peak = new_peak
+                slot = tl.load(slot_mapping + token)
+                if slot >= 0:
+                    cell = head_base + slot // PAGE * block_stride + slot % PAGE * cell_stride
+                    tl.store(cell + i, k_low, mask=i < HALF)
+                    tl.store(cell + HALF + i, k_high, mask=i < HALF)
+                    tl.store(cell + value_stride + d, value, mask=d < D)
+
+            whole = tl.where(total > 0, total, 1.0)
+            result = acc * (1.0 / whole)[:, None]
+            md_valid = m_valid[:, None] & (d < D)[None, :]
+            first_head = kv_heads * GROUP * token + kv_head * GROUP
+            if active == 1:
+                target = out + (first_head + m)[:, None] * D + d[None, :]
+                tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
+            else:
+                first_cell = (row * kv_heads + kv_head) * GROUP
+                part = (first_cell + m) * splits + split
+                tl.store(part_out + part[:, None] * D + d[None, :], result, mask=md_valid)
+                lse = tl.where(total > 0, peak + tl.log2(whole), float("-inf"))
+                tl.store(part_lse + part, lse, mask=m_valid)
+                tl.debug_barrier()  # all threads' stores come before the arrival
+                arrival = arrivals + row * kv_heads + kv_head
+                if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
+                    tl.store(arrival, 0)
+                    target = out + first_head * D
+                    _merge(
+                        part_out,
+                        part_lse,
+                        target,
+                        first_cell,
+                        active,
+                        splits,
+                        GROUP,
+                        D,
+                        2 * BLOCK_HALF,
+                        BLOCK_G,
+                        BLOCK_P,
+                    )
 
 
 def serves(few: Few, cache: Tensor, spec: AttentionSpec) -> bool:

@@ -8,6 +8,10 @@ from torch import Tensor
 from octavo.nn.ops import few_rows, row16
 
 
+_LEAST_BYTES = 32 << 20
+"""Of a matrix that fills shared memory: behind smaller ones, the next launch loses more time waiting for room in it."""
+
+
 def takes_ring(
     outputs: int,
     inputs: int,
@@ -21,15 +25,17 @@ def takes_ring(
     """Return whether `row16` multiplies with a matrix, which fills shared memory ahead; else `few_rows` does.
 
     On an H200 it makes a whole 8B model 4.6 % faster. Triton's kernels are faster where the launch before leaves the
-    memory idle: a sum over ranks, after which a product has neither a norm before it nor an addition after it; and for
-    matrices that registers hold.
+    memory idle: a sum over ranks, after which a product has neither a norm before it nor an addition after it; for
+    matrices that registers hold; and for small ones.
 
     Args:
         outputs: rows of the matrix, those of both halves if `gated`.
         scale: dtype of the norm's weights; None without a norm.
     """
     normed = scale is not None
-    if not (normed or added) or few_rows.holds(outputs, inputs, gated=gated, normed=normed, device=device):
+    if outputs * inputs * dtype.itemsize < _LEAST_BYTES or not (normed or added):
+        return False
+    if few_rows.holds(outputs, inputs, gated=gated, normed=normed, device=device):
         return False
     return row16.serves(outputs, inputs, dtype, device, scale=scale, gated=gated)
 

@@ -22,7 +22,7 @@ STRIP = 16
 """Outputs of a block."""
 _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2, torch.bfloat16: 3, torch.float16: 3}
 _STEP_BYTES = STRIP * 64
-SHARED = 220 << 10
+SHARED = 204 << 10
 """Bytes of shared memory for the row and numbers."""
 _MOST_INPUTS = 20480
 _TILE = 128
