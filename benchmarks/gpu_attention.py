@@ -33,7 +33,7 @@ import torch
 from gpu_workloads import ceilings
 from torch import Tensor
 
-from octavo.nn.attention import triton, triton_few, triton_fused
+from octavo.nn.attention import fused_decode, triton, triton_few
 from octavo.nn.attention.base import AttentionSpec, BackendRequest
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.select import select
@@ -101,12 +101,12 @@ def fused(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
     for rows, length in FUSED:
         work = Work(spec, DTYPE, [length] * rows, [1] * rows, copies=32)
         work.step.max_seq_len = LONGEST
-        served = triton_fused.serves
+        served = fused_decode.serves
         for label, serves in (("one launch", lambda *_: True), ("several", lambda *_: False)):
-            triton_fused.serves = serves
+            fused_decode.serves = serves
             seconds = seconds_of(work.whole())
             yield show(f"decode {rows} x {length} with rotation, {label}", seconds, {})
-        triton_fused.serves = served
+        fused_decode.serves = served
 
 
 def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
@@ -242,7 +242,7 @@ class Work:
         heads = spec.num_heads + 2 * spec.num_kv_heads
         shape = (
             copies,
-            *triton.TritonAttention(DTYPE, spec, torch.device("cuda")).cache_shape(spec, sum(blocks), PAGE),
+            *triton.TritonAttention(DTYPE, spec).cache_shape(spec, sum(blocks), PAGE),
         )
         cells = torch.empty(shape, dtype=DTYPE, device="cuda").normal_(generator=generator)
         self.caches = cells.to(dtype)
@@ -271,7 +271,7 @@ class Work:
     def run(self) -> tuple[Callable[[], Any], int]:
         """What to time, and how many times the work it is."""
         spec = self.spec
-        self.step.attn = triton.TritonAttention(DTYPE, spec, torch.device("cuda")).prepare(self.step, PAGE)
+        self.step.attn = triton.TritonAttention(DTYPE, spec).prepare(self.step, PAGE)
         q, fresh = self.qkv[:, : spec.num_heads], self.qkv[:, spec.num_heads :]
 
         def run() -> Tensor | None:
@@ -284,7 +284,7 @@ class Work:
 
     def whole(self) -> tuple[Callable[[], Any], int]:
         """`run`, with rotation and storing."""
-        attention = triton.TritonAttention(DTYPE, self.spec, torch.device("cuda"))
+        attention = triton.TritonAttention(DTYPE, self.spec)
         self.step.attn = attention.prepare(self.step, PAGE)
         table = torch.ones(LONGEST, self.spec.head_dim, device="cuda")
 

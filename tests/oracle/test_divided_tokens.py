@@ -76,7 +76,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [None, pytest.param(torch.float8_e5m2, marks=pytest.mark.slow)], ids=str)
 def test_projections_that_the_backend_rotates(kind: torch.dtype | None) -> None:
     case = ragged.make_case(int.from_bytes(os.urandom(4)), HALF, heads=(2, 2), head_dim=32, block_size=BLOCK, rows=ROWS)
-    spec, backend = case.spec, TritonAttention(case.dtype, case.spec, DEVICE)
+    spec, backend = case.spec, TritonAttention(case.dtype, case.spec)
     filled = ragged.filled_cache(case, backend, DEVICE)
     step, _, q = ragged.prepared(case, backend, case.q(len(case.label)), filled.clone(), DEVICE)
     qkv = torch.randn(len(q), 4 + 2 * 2, spec.head_dim, generator=torch.Generator().manual_seed(3)).to(DEVICE, HALF)

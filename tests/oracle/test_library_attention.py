@@ -145,7 +145,7 @@ def test_what_a_library_is_asked_for(rows, counts):
     """Rows from the first to the last with many queries."""
     case = ragged.make_case(fresh_seed(), torch.float32, rows=rows, **SMALL)
     library = Plain()
-    check(LibraryAttention(library, TritonAttention(case.dtype, case.spec, DEVICE)), case)
+    check(LibraryAttention(library, TritonAttention(case.dtype, case.spec)), case)
     assert library.asked == [counts, counts]
 
 
@@ -206,12 +206,12 @@ def test_what_libraries_are_told(monkeypatch, library, options):
     make = {"flash_attn": FlashAttention3, "flashinfer": lambda: FlashInfer(DEVICE)}[library]
     rows = [(9, 1), (30, 30), (48, 20), (12, 12), (5, 1)]
     case = ragged.make_case(fresh_seed(), torch.float32, rows=rows, **SMALL, **options)
-    check(LibraryAttention(make(), TritonAttention(case.dtype, case.spec, DEVICE)), case)
+    check(LibraryAttention(make(), TritonAttention(case.dtype, case.spec)), case)
 
 
 def test_what_the_host_knows_is_not_asked_of_the_device():
     case = ragged.make_case(1, torch.float32, rows=[(9, 1), (40, 20), (12, 12)], **SMALL)
-    backend = LibraryAttention(Plain(), TritonAttention(case.dtype, case.spec, DEVICE))
+    backend = LibraryAttention(Plain(), TritonAttention(case.dtype, case.spec))
     step, _, _ = ragged.prepared(case, backend, case.q(1), device=DEVICE)
     step.query_lens, step.past_lens = [1, 20, 12], [8, 20, 0]
     step.seq_lens = step.seq_lens.to("meta")
@@ -222,7 +222,7 @@ def test_what_the_host_knows_is_not_asked_of_the_device():
 
 def test_table_rows_are_followed():
     case = ragged.make_case(2, torch.float32, rows=[(40, 20), (30, 12)], **SMALL)
-    backend = LibraryAttention(Plain(), TritonAttention(case.dtype, case.spec, DEVICE))
+    backend = LibraryAttention(Plain(), TritonAttention(case.dtype, case.spec))
     q = case.q(1)
     step, cache, there = ragged.prepared(case, backend, q, device=DEVICE)
     step.block_tables = torch.cat([torch.zeros_like(step.block_tables), step.block_tables.flip(0)])

@@ -29,7 +29,7 @@ DRAFTS = {"rows": [(1, 1), (9, 4), (LONGEST, 3), (64, 2), (3, 3)]}
 
 def check(case: ragged.Case) -> None:
     q = case.q(len(case.label))
-    got = ragged.run(case, TritonAttention(case.dtype, case.spec, DEVICE), q, device=DEVICE)
+    got = ragged.run(case, TritonAttention(case.dtype, case.spec), q, device=DEVICE)
     assert got.dtype == q.dtype
     expected = case.expected(q)
     wrong = (got.cpu().double() - expected).abs() / (1 + expected.abs())
@@ -106,7 +106,7 @@ def test_from_the_projection(options, kind, rows):
 
 def check_fused(case: ragged.Case, kind: torch.dtype | None, shared: SharedContexts | None = None) -> None:
     """Without rotation and norms, which have tests of their own. `kind` is an FP8 cache's dtype."""
-    spec, backend = case.spec, TritonAttention(case.dtype, case.spec, DEVICE)
+    spec, backend = case.spec, TritonAttention(case.dtype, case.spec)
     q = case.q(len(case.label))
     plain = ragged.filled_cache(case, backend, DEVICE)
     step, _, _ = ragged.prepared(case, backend, q, plain.clone(), DEVICE)
@@ -150,7 +150,7 @@ def test_a_context_in_parts(monkeypatch, splits):
 
 def test_tiles_with_the_most_keys_come_first():
     case = ragged.make_case(1, HALF, heads=(1, 1), head_dim=64, block_size=16, rows=[(140, 140), (10, 9), (3, 1)])
-    backend = TritonAttention(case.dtype, case.spec, DEVICE)
+    backend = TritonAttention(case.dtype, case.spec)
     step, _, _ = ragged.prepared(case, backend, case.q(1), device=DEVICE)
     step.query_lens, step.past_lens = [140, 9, 1], [0, 1, 2]
     assert backend.prepare(step, 16).many.tiles.cpu().view(-1, 2).tolist() == [[0, 128], [1, 0], [0, 0]]
@@ -163,7 +163,7 @@ def test_tiles_with_the_most_keys_come_first():
 def test_padding_rows_are_finite():
     """A row of length 0 reads nothing: its cache and table may hold anything."""
     case = ragged.make_case(3, torch.float32, heads=(1, 2), head_dim=32, block_size=16, rows=[(20, 1), (7, 1)])
-    backend = TritonAttention(case.dtype, case.spec, DEVICE)
+    backend = TritonAttention(case.dtype, case.spec)
     q = case.q(1)
     step, cache, q_there = ragged.prepared(case, backend, q, device=DEVICE)
     step.seq_lens[1] = 0
@@ -210,7 +210,7 @@ def groups_of(case: ragged.Case) -> SharedContexts:
     tables = np.zeros((len(whole), whole.max() + 1), dtype=np.int32)
     for table, sequence, count in zip(tables, case.sequences, whole, strict=True):
         table[:count] = sequence.blocks[:count]
-    most, tokens = TritonAttention(case.dtype, case.spec, DEVICE).sharing()
+    most, tokens = TritonAttention(case.dtype, case.spec).sharing()
     found = grouped(tables, whole, most, tokens // case.block_size)
     assert found is not None
     size = len(whole)
@@ -223,7 +223,7 @@ def test_padding_rows_share_nothing_and_are_finite(monkeypatch):
     case = ragged.make_case(5, torch.float32, heads=(1, 2), head_dim=32, block_size=16, rows=rows)
     for taker in case.sequences[1:3]:
         ragged.share(taker, case.sequences[0], 1.0, 16)
-    backend = TritonAttention(case.dtype, case.spec, DEVICE)
+    backend = TritonAttention(case.dtype, case.spec)
     q = case.q(1)
     step, cache, q_there = ragged.prepared(case, backend, q, device=DEVICE)
     step.seq_lens[3:] = 0

@@ -148,7 +148,7 @@ class Writing:
     def __call__(self, normed, kind, scales, kept):
         """Runs the kernel: the projection's output afterwards, and each token's cell [2, kv_heads, dim]."""
         spec = self.spec
-        shape = TritonAttention(self.qkv.dtype, spec, DEVICE).cache_shape(spec, 4, 16)
+        shape = TritonAttention(self.qkv.dtype, spec).cache_shape(spec, 4, 16)
         before = torch.full(shape, float("nan")).to(kind)
         there, cache = self.qkv.to(DEVICE, copy=True), before.to(DEVICE, copy=True)
         norms = (self.weights[0].to(DEVICE), self.weights[1].to(DEVICE), 1e-5) if normed else None

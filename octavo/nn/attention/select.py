@@ -121,7 +121,7 @@ def _triton_reason(request: BackendRequest) -> str | None:
 def _make_triton(request: BackendRequest) -> AttentionBackend:
     from octavo.nn.attention.triton import TritonAttention  # needs triton, which machines without a GPU may lack
 
-    return TritonAttention(request.dtype, request.spec, request.device)
+    return TritonAttention(request.dtype, request.spec)
 
 
 def _with_library(
@@ -133,7 +133,7 @@ def _with_library(
         from octavo.nn.attention.libraries.attention import LibraryAttention
         from octavo.nn.attention.triton import TritonAttention
 
-        return LibraryAttention(make_library(request), TritonAttention(request.dtype, request.spec, request.device))
+        return LibraryAttention(make_library(request), TritonAttention(request.dtype, request.spec))
 
     return make
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.device.transfer import upload_parts
-from octavo.nn.attention import triton_fused
+from octavo.nn.attention import fused_decode
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_arguments import as_words, head_terms, scales_of, two_strides
@@ -49,17 +49,13 @@ class Launches:
 
 
 class TritonAttention:
-    """All its inputs are in the step. Rows of length 0 are padding and get zeros.
-
-    Calls must be on one stream at a time, since launches share `_arrivals`; see `triton_fused.py`.
-    """
+    """Stateless: all its inputs are in the step. Rows of length 0 are padding and get zeros."""
 
     name = "triton"
     follows_table_rows = True
 
-    def __init__(self, dtype: torch.dtype, spec: AttentionSpec, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
         self._dtype = dtype
-        self._arrivals = torch.zeros(triton_fused.MOST_HEADS, dtype=torch.int32, device=device)
         self._head_dim = spec.head_dim
         self._group = spec.num_heads // spec.num_kv_heads
 
@@ -116,11 +112,30 @@ class TritonAttention:
         """See `FusedBackend`. Rows with many queries read this step's keys and values from `qkv`."""
         launches: Launches = step.attn
         few = launches.few if launches.many is None else None
-        if few is not None and triton_fused.serves(few, cache, spec):
-            return triton_fused.attend(qkv, norms, cos_sin, cache, step, spec, few.count, self._arrivals, sinks)
+        if few is not None and fused_decode.serves(few, qkv, cache, spec):
+            return fused_decode.attend(qkv, norms, cos_sin, cache, step, spec, few.count, sinks)
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=launches.many is not None)
         q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
         return attend_parts(q, fresh, cache, scales, step, spec, sinks)
+
+    def launch_ahead(
+        self,
+        qkv: Tensor,
+        norms: Norms | None,
+        cos_sin: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """See `FusedBackend`."""
+        launches: Launches = step.attn
+        few = launches.few if launches.many is None else None
+        if few is not None and fused_decode.serves(few, qkv, cache, spec):
+            fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, sinks))
+        else:
+            self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks)
 
     def rotate_and_store(
         self,

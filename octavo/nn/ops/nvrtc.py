@@ -25,8 +25,8 @@ from octavo.hub.cache import kernel_dir
 
 log = logging.getLogger(__name__)
 
-_OVERLAP = 6
-_SHARED_MEMORY = 8
+_CLUSTER, _OVERLAP = 4, 6
+_SHARED_MEMORY, _LARGE_CLUSTERS = 8, 14
 _TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128 = 3
 _PROMOTE_128 = 2
@@ -39,7 +39,7 @@ class CudaError(RuntimeError):
 
 
 class _Value(Union):
-    _fields_ = (("padding", c_char * 64), ("flag", c_int))
+    _fields_ = (("padding", c_char * 64), ("flag", c_int), ("size", c_uint * 3))
 
 
 class _Attribute(Structure):
@@ -69,12 +69,15 @@ Argument = c_void_p | c_int | ctypes.c_float | TensorMap
 class Kernel:
     """A kernel on the current GPU."""
 
-    def __init__(self, name: str, source: str, defines: Mapping[str, int], threads: int, shared: int = 0) -> None:
+    def __init__(
+        self, name: str, source: str, defines: Mapping[str, int], threads: int, shared: int = 0, cluster: int = 1
+    ) -> None:
         """
         Args:
             defines: macros of the source.
             threads: per block.
             shared: bytes of dynamic shared memory.
+            cluster: adjacent blocks that can read each other's shared memory, at most 16.
         """
         self._driver = driver()
         self._threads, self._shared = threads, shared
@@ -82,15 +85,20 @@ class Kernel:
         self._function = c_void_p()
         self._check(self._driver.cuModuleLoadData(byref(module), _binary(source, defines)))
         self._check(self._driver.cuModuleGetFunction(byref(self._function), module, name.encode()))
+        attributes = [_Attribute(_OVERLAP)]
+        attributes[0].value.flag = 1
+        if cluster > 1:
+            self._check(self._driver.cuFuncSetAttribute(self._function, c_int(_LARGE_CLUSTERS), c_int(1)))
+            attributes.append(_Attribute(_CLUSTER))
+            attributes[1].value.size = (c_uint * 3)(cluster, 1, 1)
+        self._attributes = (_Attribute * len(attributes))(*attributes)
         if shared:
             self._check(self._driver.cuFuncSetAttribute(self._function, c_int(_SHARED_MEMORY), c_int(shared)))
 
     def launch(self, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
         """Launch on the current stream, overlapping the previous launch's end; the kernel must wait for its results."""
-        attribute = _Attribute(_OVERLAP)
-        attribute.value.flag = 1
         stream = torch.cuda.current_stream().cuda_stream
-        how = _Launch(grid, (self._threads, 1, 1), self._shared, stream, ctypes.pointer(attribute), 1)
+        how = _Launch(grid, (self._threads, 1, 1), self._shared, stream, self._attributes, len(self._attributes))
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         self._check(self._driver.cuLaunchKernelEx(byref(how), self._function, pointers, None))
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from octavo.nn.ops import few_rows, row16
 
-
 _LEAST_BYTES = 32 << 20
 """Of a matrix that fills shared memory: behind smaller ones, the next launch loses more time waiting for room in it."""
 

@@ -23,8 +23,9 @@ STRIP = 16
 _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2, torch.bfloat16: 3, torch.float16: 3}
 _STEP_BYTES = STRIP * 64
 SHARED = 204 << 10
-"""Bytes of shared memory for the row and numbers."""
-_MOST_INPUTS = 20480
+"""Bytes of shared memory for the row and numbers. The rest is for launches that begin early."""
+_MOST_INPUTS = {1: 20480, 2: 16384}
+"""By bytes of a number: with more, x leaves room for fewer than two spans."""
 _TILE = 128
 
 
@@ -62,7 +63,7 @@ def fits(outputs: int, inputs: int, codes: torch.dtype, *, tile: int = 0, gated:
     parts = 2 if gated else 1
     if outputs % (STRIP * parts) or (tile and outputs % (_TILE * parts)):
         return False
-    return inputs % (64 // codes.itemsize) == 0 and inputs <= _MOST_INPUTS
+    return inputs % (64 // codes.itemsize) == 0 and inputs <= _MOST_INPUTS[codes.itemsize]
 
 
 def runs(device: torch.device) -> bool:

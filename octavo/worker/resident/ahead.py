@@ -253,7 +253,7 @@ def _attend(
         norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
         norms = (norm, norm, 1e-5) if spec.head_norms is not None and spec.fuses_head_norms else None
         sinks = table.new_empty(layer.num_heads) if layer.sinks else None
-        attention.rotate_and_attend(qkv, norms, table, cache, scales, step, layer, sinks)
+        attention.launch_ahead(qkv, norms, table, cache, scales, step, layer, sinks)
 
 
 def _attend_latents(

@@ -125,7 +125,7 @@ def test_all_kernels_of_experts_are_compiled_ahead(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ahead, "Ahead", Collected)
     monkeypatch.setattr(ahead, "target_of", lambda device: None)
     float32 = torch.float32
-    attention = TritonAttention(float32, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, 0.25), DEVICE)
+    attention = TritonAttention(float32, AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, 0.25))
     found: Any = ahead.compile_ahead(spec, float32, float32, float32, attention, DEVICE, groups=FULL, **SIZES)
     width = spec.hidden_size
     form = ExpertsForm(num_experts=8, hidden_size=width, size=24)

@@ -1,4 +1,4 @@
-"""Decoding in one launch against float64: on the GPU where there is one, else small, under the interpreter."""
+"""Decoding in one launch against float64."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.nn.attention import triton_fused
+from octavo.nn.attention import fused_decode
 from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.attention.triton_few import Few
 from octavo.nn.ops.rope import apply_rope
 
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-# The interpreter multiplies no bfloat16 matrices.
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
-LONGEST = 20_000 if GPU else 150
-LENGTHS = [1, 2, 32, 33, 34, 65, 100, LONGEST]
+DEVICE = torch.device("cuda")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+LONGEST = 20_000
+LENGTHS = [1, 2, 15, 16, 17, 100, 257, 511, 512, 513, 700, 1500, 5000, LONGEST]
 OPTIONS: list[dict[str, object]] = [
     {"heads": (2, 4), "head_dim": 64},
     {"heads": (1, 3), "head_dim": 96, "window": 37, "soft_cap": 20.0, "sinks": True},
@@ -30,19 +30,16 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 2, 32])
+@pytest.mark.parametrize("trial", range(4))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decoding(monkeypatch, dtype, options, splits):
-    """With norms and without, twice in a row, in parts of which some are empty; a row of padding is the last one."""
-    monkeypatch.setattr(triton_fused, "num_splits", lambda *_: splits)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_decoding(dtype, options, trial):
+    """With norms and without; a row of padding is the last one."""
     rng = random.Random(int.from_bytes(os.urandom(4), "little"))
     rows = [(length, 1) for length in rng.sample(LENGTHS, 3)]
-    case = ragged.make_case(rng.randrange(2**31), dtype, block_size=rng.choice([16, 32]), rows=rows, **options)
-    backend = TritonAttention(dtype, case.spec, DEVICE)
+    case = ragged.make_case(rng.randrange(2**31), dtype, block_size=rng.choice([8, 16, 32]), rows=rows, **options)
     for normed in (False, True):
-        Decoding(case, backend, normed).check()
-    assert not backend._arrivals.any()
+        Decoding(case, TritonAttention(dtype, case.spec), normed).check()
 
 
 class Decoding:
@@ -83,7 +80,7 @@ class Decoding:
         qkv = torch.cat([self.qkv, self.qkv[:1]]).to(DEVICE)
         sinks = None if case.sinks is None else case.sinks.to(DEVICE)
         cache = before.clone()
-        assert triton_fused.serves(step.attn.few, cache, spec)
+        assert fused_decode.serves(step.attn.few, qkv, cache, spec)
         got = self.backend.rotate_and_attend(qkv, self.norms, self.cos_sin.to(DEVICE), cache, None, step, spec, sinks)
         got = got.cpu().double()
         expected = case.expected(self.q.to(case.dtype))
@@ -106,12 +103,15 @@ class Decoding:
 
 
 def test_which_rows_are_served():
-    case = ragged.make_case(1, torch.float32, heads=(2, 2), head_dim=64, block_size=16, rows=[(5, 1)] * 5)
-    backend = TritonAttention(case.dtype, case.spec, DEVICE)
-    step, cache, _ = ragged.prepared(case, backend, case.q(1), device=DEVICE)
-    few = backend.all_few(step)
-    assert not triton_fused.serves(few, cache, case.spec), "more heads than there are places to arrive at"
-    assert triton_fused.serves(few.__class__(None, 4, 1), cache, case.spec)
-    assert not triton_fused.serves(few.__class__(None, 1, 8), cache, case.spec)
-    assert not triton_fused.serves(few.__class__(step.seq_lens, 1, 1), cache, case.spec)
-    assert not triton_fused.serves(few.__class__(None, 1, 1), cache.to(torch.float8_e5m2), case.spec)
+    case = ragged.make_case(1, torch.float16, heads=(2, 2), head_dim=64, block_size=16, rows=[(5, 1)])
+    cache = ragged.filled_cache(case, TritonAttention(case.dtype, case.spec), DEVICE)
+
+    def serves(few: Few, dtype: torch.dtype = torch.float16, kind: torch.dtype = torch.float16) -> bool:
+        return fused_decode.serves(few, torch.empty(1, 8, 64, dtype=dtype, device=DEVICE), cache.to(kind), case.spec)
+
+    assert serves(Few(None, 4, 1))
+    assert not serves(Few(None, 5, 1)), "so many rows fill the GPU in several launches"
+    assert not serves(Few(None, 1, 8))
+    assert not serves(Few(torch.zeros(1, dtype=torch.int32, device=DEVICE), 1, 1))
+    assert not serves(Few(None, 1, 1), kind=torch.float8_e5m2)
+    assert not serves(Few(None, 1, 1), torch.float32, torch.float32)

@@ -1,0 +1,305 @@
+// Decode one row: norms and rotation of its heads, storing, attention and merging, in one launch.
+//
+// Grid: SPLITS blocks, which are one cluster; kv heads; rows. A context is divided into tiles of 16 keys, which all warps
+// of a cluster take in turn; each warp copies its tiles into a ring of its own in shared memory, the first ones before it
+// waits for the previous launch. Lengths, tables and older keys are read before that wait, too: they are written by
+// earlier steps, or before the step's embedding, whose launch does not overlap others. The last tile has a place for the
+// step's own key and value, which its warp puts there and into the cache. At the end each warp of the cluster merges the
+// parts of 32 outputs, which it reads from the other blocks' shared memory.
+//
+// Few registers and little shared memory are used, so that the next launch finds room while this one waits.
+//
+// Macros: HALF: numbers are float16, else bfloat16; D channels of a head, a multiple of 32; SHARING query heads of a kv
+// head, at most 8; PAGE tokens of a block; SPLITS x WARPS = 32; STAGES tiles of a warp in shared memory; NORMED; WINDOW, 0
+// for none, CHUNKED; CAPPED; SINKS; SLOPES; TABLE_ROWS: as in triton_decode.py.
+
+#define TILE 16
+#define CHUNKS (D / 8)           // copies of 16 bytes of a key
+#define ROW (D + 8)              // numbers of a key in shared memory: 8 keys' parts are in different banks
+#define STAGE (2 * TILE * ROW)   // numbers of a tile's keys and values
+#define TURN (SPLITS * WARPS)    // tiles that all warps of a cluster take at once
+#define KEY 8                    // rows of `heads`: queries, the key, the value
+#define VALUE 9
+#define OWN ((SHARING + 2 + WARPS - 1) / WARPS)
+#define PAIRS ((D / 2 + 31) / 32)
+#define LOG2_E 1.4426950408889634f
+#define NONE __int_as_float(0xff800000)
+
+typedef unsigned short u16;
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float wide(u16 x) { return wide2(x).x; }
+
+__device__ __forceinline__ float written_at(const u16* from) {
+  u16 x;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(from) : "memory");
+  return wide(x);
+}
+
+__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ float of_block(const float* here, int block) {
+  u32 there;
+  float x;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_at(here)), "r"(block));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void meet() {  // all threads of the cluster
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void multiply(float* d, const u32* a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
+  return d;
+}
+
+__device__ __forceinline__ float largest(float x, int from) {
+#pragma unroll
+  for (int i = from; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, i));
+  return x;
+}
+
+__device__ __forceinline__ float sum(float x, int from) {
+#pragma unroll
+  for (int i = from; i < 32; i *= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
+  return x;
+}
+
+__device__ __forceinline__ float adjusted(float score, int distance, float soft_cap, float slope) {
+#if CAPPED  // tanh(x) = 1 - 2 / (exp(2 x) + 1)
+  score = soft_cap * (1.f - 2.f / (exp2_of(score * (2.f / soft_cap) * LOG2_E) + 1.f)) * LOG2_E;
+#endif
+#if SLOPES
+  score += slope * distance;
+#endif
+  return score;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* cos_sin, const long long* positions,
+             const long long* slots, u16* cache, u16* out, const int* query_start, const int* seq_lens,
+             const int* table_rows, const int* tables, const float* sinks, const float* slopes, float eps, float scale,
+             float soft_cap, int token_stride, int block_stride, int value_stride, int kv_head_stride, int cell_stride,
+             int table_stride) {
+  extern __shared__ __align__(128) u16 memory[];
+  __shared__ __align__(16) u16 heads[10][ROW];
+  __shared__ float parts[WARPS][SHARING][D], peaks[WARPS][8], totals[WARPS][8];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, row = blockIdx.z;
+  overlap();
+  const int token = query_start[row], own = seq_lens[row] - 1;  // the query's position; -1 for a row of padding
+  if (query_start[row + 1] == token) {
+    follow();
+    return;
+  }
+  int begin = 0;
+#if WINDOW
+  begin = max(0, CHUNKED ? own / WINDOW * WINDOW : own - WINDOW + 1);
+#endif
+  const int first = begin / TILE, tiles = own < 0 ? 0 : own / TILE + 1 - first, mine = warp * SPLITS + split;
+  const int count = tiles > mine ? (tiles - mine - 1) / TURN + 1 : 0;
+  const bool owner = tiles > 0 && (tiles - 1) % TURN == mine;
+  const int* const table = tables + (u64)(TABLE_ROWS ? table_rows[row] : row) * table_stride;
+  const u16* const keys = cache + (u64)kv_head * kv_head_stride;
+  u16* const ring = memory + warp * (STAGES * STAGE);
+
+  auto key_of = [&](int i) { return (first + mine + i * TURN) * TILE + lane % TILE; };
+  auto block_of = [&](int i) { return i < count && key_of(i) < own ? table[key_of(i) / PAGE] : 0; };
+  auto load = [&](int i, int block) {
+    if (i < count) {
+      const int key = key_of(i);
+      const u64 place = (u64)block * block_stride + key % PAGE * cell_stride;
+      const u32 low = (u32)place, high = (u32)(place >> 32), to = shared_at(ring + i % STAGES * STAGE);
+      const int bytes = key >= begin && key < own ? 16 : 0;  // else zeros
+#pragma unroll
+      for (int j = 0; j < TILE * CHUNKS / 32; j++) {
+        const int k = (j * 32 + lane) / CHUNKS, chunk = (j * 32 + lane) % CHUNKS;
+        const u64 from = (u64)__shfl_sync(0xffffffffu, high, k) << 32 | __shfl_sync(0xffffffffu, low, k);
+        const int size = __shfl_sync(0xffffffffu, bytes, k);
+        const u16* const source = keys + from + chunk * 8;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + (k * ROW + chunk * 8) * 2), "l"(source),
+                     "r"(size) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + ((TILE + k) * ROW + chunk * 8) * 2),
+                     "l"(source + value_stride), "r"(size) : "memory");
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) load(i, block_of(i));
+  int next_block = block_of(STAGES);
+
+  const long long position = positions[token];
+  float cosine[PAIRS], sine[PAIRS], norm_of[2][2 * PAIRS];
+#pragma unroll
+  for (int j = 0; j < PAIRS; j++) {
+    const int i = min(j * 32 + lane, D / 2 - 1);
+    cosine[j] = cos_sin[position * D + i], sine[j] = cos_sin[position * D + D / 2 + i];
+#if NORMED
+    norm_of[0][2 * j] = wide(q_norm[i]), norm_of[0][2 * j + 1] = wide(q_norm[D / 2 + i]);
+    norm_of[1][2 * j] = wide(k_norm[i]), norm_of[1][2 * j + 1] = wide(k_norm[D / 2 + i]);
+#endif
+  }
+  for (int i = threadIdx.x; i < (KEY - SHARING) * ROW; i += WARPS * 32) heads[SHARING][i] = 0;
+  follow();
+
+  float given[OWN][2 * PAIRS];
+#pragma unroll
+  for (int n = 0; n < OWN; n++) {
+    const int h = n * WARPS + warp;
+    const int at = h < SHARING ? kv_head * SHARING + h : kv_heads * SHARING + (h == SHARING ? 0 : kv_heads) + kv_head;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const int i = j * 32 + lane;
+      const bool valid = h < SHARING + 2 && i < D / 2;
+      const u16* const from = qkv + (u64)token * token_stride + at * D + i;
+      given[n][2 * j] = valid ? written_at(from) : 0.f, given[n][2 * j + 1] = valid ? written_at(from + D / 2) : 0.f;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < OWN; n++) {
+    const int h = n * WARPS + warp;
+    if (h >= SHARING + 2) continue;
+    float inverse = 1.f;
+#if NORMED
+    float square = 0.f;
+#pragma unroll
+    for (int j = 0; j < 2 * PAIRS; j++) square += given[n][j] * given[n][j];
+    inverse = rsqrtf(sum(square, 1) / D + eps);
+#endif
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const int i = j * 32 + lane;
+      if (i >= D / 2) continue;
+      float low = given[n][2 * j], high = given[n][2 * j + 1];
+      if (h <= SHARING) {
+#if NORMED
+        low *= inverse * (h == SHARING ? norm_of[1][2 * j] : norm_of[0][2 * j]);
+        high *= inverse * (h == SHARING ? norm_of[1][2 * j + 1] : norm_of[0][2 * j + 1]);
+#endif
+        const float turned = low * cosine[j] - high * sine[j];
+        high = high * cosine[j] + low * sine[j], low = turned;
+      }
+      u16* const to = heads[h < SHARING ? h : h == SHARING ? KEY : VALUE];
+      to[i] = (u16)narrow2(low, 0.f), to[D / 2 + i] = (u16)narrow2(high, 0.f);
+    }
+  }
+  __syncthreads();
+  u32 query[D / 16][2];
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    query[k][0] = *(const u32*)&heads[g][k * 16 + 2 * t];
+    query[k][1] = *(const u32*)&heads[g][k * 16 + 8 + 2 * t];
+  }
+
+  float peak[2] = {NONE, NONE}, total[2] = {0.f, 0.f}, acc[D / 16][4], slope[2] = {0.f, 0.f};
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) acc[k][0] = acc[k][1] = acc[k][2] = acc[k][3] = 0.f;
+#if SLOPES
+#pragma unroll
+  for (int c = 0; c < 2; c++) slope[c] = 2 * t + c < SHARING ? slopes[kv_head * SHARING + 2 * t + c] * LOG2_E : 0.f;
+#endif
+  for (int i = 0; i < count; i++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    __syncwarp();
+    u16* const tile = ring + i % STAGES * STAGE;
+    const int from = (first + mine + i * TURN) * TILE;
+    if (owner && i == count - 1) {
+      const long long slot = slots[token];
+      u16* const cell = cache + (u64)kv_head * kv_head_stride + slot / PAGE * block_stride + slot % PAGE * cell_stride;
+#pragma unroll
+      for (int j = 0; j < (2 * CHUNKS + 31) / 32; j++) {
+        const int c = j * 32 + lane, part = c / CHUNKS, chunk = c % CHUNKS;
+        if (c >= 2 * CHUNKS) continue;
+        const uint4 eight = *(const uint4*)&heads[KEY + part][chunk * 8];
+        *(uint4*)(tile + (part * TILE + own % TILE) * ROW + chunk * 8) = eight;
+        if (slot >= 0) *(uint4*)(cell + (u64)part * value_stride + chunk * 8) = eight;
+      }
+      __syncwarp();
+    }
+
+    float d[4] = {0.f, 0.f, 0.f, 0.f};
+    u32 a[4];
+    const u32 key_row = shared_at(tile + lane % 16 * ROW + lane / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(key_row + k * 32) : "memory");
+      multiply(d, a, query[k][0], query[k][1]);
+    }
+    float decay[2];
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int key = from + g + 8 * half;
+        const float score = adjusted(d[2 * half + c] * scale, key - own, soft_cap, slope[c]);
+        d[2 * half + c] = key >= begin && key <= own ? score : NONE;
+      }
+      const float next = fmaxf(peak[c], largest(fmaxf(d[c], d[2 + c]), 4)), safe = next == NONE ? 0.f : next;
+      d[c] = exp2_of(d[c] - safe), d[2 + c] = exp2_of(d[2 + c] - safe), decay[c] = exp2_of(peak[c] - safe);
+      total[c] = total[c] * decay[c] + sum(d[c] + d[2 + c], 4);
+      peak[c] = next;
+    }
+    const u32 low = transposed(narrow2(d[0], d[1])), high = transposed(narrow2(d[2], d[3]));
+    const u32 value_row = shared_at(tile + (TILE + lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) acc[k][c] *= decay[c % 2];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(value_row + k * 32) : "memory");
+      multiply(acc[k], a, low, high);
+    }
+    __syncwarp();
+    load(i + STAGES, next_block);
+    next_block = block_of(i + STAGES + 1);
+  }
+
+  if (count) {
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int h = 2 * t + c;
+      if (h >= SHARING) continue;
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) parts[warp][h][k * 16 + g] = acc[k][c], parts[warp][h][k * 16 + 8 + g] = acc[k][2 + c];
+      if (g == 0) peaks[warp][h] = peak[c], totals[warp][h] = total[c];
+    }
+  }
+  meet();
+  const int active = min(tiles, TURN);  // part p is of warp p / SPLITS in block p % SPLITS
+  for (int e = split * (WARPS * 32) + threadIdx.x; e < SHARING * D; e += TURN * 32) {
+    const int h = e / D;
+    const bool valid = lane < active;
+    const float own_peak = valid ? of_block(&peaks[lane / SPLITS][h], lane % SPLITS) : NONE;
+    const float own_total = valid ? of_block(&totals[lane / SPLITS][h], lane % SPLITS) : 0.f;
+    float top = largest(own_peak, 1), all = 0.f;
+#if SINKS
+    const float sink = sinks[kv_head * SHARING + h] * LOG2_E;
+    top = fmaxf(top, sink), all = exp2_of(sink - top);
+#endif
+    const float weight = own_peak == NONE ? 0.f : exp2_of(own_peak - top);
+    all += sum(weight * own_total, 1);
+    float y = 0.f;
+#pragma unroll 8
+    for (int p = 0; p < active; p++)
+      y += __shfl_sync(0xffffffffu, weight, p) * of_block(&parts[p / SPLITS][h][e % D], p % SPLITS);
+    out[((u64)token * kv_heads + kv_head) * (SHARING * D) + e] = (u16)narrow2(all > 0.f ? y / all : 0.f, 0.f);
+  }
+  meet();  // no block's memory is read any more
+}

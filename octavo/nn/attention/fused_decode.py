@@ -1,0 +1,171 @@
+"""Decoding of few rows on a Hopper GPU in one launch, by the CUDA kernel `cuda/fused_decode.cu`: norms and rotation of
+heads, storing, attention and merging.
+
+With one row, launches take longer to begin and to end than to compute; and while attention reads little, the launch
+after it can already load its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.nn.attention.base import AttentionSpec, Norms
+from octavo.nn.attention.reference import attend_dense
+from octavo.nn.attention.triton_arguments import head_terms, scales_of
+from octavo.nn.attention.triton_few import Few
+from octavo.nn.ops import nvrtc
+from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.step import StepInput
+
+_MOST_HEADS = 8
+"""Rows times kv heads of a launch: with more, programs of `triton_decode.py` fill the GPU."""
+_MOST_SHARING = 8
+_SPLITS, _WARPS, _STAGES = 16, 2, 2
+_TILE = 16
+_LIMIT = 0.02
+"""Largest relative error of the trial."""
+
+
+class DecodeForm(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        dtype: of projections and cache, 16 bits wide.
+        sharing: query heads of a kv head.
+        page: tokens of a KV block.
+        window: 0 for none.
+        capped: scores have a soft cap.
+        table_rows: a row's block table is looked up.
+    """
+
+    dtype: torch.dtype
+    dim: int
+    sharing: int
+    page: int
+    normed: bool
+    window: int
+    chunked: bool
+    capped: bool
+    sinks: bool
+    slopes: bool
+    table_rows: bool
+
+
+def serves(few: Few, qkv: Tensor, cache: Tensor, spec: AttentionSpec) -> bool:
+    """Return whether `attend` computes these rows of a step."""
+    if few.rows is not None or few.queries > 1 or (few.shared is not None and spec.shares_prefixes):
+        return False
+    if few.count * spec.num_kv_heads > _MOST_HEADS or spec.num_heads // spec.num_kv_heads > _MOST_SHARING:
+        return False
+    plain = qkv.dtype == cache.dtype and qkv.dtype.itemsize == 2 and qkv.dtype.is_floating_point
+    return plain and spec.head_dim % 32 == 0 and spec.head_dim <= 256 and _usable(qkv.device)
+
+
+@functools.cache
+def _usable(device: torch.device) -> bool:
+    """Return whether the kernel runs on a device and computes a trial right; log why it doesn't."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return nvrtc.trusted("Single rows attend", functools.partial(_deviation, device), _LIMIT)
+
+
+def form_of(
+    qkv: Tensor, norms: Norms | None, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None
+) -> DecodeForm:
+    """Return the form of a layer's launch."""
+    return DecodeForm(
+        dtype=qkv.dtype,
+        dim=spec.head_dim,
+        sharing=spec.num_heads // spec.num_kv_heads,
+        page=cache.shape[3],
+        normed=norms is not None,
+        window=spec.window or 0,
+        chunked=spec.chunked,
+        capped=spec.soft_cap is not None,
+        sinks=sinks is not None,
+        slopes=spec.slopes is not None,
+        table_rows=step.table_rows is not None,
+    )
+
+
+def attend(
+    qkv: Tensor,
+    norms: Norms | None,
+    cos_sin: Tensor,
+    cache: Tensor,
+    step: StepInput,
+    spec: AttentionSpec,
+    count: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Do all of `FusedBackend.rotate_and_attend` for `count` rows with at most one query each."""
+    q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
+    sink_terms, slopes = head_terms(spec, sinks, step.seq_lens)
+    table_rows = step.query_start if step.table_rows is None else step.table_rows
+    out = torch.empty(len(qkv), spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device)
+    tensors = [qkv, q_norm, k_norm, cos_sin, step.positions, step.slot_mapping, cache, out, step.query_start]
+    tensors += [step.seq_lens, table_rows, step.block_tables, sink_terms, slopes]
+    numbers = [c_float(number) for number in (eps, *scales_of(spec))]
+    strides = [c_int(stride) for stride in (qkv.stride(0), *cache.stride()[:4], step.block_tables.stride(0))]
+    arguments: list[c_void_p | c_float | c_int] = [*map(address, tensors), *numbers, *strides]
+    _kernel(form_of(qkv, norms, cache, step, spec, sinks)).launch((_SPLITS, spec.num_kv_heads, count), arguments)
+    return out
+
+
+def compile_ahead(form: DecodeForm) -> None:
+    """Compile a kernel in the background."""
+    source, macros, _, _ = source_of(form)
+    nvrtc.compile_ahead(source, macros)
+
+
+@functools.cache
+def _kernel(form: DecodeForm) -> Kernel:
+    return Kernel("fused_decode", *source_of(form), cluster=_SPLITS)
+
+
+def source_of(form: DecodeForm) -> tuple[str, dict[str, int], int, int]:
+    """Return source, macros, threads and bytes of shared memory."""
+    source = nvrtc.source_of("integers.cuh") + _source()
+    macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "D": form.dim}
+    macros |= {"SPLITS": _SPLITS, "WARPS": _WARPS, "STAGES": _STAGES}
+    own = ("sharing", "page", "normed", "window", "chunked", "capped", "sinks", "slopes", "table_rows")
+    macros |= {name.upper(): int(getattr(form, name)) for name in own}
+    return source, macros, 32 * _WARPS, _WARPS * _STAGES * 2 * _TILE * 2 * (form.dim + 8)
+
+
+@functools.cache
+def _source() -> str:
+    return (Path(__file__).parent / "cuda" / "fused_decode.cu").read_text(encoding="utf-8")
+
+
+def _deviation(device: torch.device) -> float:
+    """Return the largest relative error of a row of 100 tokens, compared with the reference on the CPU."""
+    random = torch.Generator().manual_seed(0)
+    spec, length, page, dtype = AttentionSpec(8, 2, 64, 0.125), 100, 16, torch.bfloat16
+    qkv = torch.randn(1, 12, 64, generator=random).to(dtype)
+    cache = torch.randn(7, 2, 2, page, 64, generator=random).to(dtype)
+    still = torch.cat([torch.ones(length, 32), torch.zeros(length, 32)], dim=1).to(device)
+    there = cache.to(device)
+    whole = torch.tensor([length], device=device)
+    step = StepInput(
+        input_ids=whole,
+        positions=whole - 1,
+        query_start=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        seq_lens=whole.int(),
+        block_tables=torch.arange(7, dtype=torch.int32, device=device)[None],
+        slot_mapping=whole - 1,
+        logit_rows=whole - 1,
+        max_query_len=1,
+        max_seq_len=length,
+    )
+    made = attend(qkv.to(device), None, still, there, step, spec, 1, None).cpu().float()
+    keys, values = cache.transpose(0, 1).transpose(2, 3).flatten(1, 2)[:, :length].clone()
+    keys[-1], values[-1] = qkv[0, 8:10], qkv[0, 10:]
+    expected = attend_dense(qkv[:, :8], keys, values, spec).float()
+    return float((made - expected).norm() / expected.norm())
