@@ -109,8 +109,8 @@ def test_which_rows_are_served():
     def serves(few: Few, dtype: torch.dtype = torch.float16, kind: torch.dtype = torch.float16) -> bool:
         return fused_decode.serves(few, torch.empty(1, 8, 64, dtype=dtype, device=DEVICE), cache.to(kind), case.spec)
 
-    assert serves(Few(None, 4, 1))
-    assert not serves(Few(None, 5, 1)), "so many rows fill the GPU in several launches"
+    assert serves(Few(None, 16, 1))
+    assert not serves(Few(None, 17, 1)), "so many rows fill the GPU in several launches"
     assert not serves(Few(None, 1, 8))
     assert not serves(Few(torch.zeros(1, dtype=torch.int32, device=DEVICE), 1, 1))
     assert not serves(Few(None, 1, 1), kind=torch.float8_e5m2)

@@ -23,7 +23,7 @@ from octavo.nn.ops import nvrtc
 from octavo.nn.ops.nvrtc import Kernel, address
 from octavo.nn.step import StepInput
 
-_MOST_HEADS = 8
+_MOST_HEADS = 32
 """Rows times kv heads of a launch: with more, programs of `triton_decode.py` fill the GPU."""
 _MOST_SHARING = 8
 _SPLITS, _WARPS, _STAGES = 16, 2, 2

@@ -40,9 +40,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TWO = (CacheGroup(layers=(0,)), CacheGroup(GroupKind.WINDOW, (1,), window=16))
 WINDOWS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 SPEC = spec_of(QWEN3 | WINDOWS)
-ATTENTION = TritonAttention(
-    torch.float32, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25), DEVICE
-)
+ATTENTION = TritonAttention(torch.float32, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25))
 SIZES = {"block_size": 16, "max_model_len": 256}
 
 
