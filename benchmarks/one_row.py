@@ -26,7 +26,7 @@ from machine import describe, describe_gpu
 
 from octavo.nn.ops import few_rows, row16
 from octavo.nn.ops.few_rows import RowPlan
-from octavo.nn.ops.stored_row import SHARED, RingPlan
+from octavo.nn.ops.ring import SHARED, RingPlan
 from octavo.nn.ops.triton_gemv import row_kernel
 from octavo.nn.ops.triton_overlap import follow, overlap
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from octavo.nn.ops import fragments, packed
 from octavo.nn.ops.fragments import Fragments
+from octavo.nn.ops.ring import RowForm
 from octavo.nn.quant.fragments import pack_fragments, pack_integers, unpack_fragments
 from octavo.nn.quant.online import ONLINE
 from octavo.nn.quant.packed_gpu import PackedOnGpu
@@ -92,7 +93,7 @@ def compiled() -> None:
         fragments.compile_ahead(matrix, dtype)
         wide = residual_of(form, dtype) == torch.float32
         for fused in ((0, 1, 1, 0, wide, wide), (0, 0, 0, 1, wide, wide), (1, 1, 0, 0, wide, 0)):
-            fragments.compile_row_ahead(matrix, dtype, fragments.RowForm(*map(bool, fused)))
+            fragments.compile_row_ahead(matrix, dtype, RowForm(*map(bool, fused)))
 
 
 def residual_of(form: str, dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from octavo.nn.ops import few_rows, floats, fragments, one_row, row8, row16, stored_row
 from octavo.nn.ops.floats import Floats
-from octavo.nn.ops.fragments import RowForm
+from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.stored_row import StoredForm
 from octavo.nn.quant.online import ONLINE
 
