@@ -122,7 +122,7 @@ Product = Callable[..., Tensor]
 
 
 @on_hopper
-@pytest.mark.parametrize("form", ["fp8", "w4a16"])
+@pytest.mark.parametrize("form", ["fp8", "w4a16", "w8a16"])
 def test_launches_that_overlap_wait_for_each_other(form: str) -> None:
     """In a recorded step, a launch begins while the previous one runs. The answers are those of launches apart."""
     size, inner = 2048, 4352

@@ -122,7 +122,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
     rows, outputs = x.shape[0], matrix.outputs
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
     grid = (triton.cdiv(outputs, _BLOCK_OUTPUTS), plan.parts, triton.cdiv(rows, plan.rows))
-    _rows_kernel(plan._replace(parts=1), *_form(matrix), x.dtype).launch(
+    _rows_kernel(plan._replace(parts=1), *form_of(matrix), x.dtype).launch(
         grid,
         [
             nvrtc.tiles_of(x, plan.rows, OUTPUTS),
@@ -169,7 +169,7 @@ def row_product(
         x.dtype == torch.float32,
         out.dtype == torch.float32,
     )
-    kernel = _row_kernel(_form(matrix), narrow, matrix.outputs, matrix.inputs, fused, plan or ring_plan())
+    kernel = _row_kernel(form_of(matrix), narrow, matrix.outputs, matrix.inputs, fused, plan or ring_plan())
     kernel.launch(
         (blocks_of(outputs, x.device), 1, 1),
         [
@@ -207,7 +207,7 @@ def compile_ahead(matrix: Fragments, dtype: torch.dtype, only: int | None = None
         if only not in (None, tile):
             continue
         plan = RowsPlan(tile, depth, stages, blocks, 1)
-        nvrtc.compile_ahead(*_rows_source(plan, *_form(matrix), dtype))
+        nvrtc.compile_ahead(*_rows_source(plan, *form_of(matrix), dtype))
 
 
 def tile_rows(rows: int) -> int:
@@ -218,7 +218,7 @@ def tile_rows(rows: int) -> int:
     )
 
 
-def _form(matrix: Fragments) -> tuple[int, int, bool]:
+def form_of(matrix: Fragments) -> tuple[int, int, bool]:
     """Return the macros BITS, GROUP and MINIMA: a scale per output is multiplied with sums, unless there are minima."""
     minima = matrix.minima is not None
     return matrix.bits, 0 if matrix.group == matrix.inputs and not minima else matrix.group, minima
@@ -243,12 +243,12 @@ def _rows_source(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: tor
 
 def compile_row_ahead(matrix: Fragments, dtype: torch.dtype, fused: RowForm) -> None:
     """Compile the kernel for a matrix's product of one row in the background."""
-    source, macros, _, _ = row_source(_form(matrix), dtype, matrix.outputs, matrix.inputs, fused, ring_plan())
+    source, macros, _, _ = row_source(form_of(matrix), dtype, matrix.outputs, matrix.inputs, fused, ring_plan())
     nvrtc.compile_ahead(source, macros)
 
 
 def ring_plan() -> RingPlan:
-    """Return how a block copies a matrix for the product of one row: warps share the inputs of the usual sizes evenly."""
+    """Return how a block copies a matrix for the product of one row: warps share usual numbers of inputs evenly."""
     return RingPlan(16, 2, SHARED)
 
 
