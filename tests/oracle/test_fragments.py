@@ -38,7 +38,7 @@ FORMS = {
     "8 bits, whole columns": (8, 0, False, 320, 704),
     "8 bits, groups of 16": (8, 16, True, 128, 192),
 }
-# Of one row: blocks that take several strips, some more than others; warps without inputs; as many inputs as there may be.
+# Of one row: blocks that take several strips, some more than others; warps without inputs; the most inputs.
 ONE_ROW = {
     "4 bits, groups of 128": (4, 128, False, 8896, 1088),
     "4 bits, groups of 192": (4, 192, False, 4544, 960),
@@ -51,7 +51,7 @@ ONE_ROW = {
 }
 PLANS = (fragments.ring_plan(), RingPlan(8, 4, SHARED), RingPlan(8, 1, HALF_SHARED))
 LARGEST_BLOCK = 227 << 10
-STATIC = 5 << 10
+STATIC = 6 << 10
 ROWS = (1, 2, 7, 16, 33, 64, 100, 150, 200, 257, 600)
 
 

@@ -13,7 +13,7 @@ STRIP = 16
 """Outputs that a block computes at a time."""
 SHARED = 220 << 10
 """Bytes of shared memory for the row and the ring of one block for each multiprocessor."""
-HALF_SHARED = 108 << 10
+HALF_SHARED = 107 << 10
 """The same, of two blocks."""
 MOST_INPUTS = 20480
 
