@@ -26,7 +26,7 @@ from machine import describe, describe_gpu
 
 from octavo.nn.ops import few_rows, row16
 from octavo.nn.ops.few_rows import RowPlan
-from octavo.nn.ops.stored_row import SHARED, RingPlan
+from octavo.nn.ops.ring import HALF_SHARED, SHARED, RingPlan
 from octavo.nn.ops.triton_gemv import row_kernel
 from octavo.nn.ops.triton_overlap import follow, overlap
 
@@ -92,7 +92,7 @@ def used(matrix: Matrix) -> RowPlan:
 def candidates(matrix: Matrix) -> Iterator[Plan]:
     yield used(matrix)
     yield from (RingPlan(warps, span, SHARED) for warps, span in ((16, 2), (16, 1), (8, 2), (8, 1), (8, 4)))
-    yield from (RingPlan(8, span, 108 << 10) for span in (1, 2))
+    yield from (RingPlan(8, span, HALF_SHARED) for span in (1, 2))
     depths = [depth for depth in (512, 1024, 2048, 4096, 8192) if depth <= matrix.inputs]
     for rows, depth, warps in itertools.product((1, 2, 4, 8), depths, (4, 8)):
         held = rows * depth * (2 if matrix.gated else 1)

@@ -27,6 +27,7 @@ from octavo.device.ahead import Ahead, target_of
 from octavo.nn.ops import few_rows, floats, fragments, packed, words
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
+from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.words import Words
 from octavo.nn.quant.fragments import unpack_fragments
 from octavo.nn.quant.online import ONLINE
@@ -249,9 +250,7 @@ def compile_all(args: argparse.Namespace) -> None:
             if isinstance(matrix, Fragments):
                 fragments.compile_ahead(matrix, torch.bfloat16)
                 gated = outputs == SHAPES["gate_up"][0]
-                form_of_row = fragments.RowForm(
-                    gated, normed=gated, biased=False, added=False, x_float=False, out_float=False
-                )
+                form_of_row = RowForm(gated, normed=gated, biased=False, added=False, x_float=False, out_float=False)
                 fragments.compile_row_ahead(matrix, torch.bfloat16, form_of_row)
             weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda")
             for rows in args.rows:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from octavo.nn.ops import fragments, packed
 from octavo.nn.ops.fragments import Fragments
+from octavo.nn.ops.ring import HALF_SHARED, SHARED, RingPlan, RowForm
 from octavo.nn.quant.fragments import pack_fragments, pack_integers, unpack_fragments
 from octavo.nn.quant.online import ONLINE
 from octavo.nn.quant.packed_gpu import PackedOnGpu
@@ -35,6 +38,20 @@ FORMS = {
     "8 bits, whole columns": (8, 0, False, 320, 704),
     "8 bits, groups of 16": (8, 16, True, 128, 192),
 }
+# Of one row: blocks that take several strips, some more than others; warps without inputs; the most inputs.
+ONE_ROW = {
+    "4 bits, groups of 128": (4, 128, False, 8896, 1088),
+    "4 bits, groups of 192": (4, 192, False, 4544, 960),
+    "4 bits, long rows": (4, 128, False, 4544, 14336),
+    "4 bits, groups of 32 with minima": (4, 32, True, 2240, 20480),
+    "4 bits, whole columns": (4, 0, False, 4544, 4096),
+    "8 bits, groups of 64 with minima": (8, 64, True, 8896, 832),
+    "8 bits, groups of 16 with minima": (8, 16, True, 192, 20480),
+    "8 bits, whole columns": (8, 0, False, 4544, 4160),
+}
+PLANS = (fragments.ring_plan(), RingPlan(8, 4, SHARED), RingPlan(8, 1, HALF_SHARED))
+LARGEST_BLOCK = 227 << 10
+STATIC = 6 << 10
 ROWS = (1, 2, 7, 16, 33, 64, 100, 150, 200, 257, 600)
 
 
@@ -92,7 +109,7 @@ def compiled() -> None:
         fragments.compile_ahead(matrix, dtype)
         wide = residual_of(form, dtype) == torch.float32
         for fused in ((0, 1, 1, 0, wide, wide), (0, 0, 0, 1, wide, wide), (1, 1, 0, 0, wide, 0)):
-            fragments.compile_row_ahead(matrix, dtype, fragments.RowForm(*map(bool, fused)))
+            fragments.compile_row_ahead(matrix, dtype, RowForm(*map(bool, fused)))
 
 
 def residual_of(form: str, dtype: torch.dtype) -> torch.dtype:
@@ -136,6 +153,60 @@ def test_one_row_with_the_operations_around_it(form: str, dtype: torch.dtype) ->
     gate, up = (normed @ exact.T).chunk(2, 1)
     got = fragments.row_product(x.to(GPU), matrix, norm=norm, gated=True, narrow=dtype)
     assert off(got, F.silu(gate) * up) < TOLERANCE
+
+
+@pytest.mark.parametrize("minima", [False, True])
+@pytest.mark.parametrize("group", [0, 16, 32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_fit_into_shared_memory(bits: int, group: int, minima: bool) -> None:
+    for inputs, gated in itertools.product((64, 4096, 14336, 20480), (False, True)):
+        form = RowForm(gated, normed=True, biased=False, added=False, x_float=False, out_float=False)
+        packed_as, plan = (bits, group or (inputs if minima else 0), minima), fragments.ring_plan()
+        _, macros, threads, shared = fragments.row_source(packed_as, torch.bfloat16, 64, inputs, form, plan)
+        assert threads <= 1024
+        assert macros["DEPTH"] >= 2
+        assert shared + STATIC <= LARGEST_BLOCK
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ONE_ROW)
+def test_one_row_by_blocks_that_copy_ahead(form: str, dtype: torch.dtype) -> None:
+    """With all operations beside each other, and several divisions into warps."""
+    blocks = blocks_of(*ONE_ROW[form])
+    matrix, exact = pack_integers([blocks], GPU, dtype), value_of(blocks)
+    assert isinstance(matrix, Fragments)
+    scale, bias = torch.rand(matrix.inputs).to(dtype), torch.randn(matrix.outputs).to(dtype)
+    norm = (scale.to(GPU), 1e-5)
+    for wide_x, wide_out in itertools.product((False, True), repeat=2):
+        x = torch.randn(1, matrix.inputs).to(torch.float32 if wide_x else dtype)
+        made = torch.float32 if wide_out else dtype
+        stream, wide = torch.randn(1, matrix.outputs).to(made), x.double()
+        normed = wide * (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt() * scale.double()
+        for plan in PLANS if wide_x == wide_out else PLANS[:1]:
+            product = partial(fragments.row_product, x.to(GPU), matrix, narrow=dtype, plan=plan)
+            limit = 1e-3 if wide_out and (wide_x or dtype == torch.float16) else 4e-3
+            assert off(product(dtype=made), wide @ exact.T) < limit
+            assert off(product(norm=norm, bias=bias.to(GPU), dtype=made), normed @ exact.T + bias.double()) < limit
+            target = stream.to(GPU, copy=True)
+            assert product(bias=bias.to(GPU), add_to=target) is target
+            assert off(target, wide @ exact.T + bias.double() + stream.double()) < limit
+            gate, up = (normed @ exact.T + bias.double()).chunk(2, 1)
+            got = product(norm=norm, bias=bias.to(GPU), gated=True, dtype=made)
+            assert off(got, F.silu(gate) * up) < limit
+            gate, up = (wide @ exact.T).chunk(2, 1)
+            assert off(product(gated=True, dtype=made), F.silu(gate) * up) < limit
+
+
+@on_hopper
+def test_magnitudes_of_a_row() -> None:
+    """The units take float16: rows of zeros, and of numbers that it has not."""
+    matrix, exact = packed_on_gpu("4 bits, groups of 128")
+    assert not fragments.row_product(torch.zeros(1, 1024, device=GPU).bfloat16(), matrix, narrow=torch.bfloat16).any()
+    for power in (-100, -20, 20, 100):
+        x = (torch.randn(1, 1024) * 2.0**power).bfloat16()
+        got = fragments.row_product(x.to(GPU), matrix, dtype=torch.float32, narrow=torch.bfloat16)
+        assert off(got, x.double() @ exact.T) < 1e-3
 
 
 @on_hopper

@@ -19,24 +19,33 @@ from torch import Tensor
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.norm import rms_norm
 from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.ops.ring import (
+    HALF_SHARED,
+    LEAST_DEPTH,
+    MOST_INPUTS,
+    SHARED,
+    RingPlan,
+    RowForm,
+    blocks_of,
+    multiprocessors,
+)
 from octavo.nn.ops.triton_sum import sum_parts
 
 OUTPUTS = 64
 """Outputs of a warp group's tile, and inputs of a step; both divide the matrix."""
 _BLOCK_OUTPUTS = 2 * OUTPUTS
 _THREADS = 256
-_STRIP = 16
-"""Outputs of a block that multiplies one row."""
 _ALIGNMENT = 1024
 """Of tiles in shared memory."""
 _FEW_ROWS = 64
 _SMALL_GROUP = 16
+_STEP_BYTES_OF_BIT = 128
+"""Bytes of a step of 16 outputs, for each bit of an integer."""
+_SCALE_BYTES = 32
+"""Bytes of a group's scales of 16 outputs."""
+_START_BYTES = 16
+"""Bytes that a unit of a row's inputs begins with; see `cuda/row.cu`."""
 _MOST_PARTS = 8
-_MOST_INPUTS = 20480
-_FEW_STEPS = 64
-"""Steps of a row that 32 warps share."""
-_FEW_STRIPS = 264
-"""Blocks with one row at which an H200 has room for larger ones."""
 _TILES = {
     4: {16: (8, 16, 2), 32: (4, 8, 2), 64: (4, 8, 2), 128: (2, 6, 2), 192: (4, 6, 1), 256: (4, 6, 1)},
     8: {16: (4, 16, 2), 32: (2, 8, 2), 64: (2, 8, 2), 128: (2, 6, 2), 192: (4, 6, 1), 256: (4, 6, 1)},
@@ -93,17 +102,6 @@ class RowsPlan(NamedTuple):
     parts: int
 
 
-class RowForm(NamedTuple):
-    """What is fused with the product of one row: the macros of `cuda/row.cu`."""
-
-    gated: bool
-    normed: bool
-    biased: bool
-    added: bool
-    x_float: bool
-    out_float: bool
-
-
 def fits(outputs: int, inputs: int, group: int) -> bool:
     """Return whether a matrix can be stored as fragments."""
     divided = outputs % OUTPUTS == 0 and inputs % OUTPUTS == 0
@@ -133,7 +131,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
     rows, outputs = x.shape[0], matrix.outputs
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
     grid = (triton.cdiv(outputs, _BLOCK_OUTPUTS), plan.parts, triton.cdiv(rows, plan.rows))
-    _rows_kernel(plan._replace(parts=1), *_form(matrix), x.dtype).launch(
+    _rows_kernel(plan._replace(parts=1), *form_of(matrix), x.dtype).launch(
         grid,
         [
             nvrtc.tiles_of(x, plan.rows, OUTPUTS),
@@ -157,11 +155,13 @@ def row_product(
     add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
     narrow: torch.dtype,
+    plan: RingPlan | None = None,
 ) -> Tensor:
     """Return the product of one row; see `few_rows.fused_product`.
 
     Args:
-        narrow: the 16-bit dtype of the factors and of the bias.
+        narrow: the 16-bit dtype of the norm's weights, of the bias, and of x and the result if they are not float32.
+        plan: None for the one of `ring_plan`.
     """
     if norm is not None and norm[0].dtype != narrow:
         x, norm = rms_norm(x, *norm, narrow), None
@@ -178,9 +178,9 @@ def row_product(
         x.dtype == torch.float32,
         out.dtype == torch.float32,
     )
-    kernel = _row_kernel(_form(matrix), narrow, matrix.outputs, matrix.inputs, fused)
+    kernel = _row_kernel(form_of(matrix), narrow, matrix.outputs, matrix.inputs, fused, plan or ring_plan())
     kernel.launch(
-        (outputs // _STRIP, 1, 1),
+        (blocks_of(outputs, x.device), 1, 1),
         [
             address(x),
             address(scale),
@@ -201,13 +201,13 @@ def rows_plan(matrix: Fragments, rows: int) -> RowsPlan:
     tile = tile_rows(rows)
     depth, stages, blocks = _TILES[matrix.bits][tile]
     tiles = triton.cdiv(matrix.outputs, _BLOCK_OUTPUTS) * triton.cdiv(rows, tile)
-    wanted = min(_MOST_PARTS, _multiprocessors(matrix.codes.device) * blocks // tiles, matrix.inputs // (4 * OUTPUTS))
+    wanted = min(_MOST_PARTS, multiprocessors(matrix.codes.device) * blocks // tiles, matrix.inputs // (4 * OUTPUTS))
     return RowsPlan(tile, depth, stages, blocks, 1 << max(0, wanted.bit_length() - 1))
 
 
 def fuses(matrix: Fragments) -> bool:
     """Return whether `row_product` supports a matrix: the row must fit in shared memory, in the order of inputs."""
-    return matrix.order is None and matrix.inputs <= _MOST_INPUTS
+    return matrix.order is None and matrix.inputs <= MOST_INPUTS
 
 
 def compile_ahead(matrix: Fragments, dtype: torch.dtype, only: int | None = None) -> None:
@@ -216,7 +216,7 @@ def compile_ahead(matrix: Fragments, dtype: torch.dtype, only: int | None = None
         if only not in (None, tile):
             continue
         plan = RowsPlan(tile, depth, stages, blocks, 1)
-        nvrtc.compile_ahead(*_rows_source(plan, *_form(matrix), dtype))
+        nvrtc.compile_ahead(*_rows_source(plan, *form_of(matrix), dtype))
 
 
 def tile_rows(rows: int) -> int:
@@ -227,12 +227,7 @@ def tile_rows(rows: int) -> int:
     )
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _form(matrix: Fragments) -> tuple[int, int, bool]:
+def form_of(matrix: Fragments) -> tuple[int, int, bool]:
     """Return the macros BITS, GROUP and MINIMA: a scale per output is multiplied with sums, unless there are minima."""
     minima = matrix.minima is not None
     return matrix.bits, 0 if matrix.group == matrix.inputs and not minima else matrix.group, minima
@@ -257,39 +252,41 @@ def _rows_source(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: tor
 
 def compile_row_ahead(matrix: Fragments, dtype: torch.dtype, fused: RowForm) -> None:
     """Compile the kernel for a matrix's product of one row in the background."""
-    source, macros, _ = _row_source(_form(matrix), dtype, matrix.outputs, matrix.inputs, fused)
+    source, macros, _, _ = row_source(form_of(matrix), dtype, matrix.outputs, matrix.inputs, fused, ring_plan())
     nvrtc.compile_ahead(source, macros)
 
 
+def ring_plan() -> RingPlan:
+    """Return how a block copies a matrix for the product of one row: warps share usual numbers of inputs evenly."""
+    return RingPlan(16, 2, SHARED)
+
+
 @functools.cache
-def _row_kernel(form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm) -> Kernel:
-    return Kernel("row", *_row_source(form, dtype, outputs, inputs, fused))
+def _row_kernel(
+    form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan
+) -> Kernel:
+    return Kernel("row", *row_source(form, dtype, outputs, inputs, fused, plan))
 
 
-def _row_source(
-    form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm
-) -> tuple[str, dict[str, int], int]:
-    """Return source, macros and threads."""
-    warps, ahead = _row_plan(outputs, inputs, form[0], gated=fused.gated)
-    sizes = {"N": outputs, "K": inputs, "WARPS": warps, "AHEAD": ahead}
-    operations = {name.upper(): int(value) for name, value in fused._asdict().items()}
-    source = nvrtc.source_of("integers.cuh", "row.cu")
-    return source, {**_macros(*form, dtype), **sizes, **operations}, 32 * warps
+def row_source(
+    form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan
+) -> tuple[str, dict[str, int], int, int]:
+    """Return source, macros, threads and bytes of shared memory.
 
-
-def _row_plan(outputs: int, inputs: int, bits: int, *, gated: bool) -> tuple[int, int]:
-    """Return a block's warps and the steps that a thread loads at a time, as measured on an H200."""
-    steps = inputs // OUTPUTS
-    if gated:
-        warps, ahead = (8, 2) if bits == 4 else (4, 2)
-    elif outputs // _STRIP > _FEW_STRIPS:
-        warps, ahead = (4, 16) if bits == 4 else (8, 8)
-    elif bits == 4:
-        warps, ahead = 32 if steps <= _FEW_STEPS else 16, 2
-    else:
-        warps, ahead = 16, 4
-    warps = min(warps, steps)
-    return warps, min(ahead, triton.cdiv(steps, warps))
+    Args:
+        form: BITS, GROUP and MINIMA.
+        dtype: the narrow one.
+    """
+    bits, group, minima = form
+    units = {_SMALL_GROUP: 4, 32: 2}.get(group, 1)  # of a step, whose sums have scales of their own
+    held = 0 if not group else plan.span * units if group % (plan.span * OUTPUTS) else 1  # groups of a span
+    slot = fused.sides * (plan.span * bits * _STEP_BYTES_OF_BIT + (2 if minima else 1) * held * _SCALE_BYTES)
+    own = 2 * inputs + inputs // OUTPUTS * units * _START_BYTES
+    depth = max(LEAST_DEPTH, (plan.shared - own) // (plan.warps * slot))
+    macros = {**_macros(bits, group, minima, dtype), "FORM": 4, "N": outputs, "K": inputs, "WARPS": plan.warps}
+    macros |= {"SPAN": plan.span, "DEPTH": depth, "BLOCKS": 2 if plan.shared <= HALF_SHARED else 1, **fused.macros()}
+    source = nvrtc.source_of("integers.cuh", "row.cuh", "row.cu")
+    return source, macros, 32 * plan.warps, plan.warps * depth * slot + own
 
 
 def _multiply(rows: int, dtype: torch.dtype) -> str:

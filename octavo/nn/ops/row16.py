@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.nn.ops import nvrtc, stored_row
-from octavo.nn.ops.fragments import RowForm
-from octavo.nn.ops.stored_row import RingPlan, StoredForm
+from octavo.nn.ops.ring import RingPlan, RowForm
+from octavo.nn.ops.stored_row import StoredForm
 
 _LIMIT = 0.01
 """Largest relative error of the trial."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.nn.ops import nvrtc, stored_row
 from octavo.nn.ops.floats import DTYPE, TILE, Floats
-from octavo.nn.ops.fragments import RowForm
+from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.stored_row import StoredForm
 
 _LIMIT = 0.01

@@ -15,31 +15,12 @@ import triton
 from torch import Tensor
 
 from octavo.nn.ops import nvrtc
-from octavo.nn.ops.fragments import RowForm
 from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.ops.ring import LEAST_DEPTH, MOST_INPUTS, SHARED, STRIP, RingPlan, RowForm, blocks_of
 
-STRIP = 16
-"""Outputs of a block."""
 _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2, torch.bfloat16: 3, torch.float16: 3}
 _STEP_BYTES = STRIP * 64
-SHARED = 204 << 10
-"""Bytes of shared memory for the row and numbers. The rest is for launches that begin early."""
-_MOST_INPUTS = {1: 20480, 2: 16384}
-"""By bytes of a number: with more, x leaves room for fewer than two spans."""
 _TILE = 128
-
-
-class RingPlan(NamedTuple):
-    """How a block copies numbers.
-
-    Attributes:
-        span: steps of 64 bytes of an output that a warp copies at a time.
-        shared: bytes of shared memory, for x and for as many spans of all warps as fit.
-    """
-
-    warps: int
-    span: int
-    shared: int
 
 
 class StoredForm(NamedTuple):
@@ -63,7 +44,7 @@ def fits(outputs: int, inputs: int, codes: torch.dtype, *, tile: int = 0, gated:
     parts = 2 if gated else 1
     if outputs % (STRIP * parts) or (tile and outputs % (_TILE * parts)):
         return False
-    return inputs % (64 // codes.itemsize) == 0 and inputs <= _MOST_INPUTS[codes.itemsize]
+    return inputs % (64 // codes.itemsize) == 0 and inputs <= MOST_INPUTS
 
 
 def runs(device: torch.device) -> bool:
@@ -104,7 +85,7 @@ def product(
     )
     arguments = [address(x), address(scale), address(codes)]
     arguments += [address(codes if scales is None else scales), address(x if bias is None else bias), address(out)]
-    grid = min(outputs // STRIP, _multiprocessors(x.device)), 1, 1
+    grid = blocks_of(outputs, x.device), 1, 1
     given: list[c_void_p | c_float] = [*arguments, c_float(eps)]
     _kernel(form, row, plan or ring_plan(form)).launch(grid, given)
     return out
@@ -129,19 +110,14 @@ def _row_bytes(form: StoredForm, row: RowForm) -> int:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def _kernel(form: StoredForm, row: RowForm, plan: RingPlan) -> Kernel:
     return Kernel("stored_row", *source_of(form, row, plan))
 
 
 def source_of(form: StoredForm, row: RowForm, plan: RingPlan) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory."""
-    spans, own = plan.warps * plan.span * _STEP_BYTES * (2 if row.gated else 1), _row_bytes(form, row)
-    depth = (plan.shared - own) // spans
+    spans, own = plan.warps * plan.span * _STEP_BYTES * row.sides, _row_bytes(form, row)
+    depth = max(LEAST_DEPTH, (plan.shared - own) // spans)
     macros = {
         "FORM": _FORMS[form.codes],
         "TILED": int(form.tile > 0),
@@ -149,5 +125,5 @@ def source_of(form: StoredForm, row: RowForm, plan: RingPlan) -> tuple[str, dict
     }
     macros |= {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.narrow == torch.float16)}
     macros |= {"N": form.outputs, "K": form.inputs, "WARPS": plan.warps, "SPAN": plan.span, "DEPTH": depth}
-    macros |= {name.upper(): int(value) for name, value in row._asdict().items()}
-    return nvrtc.source_of("integers.cuh", "stored_row.cu"), macros, 32 * plan.warps, depth * spans + own
+    macros |= row.macros()
+    return nvrtc.source_of("integers.cuh", "row.cuh", "stored_row.cu"), macros, 32 * plan.warps, depth * spans + own

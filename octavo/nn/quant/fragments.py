@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.nn.ops import fragments, nvrtc
 from octavo.nn.ops.fragments import Fragments
+from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.words import Words
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.words import largest_group, minima_of, pack_words
@@ -61,7 +62,7 @@ def _deviation(device: torch.device) -> float:
     dtype, random = torch.bfloat16, torch.Generator().manual_seed(0)
     trials = [_trial(bits, random) for bits in (4, 8)]
     matrices = [pack_fragments([blocks], device, group) for blocks, group in trials]
-    form = fragments.RowForm(gated=False, normed=False, biased=False, added=False, x_float=False, out_float=True)
+    form = RowForm(gated=False, normed=False, biased=False, added=False, x_float=False, out_float=True)
     for matrix in matrices:
         fragments.compile_row_ahead(matrix, dtype, form)
         for rows in _TRIED_ROWS[1:]:

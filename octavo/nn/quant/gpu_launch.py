@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.nn.ops import few_rows, gating, row16, triton_activation
-from octavo.nn.ops.fragments import RowForm
 from octavo.nn.ops.one_row import takes_ring
+from octavo.nn.ops.ring import RowForm
 
 
 class RowNorm(NamedTuple):

@@ -17,6 +17,7 @@ from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.norm import rms_norm
+from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.words import Words
 from octavo.nn.quant.base import Part, Scheme
 from octavo.nn.quant.blocks import alike, dequantized, same_order
@@ -290,7 +291,7 @@ class PackedOnGpu(OnGpu):
     def _compile_row(self, matrix: Fragments | Floats, *, gates: bool, added: bool, residual: torch.dtype) -> None:
         """Compile the kernel of one row in the background."""
         wide, biased = residual == torch.float32, self.bias is not None
-        fused = fragments.RowForm(
+        fused = RowForm(
             gated=gates and not biased,
             normed=not added,
             biased=biased,

@@ -1,197 +1,230 @@
-// Multiply one row x [K] by a matrix [N, K], with the operations of a decoder before and after: the norm of the row,
-// the gated activation or the addition to `out`.
+// Multiply one row x [K] by a matrix [N, K] of small integers, with the operations of a decoder before and after: the
+// norm of the row, the gated activation or the addition to `out`.
 //
-// Grid: 16 outputs, and with GATED the 16 that they gate, N / 2 below. The block's warps share the inputs. Each thread
-// loads its first integers before it waits for the previous launch, and others as soon as these are multiplied.
+// Grid: a block for each multiprocessor, which takes strips of 16 outputs in turn, with GATED also the 16 that they gate,
+// N / 2 below. The block's warps share the inputs. Each warp copies integers and scales that it multiplies into a ring of
+// its own in shared memory, DEPTH spans ahead: the first ones before it waits for the previous launch, and others across
+// strips.
 //
-// Macros: those of integers.cuh; N, K; WARPS; AHEAD steps of 64 inputs whose integers a thread holds; NORMED, GATED,
-// BIASED, ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type.
+// The units take integers as float16 plus a constant: their bits below the mantissa's of 1024. Each unit of inputs begins
+// with what that adds, the constant times the sum of the row's values, less. That spares a subtraction for each pair; the
+// products are exact, and the sums lose about 5 of float's 24 bits.
+//
+// Macros: those of integers.cuh and row.cuh; SPAN steps of 64 inputs that a warp copies at a time; BLOCKS of a
+// multiprocessor, of this launch and the next.
 
 #define STEPS (K / 64)
-#define ROUNDS ((STEPS + WARPS * AHEAD - 1) / (WARPS * AHEAD))
-#define SIDES (GATED ? 2 : 1)
-#define CHUNKS ((K / 8 + WARPS * 32 - 1) / (WARPS * 32))
+#define SPANS ((STEPS + SPAN - 1) / SPAN)
+#define SHARE ((SPANS + WARPS - 1) / WARPS)
 #define GROUPS (GROUP ? K / GROUP : 1)
+#define UNIT (64 / SCALES)  // inputs whose sum is scaled at a time
+#if GROUP
+#define HELD (GROUP % (64 * SPAN) ? SPAN * SCALES : 1)  // groups of a span
+#else
+#define HELD 0
+#endif
+#define CODES (SIDES * SPAN * WORDS * 512)
+#define SLOT (CODES + SIDES * (1 + MINIMA) * HELD * 32)
+// Constants of outputs g and g + 8; the integers of 4 bits of the latter are multiplied by 16.
+#define LOW (BITS == 4 ? 1032.f : 1152.f)
+#define HIGH 1152.f
+#define TIMES (BITS == 4 ? 16.f : 1.f)
 
-struct Eight {
-  float2 pairs[4];
-};
+static_assert(WARPS * SPAN % 4 == 0, "steps of a thread have one place in the row's order");
+static_assert(HELD <= 16 && (HELD & (HELD - 1)) == 0, "two lanes copy a group, or more of them the same");
 
-__device__ __forceinline__ Eight widened(uint4 q) { return {wide2(q.x), wide2(q.y), wide2(q.z), wide2(q.w)}; }
+// (w & mask) | 1024, in both halves.
+__device__ __forceinline__ u32 low_nibbles(u32 w) {
+  u32 d;
+  asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(d) : "r"(w), "r"(0x64006400u));
+  return d;
+}
 
-__device__ __forceinline__ float2 floats(u32 x, u32 y) { return make_float2(__uint_as_float(x), __uint_as_float(y)); }
+__device__ __forceinline__ u32 high_nibbles(u32 w) {
+  u32 d;
+  asm("lop3.b32 %0, %1, 0x00F000F0, %2, 0xEA;" : "=r"(d) : "r"(w), "r"(0x64006400u));
+  return d;
+}
 
-__device__ __forceinline__ float narrow_at(const void* from, int i) { return wide2(((const unsigned short*)from)[i]).x; }
+// (w & mask) ^ (1024 | 128), in both halves: the sign is inverted.
+__device__ __forceinline__ u32 byte_pair(u32 w) {
+  u32 d;
+  asm("lop3.b32 %0, %1, 0x00FF00FF, %2, 0x6A;" : "=r"(d) : "r"(w), "r"(0x64806480u));
+  return d;
+}
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ codes,
-    const u32* __restrict__ scales, const u32* __restrict__ minima, const void* __restrict__ bias, void* out, float eps) {
-  __shared__ __align__(16) u32 given[K / 2];
-  __shared__ float sums[WARPS][16 * SIDES], squares[WARPS];
+// d = the products of 16 inputs, fragment r of a thread's words, plus c.
+__device__ __forceinline__ void multiply(float* d, const uint4* words, int r, u32 x_low, u32 x_high, const float* c) {
+#if BITS == 4
+  const u32 w = r == 0 ? words[0].x : r == 1 ? words[0].y : r == 2 ? words[0].z : words[0].w;
+  mma(d, low_nibbles(w), high_nibbles(w), low_nibbles(w >> 8), high_nibbles(w >> 8), x_low, x_high, c);
+#else
+  const uint4 v = words[r / 2];
+  const u32 a = r % 2 ? v.z : v.x, b = r % 2 ? v.w : v.y;
+  mma(d, byte_pair(a), byte_pair(a >> 8), byte_pair(b), byte_pair(b >> 8), x_low, x_high, c);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ codes, const uint4* __restrict__ scales,
+    const uint4* __restrict__ minima, const void* __restrict__ bias, void* out, float eps) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ float sums[2][WARPS][16 * SIDES], measures[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  unsigned char* const ring = memory + warp * (DEPTH * SLOT);
+  uint4* const given = (uint4*)(memory + WARPS * DEPTH * SLOT);
+  float4* const starts = (float4*)(given + K / 8);
   overlap();
-  u64 place[SIDES], scale_place[SIDES];
-#pragma unroll
-  for (int side = 0; side < SIDES; side++) {
-    const int strip = blockIdx.x + side * (N / 32);
-    place[side] = (u64)(strip / 4) * (STEPS * 128 * WORDS) + strip % 4 * 32 + lane;
-    scale_place[side] = (u64)(strip / 4) * (GROUPS * 32) + strip % 4 * 8 + g;
-  }
-  uint4 held[AHEAD][SIDES][WORDS];
-  u32 held_scale[AHEAD][SIDES][SCALES], held_least[AHEAD][SIDES][SCALES];
-  auto take = [&](int i, int round) {
-    const int step = (round * AHEAD + i) * WARPS + warp;
-    if (step >= STEPS) return;
+
+  int next_strip = blockIdx.x, next_part = 0;
+  const uint4* next[SIDES];
+  u32 scale_place[SIDES];
+  auto begin = [&]() {
 #pragma unroll
     for (int side = 0; side < SIDES; side++) {
-#pragma unroll
-      for (int j = 0; j < WORDS; j++) held[i][side][j] = fetch(codes + place[side] + (step * WORDS + j) * 128);
+      const u32 strip = next_strip + side * STRIPS;
+      next[side] = codes + ((u64)(strip / 4 * STEPS + warp * SPAN) * (128 * WORDS) + strip % 4 * 32 + lane);
+      scale_place[side] = strip / 4 * (GROUPS * 8) + strip % 4 * 2 + lane % 2;
+    }
+  };
+  begin();
+  auto issue = [&](const unsigned char* slot) {
+    const int span = next_part * WARPS + warp;
+    if (next_strip < STRIPS && (SPANS % WARPS == 0 || span < SPANS)) {
+      const u32 to = in_shared(slot);
 #if GROUP
-#pragma unroll
-      for (int h = 0; h < SCALES; h++) {
-        const u64 group = scale_place[side] + (GROUP < 64 ? SCALES * step + h : step * 64 / GROUP) * 32;
-        held_scale[i][side][h] = fetch(scales + group);
-        if (MINIMA) held_least[i][side][h] = fetch(minima + group);
-      }
+      const u32 copied = lane % (2 * HELD), first = span * (SPAN * 64) + copied / 2 * UNIT;  // input
+      const u32 group = (STEPS % SPAN ? min(first, K - UNIT) : first) / GROUP;
 #endif
+#pragma unroll
+      for (int side = 0; side < SIDES; side++) {
+#pragma unroll
+        for (int i = 0; i < SPAN * WORDS; i++) {
+          if (STEPS % SPAN && span * SPAN + i / WORDS >= STEPS) continue;
+          copy(to + (side * SPAN * WORDS + i) * 512 + lane * 16, next[side] + i * 128);
+        }
+#if GROUP
+        const u32 place = scale_place[side] + group * 8, to_scales = to + CODES + copied * 16;
+        copy(to_scales + side * HELD * 32, scales + place);
+        if (MINIMA) copy(to_scales + (SIDES + side) * HELD * 32, minima + place);
+#endif
+      }
+    }
+    commit();
+#pragma unroll
+    for (int side = 0; side < SIDES; side++) next[side] += WARPS * SPAN * 128 * WORDS;
+    if (++next_part == SHARE) {
+      next_part = 0, next_strip += gridDim.x;
+      begin();
     }
   };
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) take(i, 0);
-#if NORMED
-  uint4 norm_of[CHUNKS];
-#pragma unroll
-  for (int j = 0; j < CHUNKS; j++) {
-    const int i = j * WARPS * 32 + threadIdx.x;
-    if (i * 8 < K) norm_of[j] = norm[i];
-  }
-#endif
+  for (int i = 0; i < DEPTH; i++) issue(ring + i * SLOT);
+  uint4 norm_of[EIGHTS];
+  if (NORMED) load_norm(norm_of, norm);
   follow();
 
-  float square = 0.f;
-  auto read = [&](float by) {  // the row, times its norm's weights and a factor
+  // A thread has words t and t + 4 of each 8: they are put side by side, in an order of threads in which neither the
+  // stores nor the loads of a warp have conflicts.
+  const float back = prepare(x, norm_of, eps, measures, [&](int i, const u32* pairs, const u32*) {
+    const int step = i / 8, eighth = i % 8;
+    float sum = 0.f;
 #pragma unroll
-    for (int j = 0; j < CHUNKS; j++) {
-      const int i = j * WARPS * 32 + threadIdx.x;
-      if (i * 8 >= K) continue;
-#if X_FLOAT
-      const uint4 low = written(x + 2 * i), high = written(x + 2 * i + 1);
-      Eight v = {floats(low.x, low.y), floats(low.z, low.w), floats(high.x, high.y), floats(high.z, high.w)};
-#else
-      Eight v = widened(written(x + i));
-#endif
-#if NORMED
-      const Eight scale = widened(norm_of[j]);
-#pragma unroll
-      for (int p = 0; p < 4; p++) {
-        square += v.pairs[p].x * v.pairs[p].x + v.pairs[p].y * v.pairs[p].y;
-        v.pairs[p].x *= scale.pairs[p].x * by, v.pairs[p].y *= scale.pairs[p].y * by;
-      }
-#endif
-      ((uint4*)given)[i] = make_uint4(narrow2(v.pairs[0].x, v.pairs[0].y), narrow2(v.pairs[1].x, v.pairs[1].y),
-                                      narrow2(v.pairs[2].x, v.pairs[2].y), narrow2(v.pairs[3].x, v.pairs[3].y));
+    for (int p = 0; p < 4; p++) {
+      const float2 v = both(pairs[p]);
+      sum += v.x + v.y;
+      if (i * 8 < K) ((u32*)(given + step * 8 + eighth / 4 * 4 + (p ^ step % 4)))[eighth % 4] = pairs[p];
     }
-  };
-  auto inverse = [&]() {
-    float all = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) all += squares[w];
-    return rsqrtf(all / K + eps);
-  };
-  read(1.f);
-#if NORMED
-#pragma unroll
-  for (int i = 16; i; i /= 2) square += __shfl_xor_sync(0xffffffffu, square, i);
-  if (lane == 0) squares[warp] = square;
-#endif
-  __syncthreads();
-#if NORMED && HALF  // whose largest number a row may exceed before it is normalized
-  read(inverse());
-  __syncthreads();
-#endif
+    for (int j = 1; j < UNIT / 8; j *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, j);
+    if (i % (UNIT / 8) == 0 && i * 8 < K) starts[i * 8 / UNIT] = make_float4(-LOW * sum, sum, -HIGH * sum, TIMES * sum);
+  });
 
-  float total[SIDES][2];
+  int at = 0, turn = 0;  // the slot of a span, and of the one DEPTH later
+  for (int strip = blockIdx.x; strip < STRIPS; strip += gridDim.x, turn ^= 1) {
+    const int n = strip * 16 + threadIdx.x;
+    u32 added = 0;
+    float scale_of[SIDES];
+    if (threadIdx.x < 16) {
+      added = before(out, n);
 #pragma unroll
-  for (int side = 0; side < SIDES; side++) total[side][0] = total[side][1] = 0.f;
-  for (int round = 0; round < ROUNDS; round++) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      const int step = (round * AHEAD + i) * WARPS + warp;
-      if (step >= STEPS) continue;
-      float d[SIDES][4], sum = 0.f;
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        // All columns of the right operand are the row.
-        const u32 low = given[step * 32 + r * 8 + t], high = given[step * 32 + r * 8 + 4 + t];
-#pragma unroll
-        for (int side = 0; side < SIDES; side++) {
-          float* const sums_of = d[side];
-          const uint4* words = held[i][side];
-          if (r % SCALED == 0) sums_of[0] = sums_of[1] = sums_of[2] = sums_of[3] = 0.f;
-          asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-              "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-              : "+f"(sums_of[0]), "+f"(sums_of[1]), "+f"(sums_of[2]), "+f"(sums_of[3])
-              : "r"(pair<0>(words, r)), "r"(pair<1>(words, r)), "r"(pair<2>(words, r)), "r"(pair<3>(words, r)), "r"(low), "r"(high));
-        }
-        if (MINIMA) {
-          const float2 a = wide2(low), b = wide2(high);
-          sum += a.x + a.y + b.x + b.y;
-        }
-        if (r % SCALED < SCALED - 1) continue;
-        if (MINIMA) {
-          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        }
-#pragma unroll
-        for (int side = 0; side < SIDES; side++) {
-          const float2 s = GROUP ? both(held_scale[i][side][r / SCALED]) : make_float2(1.f, 1.f);
-          const float2 l = MINIMA && GROUP ? both(held_least[i][side][r / SCALED]) : make_float2(0.f, 0.f);
-          total[side][0] += d[side][0] * s.x + sum * l.x;
-          total[side][1] += d[side][2] * s.y + sum * l.y;
-        }
-        sum = 0.f;
+      for (int side = 0; side < SIDES; side++) {
+        const int of = strip + side * STRIPS;
+        const float2 s = GROUP ? make_float2(1.f, 1.f) : both(fetch((const u32*)scales + of / 4 * 32 + of % 4 * 8 + threadIdx.x % 8));
+        scale_of[side] = threadIdx.x < 8 ? s.x : s.y;
       }
-      if (round + 1 < ROUNDS) take(i, round + 1);
     }
-  }
-  if (t == 0) {
+    float total[SIDES][2];
 #pragma unroll
-    for (int side = 0; side < SIDES; side++) {
-      sums[warp][side * 16 + g] = total[side][0];
-      sums[warp][side * 16 + g + 8] = total[side][1];
+    for (int side = 0; side < SIDES; side++) total[side][0] = total[side][1] = 0.f;
+    const uint4* of_row = given + warp * SPAN * 8;
+    const float4* start_of = starts + warp * SPAN * SCALES;
+    for (int part = 0; part < SHARE; part++) {
+      await();
+      __syncwarp();  // lanes copy scales for one another
+      const unsigned char* const held = ring + at;
+#pragma unroll
+      for (int j = 0; j < SPAN; j++) {
+        if (STEPS % (SPAN * WARPS) && (part * WARPS + warp) * SPAN + j >= STEPS) continue;
+        uint4 words[SIDES][WORDS];
+#pragma unroll
+        for (int side = 0; side < SIDES; side++)
+#pragma unroll
+          for (int i = 0; i < WORDS; i++)
+            words[side][i] = ((const uint4*)held)[((side * SPAN + j) * WORDS + i) * 32 + lane];
+        const uint4* const of_step = of_row + (j * 8 + (t ^ (warp * SPAN + j) % 4));
+        const uint4 a = of_step[0], b = of_step[4];
+        const u32 right[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        float d[SIDES][4];
+        float4 start;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+          if (r % SCALED == 0) start = start_of[j * SCALES + r / SCALED];
+          const float begin[4] = {start.x, start.y, start.z, start.w};
+#pragma unroll
+          for (int side = 0; side < SIDES; side++)
+            multiply(d[side], words[side], r, right[2 * r], right[2 * r + 1], r % SCALED ? d[side] : begin);
+          if (r % SCALED < SCALED - 1) continue;
+#pragma unroll
+          for (int side = 0; side < SIDES; side++) {
+#if GROUP
+            const u32* const of_group = (const u32*)(held + CODES) + (HELD == 1 ? 0 : j * SCALES + r / SCALED) * 8 + g;
+            const float2 s = both(of_group[side * HELD * 8]);
+            total[side][0] += d[side][0] * s.x, total[side][1] += d[side][2] * s.y;
+            if (MINIMA) {
+              const float2 l = both(of_group[(SIDES + side) * HELD * 8]);
+              total[side][0] += start.y * l.x, total[side][1] += start.w * l.y;
+            }
+#else
+            total[side][0] += d[side][0], total[side][1] += d[side][2];
+#endif
+          }
+        }
+      }
+      __syncwarp();
+      issue(held);
+      at = at == (DEPTH - 1) * SLOT ? 0 : at + SLOT;
+      of_row += WARPS * SPAN * 8, start_of += WARPS * SPAN * SCALES;
     }
-  }
-  __syncthreads();
-  if (threadIdx.x >= 16) return;
-  const int n = blockIdx.x * 16 + threadIdx.x;
-  float y[SIDES];
+    if (t == 0) {
 #pragma unroll
-  for (int side = 0; side < SIDES; side++) {
-    y[side] = 0.f;
+      for (int side = 0; side < SIDES; side++) {
+        sums[turn][warp][side * 16 + g] = total[side][0];
+        sums[turn][warp][side * 16 + g + 8] = total[side][1] * (1.f / TIMES);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < 16) {
+      float y[SIDES];
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) y[side] += sums[w][side * 16 + threadIdx.x];
-#if !GROUP
-    const int strip = blockIdx.x + side * (N / 32);
-    const float2 s = both(scales[(u64)(strip / 4) * 32 + strip % 4 * 8 + threadIdx.x % 8]);
-    y[side] *= threadIdx.x < 8 ? s.x : s.y;
-#endif
-#if NORMED && !HALF
-    y[side] *= inverse();
-#endif
-#if BIASED
-    y[side] += narrow_at(bias, n + side * (N / 2));
-#endif
+      for (int side = 0; side < SIDES; side++) {
+        y[side] = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) y[side] += sums[turn][w][side * 16 + threadIdx.x];
+        y[side] *= scale_of[side] * back;
+      }
+      finish(out, n, y, bias, added);
+    }
+    __syncwarp();  // the matrix units need the whole warp
   }
-#if GATED
-  const float value = y[0] / (1.f + __expf(-y[0])) * y[1];
-#else
-  const float value = y[0];
-#endif
-#if OUT_FLOAT
-  float* to = (float*)out + n;
-  *to = ADDED ? value + *to : value;
-#else
-  unsigned short* to = (unsigned short*)out + n;
-  *to = (unsigned short)narrow2(ADDED ? value + narrow_at(to, 0) : value, 0.f);
-#endif
 }

@@ -1,0 +1,199 @@
+// CUDA C++ on a CPU, for tests: the threads of a block take turns, from one barrier to the next. Functions of
+// octavo/nn/ops/cuda/ that consist of instructions of a GPU are replaced by those below.
+//
+// Copies into shared memory happen when they are issued, or as late as they may (`emulated_late`).
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(n) alignas(n)
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Dim { unsigned x, y, z; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+
+static Dim threadIdx, blockIdx, gridDim;
+static unsigned char* emulated_shared;
+static int emulated_late;
+
+namespace emulated {
+constexpr int THREADS = WARPS * 32;
+struct Copy { void* to; const void* from; };
+struct Thread {
+  ucontext_t context;
+  bool ended;
+  std::deque<std::vector<Copy>> groups;
+  std::vector<Copy> open;
+};
+struct Barrier { unsigned arrived, passed; };
+struct Lane { u32 operands[6], value; };
+Thread threads[THREADS];
+Barrier of_block, of_warp[WARPS];
+Lane lanes[THREADS];
+ucontext_t main_context;
+
+inline void yield() { swapcontext(&threads[threadIdx.x].context, &main_context); }
+
+inline void meet(Barrier& barrier, unsigned count) {
+  const unsigned before = barrier.passed;
+  if (++barrier.arrived == count) barrier.arrived = 0, barrier.passed++;
+  while (barrier.passed == before) yield();
+}
+
+inline Lane& lane(int i) { return lanes[threadIdx.x / 32 * 32 + i]; }
+inline Lane& own() { return lanes[threadIdx.x]; }
+inline float narrow(unsigned short bits, bool half) {
+  if (!half) {
+    u32 wide = (u32)bits << 16;
+    float v;
+    memcpy(&v, &wide, 4);
+    return v;
+  }
+  _Float16 v;
+  memcpy(&v, &bits, 2);
+  return v;
+}
+inline unsigned short rounded(float v, bool half) {
+  if (half) {
+    _Float16 h = (_Float16)v;
+    unsigned short bits;
+    memcpy(&bits, &h, 2);
+    return bits;
+  }
+  u32 bits;
+  memcpy(&bits, &v, 4);
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+}  // namespace emulated
+
+inline void __syncthreads() { emulated::meet(emulated::of_block, emulated::THREADS); }
+inline void __syncwarp() { emulated::meet(emulated::of_warp[threadIdx.x / 32], 32); }
+inline u32 __float_as_uint(float v) { u32 bits; memcpy(&bits, &v, 4); return bits; }
+inline float __uint_as_float(u32 bits) { float v; memcpy(&v, &bits, 4); return v; }
+inline float __shfl_xor_sync(u32, float v, int mask) {
+  emulated::own().value = __float_as_uint(v);
+  __syncwarp();
+  const u32 other = emulated::lane(threadIdx.x % 32 ^ mask).value;
+  __syncwarp();
+  return __uint_as_float(other);
+}
+inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline float __expf(float v) { return std::exp(v); }
+
+inline void overlap() {}
+inline void follow() {}
+inline uint4 written(const uint4* from) { return *from; }
+inline uint4 fetch(const uint4* from) { return *from; }
+inline u32 fetch(const u32* from) { return *from; }
+inline float2 wide2(u32 pair) { return {emulated::narrow(pair, HALF), emulated::narrow(pair >> 16, HALF)}; }
+inline float2 both(u32 pair) { return {emulated::narrow(pair, true), emulated::narrow(pair >> 16, true)}; }
+inline u32 narrow2(float low, float high) { return emulated::rounded(low, HALF) | emulated::rounded(high, HALF) << 16; }
+inline u32 half2(float low, float high) { return emulated::rounded(low, true) | emulated::rounded(high, true) << 16; }
+inline u32 low_nibbles(u32 w) { return (w & 0x000F000F) | 0x64006400; }
+inline u32 high_nibbles(u32 w) { return (w & 0x00F000F0) | 0x64006400; }
+inline u32 byte_pair(u32 w) { return (w & 0x00FF00FF) ^ 0x64806480; }
+template <int HIGH>
+inline u32 pair8(u32 w) {  // of integers
+  const unsigned char a = w >> (HIGH ? 16 : 0), b = w >> (HIGH ? 24 : 8);
+  return half2((int)a - 128, (int)b - 128);
+}
+
+inline u32 in_shared(const void* at) { return (const unsigned char*)at - emulated_shared; }
+inline void copy(u32 to, const void* from) {
+  if (emulated_late) emulated::threads[threadIdx.x].open.push_back({emulated_shared + to, from});
+  else memcpy(emulated_shared + to, from, 16);
+}
+inline void commit() {
+  emulated::Thread& thread = emulated::threads[threadIdx.x];
+  thread.groups.push_back(thread.open);
+  thread.open.clear();
+}
+inline void await() {
+  emulated::Thread& thread = emulated::threads[threadIdx.x];
+  while (thread.groups.size() > DEPTH - 1) {
+    for (emulated::Copy one : thread.groups.front()) memcpy(one.to, one.from, 16);
+    thread.groups.pop_front();
+  }
+}
+
+inline u32 before(const void* out, int n) {
+  if (!ADDED) return 0;
+  return OUT_FLOAT ? ((const u32*)out)[n] : ((const unsigned short*)out)[n];
+}
+
+inline void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
+  const bool half = FORM != 3 || HALF;
+  const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(emulated::own().operands, operands, sizeof operands);
+  __syncwarp();
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  auto value = [&](int lane, int operand, int odd) {
+    return emulated::narrow(emulated::lane(lane).operands[operand] >> 16 * odd, half);
+  };
+  float sums[4];
+  for (int i = 0; i < 4; i++) {  // of rows g and g + 8, columns 2 t and 2 t + 1
+    const int lower = i / 2, column = 2 * t + i % 2;
+    float sum = c[i];
+    for (int k = 0; k < 16; k++)
+      sum += value(g * 4 + k % 8 / 2, k / 8 * 2 + lower, k % 2) * value(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+    sums[i] = sum;
+  }
+  __syncwarp();
+  memcpy(d, sums, sizeof sums);
+}
+
+namespace emulated {
+std::function<void()> kernel;
+
+inline void begin() {
+  kernel();
+  threads[threadIdx.x].ended = true;
+  yield();
+}
+
+inline void launch(unsigned blocks, size_t shared, bool late, std::function<void()> body) {
+  constexpr size_t STACK = 64 << 10;
+  std::vector<unsigned char> memory(shared + 128), stacks(THREADS * STACK);
+  emulated_shared = (unsigned char*)(((uintptr_t)memory.data() + 127) / 128 * 128);
+  emulated_late = late, kernel = body;
+  gridDim = {blocks, 1, 1};
+  for (unsigned block = 0; block < blocks; block++) {
+    blockIdx = {block, 0, 0};
+    memset(emulated_shared, 0xFF, shared);
+    for (int i = 0; i < THREADS; i++) {
+      threads[i].ended = false, threads[i].groups.clear(), threads[i].open.clear();
+      getcontext(&threads[i].context);
+      threads[i].context.uc_stack = {stacks.data() + i * STACK, 0, STACK};
+      makecontext(&threads[i].context, begin, 0);
+    }
+    for (bool runs = true; runs;) {
+      runs = false;
+      for (int i = 0; i < THREADS; i++) {
+        if (threads[i].ended) continue;
+        threadIdx = {(unsigned)i, 0, 0}, runs = true;
+        swapcontext(&main_context, &threads[i].context);
+      }
+    }
+  }
+}
+}  // namespace emulated

@@ -1,0 +1,63 @@
+"""Compile a CUDA kernel for the CPU, to test its arithmetic of places without a GPU; see cuda_on_cpu.h."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+_FUNCTION = re.compile(
+    r"^(?:template <[^>\n]*>\n)?__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.MULTILINE | re.DOTALL
+)
+
+
+def without_instructions(source: str) -> str:
+    """Remove functions of PTX, which the header has."""
+    return _FUNCTION.sub(lambda found: "" if _of_gpu(found[0]) else found[0], source)
+
+
+def _of_gpu(function: str) -> bool:
+    return "asm" in function or "__cvta" in function
+
+
+def compiled(source: str, kernel: str, pointers: int, macros: Mapping[str, int], folder: Path) -> ctypes.CDLL:
+    """Compile a kernel that takes pointers and one float. The function `run` launches it."""
+    body = without_instructions(source).replace(
+        "extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* const memory = emulated_shared;"
+    )
+    given = re.search(rf"^{kernel}\((.*?)\) \{{", body, re.M | re.S)
+    assert given is not None
+    types = [part.rsplit(maxsplit=1)[0].replace("__restrict__", "") for part in given[1].split(",")][:-1]
+    names = ", ".join(f"({kind})a[{i}]" for i, kind in enumerate(types))
+    assert len(types) == pointers
+    body = re.sub(r'extern "C" __global__ void', "void", body)
+    body += f"""
+extern "C" void run(void** a, float eps, unsigned blocks, size_t shared, bool late) {{
+  emulated::launch(blocks, shared, late, [=] {{ {kernel}({names}, eps); }});
+}}
+"""
+    text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + HEADER.read_text() + body
+    path = folder / f"{kernel}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
+    path.write_text(text)
+    library = path.with_suffix(".so")
+    options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+    subprocess.run(["g++", *options, "-o", library, path], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def launch(
+    library: ctypes.CDLL, tensors: Sequence[Tensor], eps: float, blocks: int, shared: int, *, late: bool
+) -> None:
+    """Launch a kernel of `compiled`.
+
+    Args:
+        late: copies into shared memory happen as late as they may, else at once.
+    """
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    library.run(pointers, ctypes.c_float(eps), ctypes.c_uint(blocks), ctypes.c_size_t(shared), ctypes.c_bool(late))

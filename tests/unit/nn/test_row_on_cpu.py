@@ -1,0 +1,111 @@
+"""The CUDA kernels of one row, compiled for the CPU: which thread copies, reads and sums what. Tests on a GPU are in
+oracle/test_fragments.py and oracle/test_row8.py."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import cuda_on_cpu
+import pytest
+import torch
+from quantized_kit import blocks_of, value_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.nn.ops import fragments, stored_row
+from octavo.nn.ops.ring import RingPlan, RowForm
+from octavo.nn.ops.stored_row import StoredForm
+from octavo.nn.quant.fragments import pack_fragments
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+EPS, SCALE = 1e-5, 3.0
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-3}
+"""Dtype of results -> largest relative error."""
+# Bits, group, minima; outputs, inputs; warps, steps of a span, spans in the ring; operations. Spans that end beyond the
+# inputs, warps without any, blocks of more strips than others.
+INTEGERS = {
+    "4 bits, groups of 128": (4, 128, False, 192, 1024, (4, 2, 3), "normed"),
+    "4 bits, groups of 128, gated": (4, 128, False, 192, 1024, (4, 2, 2), "gated normed"),
+    "4 bits, groups of 64, minima": (4, 64, True, 64, 832, (4, 2, 3), "added out_float"),
+    "4 bits, groups of 192": (4, 192, False, 64, 576, (2, 4, 2), "added biased"),
+    "4 bits, groups of 32": (4, 32, False, 128, 320, (4, 2, 2), "normed x_float biased out_float"),
+    "4 bits, whole columns": (4, 0, True, 64, 512, (4, 1, 5), ""),
+    "8 bits, groups of 128": (8, 128, True, 128, 384, (2, 2, 2), "gated normed x_float"),
+    "8 bits, whole columns": (8, 0, False, 128, 704, (4, 2, 2), "normed"),
+    "8 bits, groups of 16": (8, 16, True, 64, 192, (2, 4, 2), "added"),
+}
+STORED = {
+    "integers": (torch.int8, 320, "normed"),
+    "integers, gated": (torch.int8, 512, "gated normed x_float"),
+    "plain": (torch.bfloat16, 320, "added"),
+    "plain, in two parts": (torch.bfloat16, 160, "normed x_float biased out_float"),
+}
+
+
+def operations(names: str) -> RowForm:
+    return RowForm(*(name in names.split() for name in RowForm._fields))
+
+
+class Row:
+    """The other operands of a product with a matrix [N, K], and the result in float64."""
+
+    def __init__(self, form: RowForm, exact: Tensor, dtype: torch.dtype) -> None:
+        outputs, inputs = exact.shape
+        outputs //= form.sides
+        self.x = (torch.randn(inputs) * SCALE).to(torch.float32 if form.x_float else dtype)
+        self.norm, self.bias = torch.rand(inputs).to(dtype), torch.randn(form.sides * outputs).to(dtype)
+        self.stream = torch.randn(outputs).to(torch.float32 if form.out_float else dtype)
+        row = self.x.double()
+        if form.normed:
+            row = row * (row.square().mean() + EPS).rsqrt() * self.norm.double()
+        y = exact @ row + (self.bias.double() if form.biased else 0)
+        if form.gated:
+            gate, up = y.chunk(2)
+            y = F.silu(gate) * up
+        self.expected = y + self.stream.double() if form.added else y
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", INTEGERS)
+def test_packed_integers(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    bits, group, minima, outputs, inputs, (warps, span, depth), names = INTEGERS[form]
+    fused, blocks = operations(names), blocks_of(bits, group, minima, outputs, inputs)
+    matrix, row = pack_fragments([blocks], CPU, group or inputs), Row(fused, value_of(blocks), dtype)
+    packed_as = bits, 0 if group == 0 and not minima else group or inputs, minima
+    plan = RingPlan(warps, span, 200 << 10)
+    source, macros, _, shared = fragments.row_source(packed_as, dtype, outputs, inputs, fused, plan)
+    assert macros["DEPTH"] >= depth
+    macros["DEPTH"] = depth
+    library = cuda_on_cpu.compiled(source, "row", 7, macros, tmp_path)
+    minima_of = matrix.scales if matrix.minima is None else matrix.minima
+    for grid, late in itertools.product((3, outputs // fused.sides // 16), (False, True)):
+        out = row.stream.clone()
+        tensors = [row.x, row.norm, matrix.codes, matrix.scales, minima_of, row.bias, out]
+        cuda_on_cpu.launch(library, tensors, EPS, grid, shared, late=late)
+        assert off(out, row.expected) < LIMITS[out.dtype], (grid, late)
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_numbers_as_they_are_stored(form: str, tmp_path: Path) -> None:
+    dtype, inputs, names = STORED[form]
+    outputs, fused = 192, operations(names)
+    values = torch.randn(outputs, inputs) / inputs**0.5
+    scales = torch.rand(outputs) / 100 + 0.01
+    codes = (values / scales[:, None]).round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
+    exact = codes.double() * (scales[:, None].double() if dtype == torch.int8 else 1)
+    row = Row(fused, exact, torch.bfloat16)
+    stored_as = StoredForm(dtype, 0, torch.bfloat16, outputs, inputs)
+    source, macros, _, shared = stored_row.source_of(stored_as, fused, RingPlan(4, 2, 200 << 10))
+    macros["DEPTH"] = 3
+    library = cuda_on_cpu.compiled(source, "stored_row", 6, macros, tmp_path)
+    for late in (False, True):
+        out = row.stream.clone()
+        cuda_on_cpu.launch(library, [row.x, row.norm, codes, scales, row.bias, out], EPS, 5, shared, late=late)
+        assert off(out, row.expected) < LIMITS[out.dtype], late
