@@ -50,7 +50,8 @@ class MicroBatches:
             for one in (part, *part.others):
                 one.attn = self._attention.prepare(one, self._block_size)
         streams = [
-            Stream(model.entering(rows, part)) for rows, part in zip(x.split([cut, len(x) - cut]), parts, strict=True)
+            Stream(model.entering(rows, part), waits=True)
+            for rows, part in zip(x.split([cut, len(x) - cut]), parts, strict=True)
         ]
         last = len(model.layers) - 1
         for i, layer in enumerate(model.layers):
