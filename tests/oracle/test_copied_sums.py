@@ -27,7 +27,8 @@ Work = Callable[[], bool]
 
 
 class Streams:
-    """The computing and the copying stream of each rank, whose work runs in an order that a seed draws."""
+    """The computing and the copying stream of each rank, whose work runs in an order that a seed draws: one stream runs
+    for a while, often until it must wait, so that ranks are as far apart as they can be."""
 
     def __init__(self, ranks: int, seed: int) -> None:
         self.memory = [torch.zeros(area_bytes(ranks, ROOM), dtype=torch.uint8, device=DEVICE) for _ in range(ranks)]
@@ -42,10 +43,12 @@ class Streams:
             assert any(self._advance(queue) for queue in ready), "all streams wait"
 
     def _advance(self, queue: deque[Work]) -> bool:
-        if not queue[0]():
-            return False
-        queue.popleft()
-        return True
+        """Run some of a stream's work; return whether it did."""
+        done, most = 0, self.random.choice((1, 3, 100))
+        while done < most and queue and queue[0]():
+            queue.popleft()
+            done += 1
+        return done > 0
 
     def at(self, address: int, size: int) -> Tensor:
         """Return the bytes at an address."""
