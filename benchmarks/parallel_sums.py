@@ -5,6 +5,9 @@
 Microseconds of an operation, from graphs that repeat it 20 times: the median of ten replays on the slowest rank.
 `--one-gpu` has all ranks share a GPU, which shows that it works, not how fast it is. Under `link`: an exchange of a few
 words, which is the floor of any sum here, and the smallest launch.
+
+Under `beside`: a product of 4,096 rows and, beside it, the sum of 32 MiB with its norm, as in steps in two parts;
+launched 20 times without a graph. `product, norm` has no sum; `stored after` is one that nothing hides.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ HIDDEN = 8192
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 """Of 16 KiB in bfloat16: the first is what a model of 70 billion parameters sums for one token."""
 REPEATS = 20
+BESIDE = (4096, 4096, 14336)
+"""Rows, outputs and inputs of a product: the largest of Llama 3.1 8B on one device."""
 ONE_SHOT, TWO_SHOTS = Limits(1 << 60, 1 << 60), Limits(0, 1 << 60)
 STORED, NCCL = Limits(0, 0, 1 << 60), Limits(0, 0)
 _PATIENCE_S = 90.0
@@ -89,7 +94,7 @@ def run_rank(place: RankPlace, environment: dict[str, str], trial: bool, found: 
     os.environ |= environment
     if trial:
         torch.set_num_threads(1)
-    mesh, _ = join(place, "cpu" if trial else "cuda")
+    mesh, _ = join(place, "cpu" if trial else "cuda", later=True)
     group = mesh.group
     result: dict[str, Any] = {"ranks": place.size, "us": {}}
     device = torch.device("cpu" if trial else "cuda")
@@ -109,6 +114,8 @@ def run_rank(place: RankPlace, environment: dict[str, str], trial: bool, found: 
             key = f"{rows * HIDDEN * 2 >> 10} KiB"
             result["us"].setdefault(key, {})[name] = timed(lambda x=x: mesh.all_reduce(x))
             result["us"][key][f"{name}, norm"] = timed(lambda x=x, s=stream, w=weight: sum_norm(mesh, x, s, w))
+    if isinstance(group, PeerCollectives):
+        result["beside"] = sums_beside(group)
     found.put(result)
     found.close()
     found.join_thread()
@@ -123,6 +130,61 @@ def sum_norm(mesh: Any, x: Tensor, stream: Tensor, weight: Tensor) -> Tensor:
     if later is None:
         return add_rms_norm(mesh.all_reduce(x), stream, weight, 1e-5)[0]
     return later.normed_with(stream, (weight, 1e-5), torch.bfloat16)
+
+
+def sums_beside(group: PeerCollectives) -> dict[str, float]:
+    """Return the microseconds of a product with a sum and its norm, by the way of the sum."""
+    from octavo.nn.ops.norm import add_rms_norm, sum_rms_norm
+
+    rows, width, inputs = BESIDE
+    rest, copies = group._others, group.copies
+    x, stream, out = (torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    given, matrix = (torch.randn(size, inputs, device="cuda").bfloat16() for size in (rows, width))
+    weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+
+    def multiply() -> None:
+        torch.mm(given, matrix.t(), out=out)
+
+    def norm() -> None:
+        multiply()
+        add_rms_norm(x, stream, weight, 1e-5)
+
+    def stored() -> None:
+        multiply()
+        group.limits = STORED
+        group.sum_norm(x, stream, (weight, 1e-5), torch.bfloat16)
+
+    def nccl() -> None:
+        begun = rest.begin_sum(x)
+        multiply()
+        sum_rms_norm(begun.total()[None], stream, weight, 1e-5)
+
+    def copied() -> None:
+        begun = copies.begin(x)
+        multiply()
+        begun.normed_with(stream, (weight, 1e-5), torch.bfloat16)
+
+    def copied_alone() -> None:
+        copies.begin(x).normed_with(stream, (weight, 1e-5), torch.bfloat16)
+
+    ways = {"product": multiply, "product, norm": norm, "stored after": stored}
+    ways |= {} if rest is None else {"NCCL beside": nccl}
+    ways |= {} if copies is None else {"copied beside": copied, "copied alone": copied_alone}
+    return {name: timed_launches(way) for name, way in ways.items()}
+
+
+def timed_launches(launch: Callable[[], object]) -> float:
+    """Return the microseconds of a launch that is not recorded: the median of ten times twenty."""
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(REPEATS):
+            launch()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / REPEATS)
+    return round(statistics.median(times[2:]), 2)
 
 
 def link_floor(group: PeerCollectives, place: RankPlace) -> dict[str, float]:

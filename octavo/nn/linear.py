@@ -21,6 +21,7 @@ from octavo.nn.rounded import Activations, Rounded
 from octavo.nn.shard import COL, ROW, AnyShard, Cut, cut
 from octavo.nn.stream import Begun, Stream
 from octavo.nn.weights import Stored, Wanted, WeightLayer
+from octavo.parallel.collectives import RankSum
 from octavo.parallel.mesh import ALONE, Mesh
 
 
@@ -319,10 +320,12 @@ class Linear(Projection):
             super().into(stream, x)
             return
         y = self._share(x)
-        if (later := self.mesh.sum_later(y)) is not None:
+        if stream.waits:
+            stream.settle()  # the sum before, if no norm has taken it: few may be on their way
+        if stream.waits and (begun := self.mesh.begin_sum(y)) is not None:
+            stream.add_summands_later(begun if isinstance(begun, RankSum) else Begun(begun))
+        elif (later := self.mesh.sum_later(y)) is not None:
             stream.add_summands_later(later)
-        elif (begun := self.mesh.begin_sum(y)) is not None:
-            stream.add_summands_later(Begun(begun))
         else:
             stream.add_later(self.mesh.all_reduce(y))
 

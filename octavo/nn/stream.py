@@ -72,13 +72,14 @@ class Stream:
 
     Attributes:
         value: the sum so far, in the residual dtype.
+        waits: other tokens are computed between an addition and the next norm, so that a sum over ranks can run beside.
     """
 
-    __slots__ = ("_output", "_own", "_parts", "_summands", "value")
+    __slots__ = ("_output", "_own", "_parts", "_summands", "value", "waits")
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: Tensor, *, waits: bool = False) -> None:
         """`value` is never modified."""
-        self.value = value
+        self.value, self.waits = value, waits
         self._own = False
         self._output: Tensor | None = None
         self._parts: Tensor | None = None
@@ -106,17 +107,17 @@ class Stream:
 
     def add_later(self, output: Tensor) -> None:
         """Add a block's output [T, hidden_size] with the next norm, which may overwrite it with the sum."""
-        self._settle()
+        self.settle()
         self._output = output
 
     def add_parts_later(self, parts: Tensor | None) -> None:
         """Add the parts of a product [P, T, hidden_size] with the next norm. None adds nothing."""
-        self._settle()
+        self.settle()
         self._parts = parts
 
     def add_summands_later(self, summands: Summands) -> None:
         """Add these with the next norm."""
-        self._settle()
+        self.settle()
         self._summands = summands
 
     def normed(self, norm: StreamNorm[T]) -> T:
@@ -146,20 +147,21 @@ class Stream:
 
     def total(self) -> Tensor:
         """Return the stream with all additions."""
-        self._settle()
+        self.settle()
         return self.value
 
-    def _sum_up(self) -> None:
-        if self._summands is not None:
-            self._output, self._summands = self._summands.total(), None
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Apply pending additions without a norm."""
         self._sum_up()
         if self._output is not None:
             self.value, self._output, self._own = self.value + self._output, None, True
         if self._parts is not None:
             self.writable().add_(self._parts.sum(0, dtype=torch.float32))
             self._parts = None
+
+    def _sum_up(self) -> None:
+        if self._summands is not None:
+            self._output, self._summands = self._summands.total(), None
 
 
 class StreamOutput(Protocol[X]):

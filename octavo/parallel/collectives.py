@@ -22,6 +22,7 @@ class Collectives(Protocol):
         ...
 
 
+@runtime_checkable
 class RankSum(Protocol):
     """A sum over ranks that is not computed yet. All ranks must call the same method, once."""
 
@@ -59,8 +60,9 @@ class PendingSum(Protocol):
 class BeginningSums(Protocol):
     """`Collectives` that can sum while the device computes."""
 
-    def begin_sum(self, x: Tensor) -> PendingSum | None:
-        """Begin to sum x over all ranks, in place; None if that would not be done beside computation."""
+    def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
+        """Begin to sum x over all ranks, which may overwrite it and must not be changed meanwhile; None if that would
+        not be done beside computation."""
         ...
 
 

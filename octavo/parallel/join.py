@@ -118,7 +118,7 @@ def join(
     if trials is not None:
         trials.wait()
     if shared or through_peers:
-        collectives = _through_peers(place, store, None if shared else collectives)
+        collectives = _through_peers(place, store, None if shared else collectives, later=later)
         log.info("met the other ranks in %.1f s; tried sums in %.1f s", met - began, time.perf_counter() - met)
     if accelerator == "cpu" and place.memory >= 0:
         collectives = _in_shared_memory(place, store, isa, limit_s) or collectives
@@ -176,14 +176,14 @@ def _on_one_machine(place: RankPlace) -> bool:
     return place.shards > 1 and place.group_is_local
 
 
-def _through_peers(place: RankPlace, store: TCPStore, others: Collectives | None) -> Collectives:
+def _through_peers(place: RankPlace, store: TCPStore, others: Collectives | None, *, later: bool) -> Collectives:
     """Return collectives through the memory of peers where they can, and `others` elsewhere; None if there are none."""
     if others is None and place.stages > 1:
         raise ConfigError("Stages of a pipeline can't share a GPU: CUDA_VISIBLE_DEVICES must name one for each rank.")
     if place.shards == 1:
         return TorchCollectives()  # never used: a rank alone sums nothing
     share = _sharing(store, f"group {place.group}", place.shard, place.shards)
-    made = with_peers(place.shard, share, others)
+    made = with_peers(place.shard, share, others, later=later)
     if made is None:
         raise ConfigError("These ranks can't share a GPU: CUDA_VISIBLE_DEVICES must name one for each rank.")
     if place.contexts == 1 or others is None:

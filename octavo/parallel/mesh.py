@@ -52,8 +52,8 @@ class Mesh:
         group = self.group
         return cast(SummingLater, group).summands(x) if _offers(group, SummingLater) else None
 
-    def begin_sum(self, x: Tensor) -> PendingSum | None:
-        """Begin to sum x over all ranks, in place, while the device computes; None if only `all_reduce` can."""
+    def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
+        """Begin to sum x over all ranks while the device computes, which may overwrite x; None if it can't."""
         group = self.group
         return cast(BeginningSums, group).begin_sum(x) if _offers(group, BeginningSums) else None
 

@@ -78,30 +78,41 @@ class Inboxes:
 
 
 def map_inboxes(rank: int, share: Share, sizes_for: Callable[[int], Sizes]) -> Inboxes:
-    """Allocate this rank's memory on the current GPU, and map that of the others. It is freed with the process.
+    """Allocate this rank's memory on the current GPU, and map that of the others; see `map_memory`.
 
     Args:
         sizes_for: returns the sizes for a number of ranks.
+    """
+    addresses = map_memory(rank, share, lambda ranks: sizes_for(ranks).total(ranks))
+    return Inboxes(rank, torch.tensor(addresses, dtype=torch.int64, device="cuda"), sizes_for(len(addresses)))
+
+
+def map_memory(rank: int, share: Share, size_for: Callable[[int], int], name: str = "") -> list[int]:
+    """Allocate memory of zeros on the current GPU, and map that of the other ranks; return the address of each one's.
+    It is freed with the process.
+
+    Args:
+        size_for: returns the bytes for a number of ranks.
+        name: of this memory, if there is other.
 
     Raises:
         PeerAccessError: a rank could not do so; all ranks raise it.
     """
-    driver = _driver()
-    ranks = len(share("present", b""))
+    driver = driver_api()
+    ranks = len(share(f"{name}present", b""))
     own = c_uint64()
     handle = _Handle()
-    sizes = sizes_for(ranks)
-    size = sizes.total(ranks)
+    size = size_for(ranks)
     problem = ""
     try:
-        _check(driver, driver.cuMemAlloc_v2(byref(own), c_size_t(size)), "allocate memory")
-        _check(driver, driver.cuMemsetD8_v2(own, 0, c_size_t(size)), "clear memory")
-        _check(driver, driver.cuIpcGetMemHandle(byref(handle), own), "share memory")
+        check(driver, driver.cuMemAlloc_v2(byref(own), c_size_t(size)), "allocate memory")
+        check(driver, driver.cuMemsetD8_v2(own, 0, c_size_t(size)), "clear memory")
+        check(driver, driver.cuIpcGetMemHandle(byref(handle), own), "share memory")
     except PeerAccessError as error:
         problem = str(error)
     torch.cuda.synchronize()
-    handles = share("handle", bytes(handle) if not problem else b"")
-    _agree(share, "allocated", problem)
+    handles = share(f"{name}handle", bytes(handle) if not problem else b"")
+    _agree(share, f"{name}allocated", problem)
     addresses = []
     try:
         for number, data in enumerate(handles):
@@ -109,12 +120,12 @@ def map_inboxes(rank: int, share: Share, sizes_for: Callable[[int], Sizes]) -> I
             if number != rank:
                 its = _Handle.from_buffer_copy(data)
                 status = driver.cuIpcOpenMemHandle_v2(byref(mapped), its, c_uint(_PEER_ACCESS))
-                _check(driver, status, f"map the memory of rank {number}")
+                check(driver, status, f"map the memory of rank {number}")
             addresses.append(mapped.value)
     except PeerAccessError as error:
         problem = str(error)
-    _agree(share, "mapped", problem)
-    return Inboxes(rank, torch.tensor(addresses, dtype=torch.int64, device="cuda"), sizes)
+    _agree(share, f"{name}mapped", problem)
+    return addresses
 
 
 def _agree(share: Share, name: str, problem: str) -> None:
@@ -129,12 +140,14 @@ def raise_first(problems: Sequence[bytes]) -> None:
             raise PeerAccessError(f"rank {rank} {problem.decode()}")
 
 
-def _driver() -> ctypes.CDLL:
+def driver_api() -> ctypes.CDLL:
+    """Return the functions of the driver, whose context is the current thread's then."""
     torch.cuda.current_stream()  # makes the context current
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(driver: ctypes.CDLL, status: int, action: str) -> None:
+def check(driver: ctypes.CDLL, status: int, action: str) -> None:
+    """Raise PeerAccessError if a function of the driver has failed."""
     if status:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(status, byref(text))

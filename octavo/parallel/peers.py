@@ -20,7 +20,15 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.device.transfer import link_of
-from octavo.parallel.collectives import BeginningSums, Collectives, ExchangingRows, PendingSum, ScatteringSums
+from octavo.parallel.collectives import (
+    BeginningSums,
+    Collectives,
+    ExchangingRows,
+    PendingSum,
+    RankSum,
+    ScatteringSums,
+)
+from octavo.parallel.copied_sums import CopiedSums, with_copies
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Share, Sizes, map_inboxes, raise_first
 
 if TYPE_CHECKING:
@@ -73,11 +81,15 @@ class PeerCollectives:
     Args:
         others: for tensors that are larger, or not of whole words; None if there is nothing else.
         overlaps: launches may begin before the previous one ends, as from Hopper on.
+
+    Attributes:
+        copies: what sums beside computation; None for the process group.
     """
 
     def __init__(self, inboxes: Inboxes, others: Collectives | None, limits: Limits, *, overlaps: bool = False) -> None:
         self._inboxes, self._others, self.limits = inboxes, others, limits
         self._overlaps = overlaps
+        self.copies: CopiedSums | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         sent = self._in_words(x)
@@ -119,9 +131,14 @@ class PeerCollectives:
         fits = x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots and x.dim() == 2
         return PeerSum(self, x) if self._stores(x) or (fits and self._row_words(x) == _words(x) > 0) else None
 
-    def begin_sum(self, x: Tensor) -> PendingSum | None:
-        others = self._others
-        return others.begin_sum(x) if isinstance(others, BeginningSums) else None
+    def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
+        """See `BeginningSums`. Beside computation NCCL loses what it takes of that, so it is only for what would be its
+        own anyway."""
+        x, others = x.contiguous(), self._others
+        begun = self.copies.begin(x) if self.copies is not None and _stores_rows(x) else None
+        if begun is not None:
+            return begun
+        return others.begin_sum(x) if isinstance(others, BeginningSums) and self.summands(x) is None else None
 
     def sum_norm(self, x: Tensor, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
         """Add the sum of x over ranks to the stream in place; return the RMS norm. See `RankSum`."""
@@ -252,6 +269,8 @@ class PeerCollectives:
             if norm is not None:
                 stream, weight, eps = norm
                 self._launch_stores(x, torch.empty_like(stream, dtype=x.dtype), (stream, stream, weight, eps))
+        if self.copies is not None and _stores_rows(x):
+            self.copies.launch_sums(x, norm)
 
     def launch_gather(self, x: Tensor) -> None:
         """Launch the kernel that gathers tensors like x, which needs no values: for compiling it ahead."""
@@ -330,10 +349,13 @@ def compile_trials(ranks: int) -> Ahead:
     return ahead
 
 
-def with_peers(rank: int, share: Share, others: Collectives | None) -> Collectives | None:
+def with_peers(rank: int, share: Share, others: Collectives | None, *, later: bool = False) -> Collectives | None:
     """Return collectives through the memory of peers, if all ranks can use them and get right results; else `others`.
 
     Every rank must call it. With `others`, the sizes up to which each way is used are those that are fastest here.
+
+    Args:
+        later: `begin_sum` is used.
     """
     try:
         inboxes = map_inboxes(rank, share, sizes_for)
@@ -354,6 +376,8 @@ def with_peers(rank: int, share: Share, others: Collectives | None) -> Collectiv
                 "sums over ranks: one shot to %d KiB, two shots to %d KiB, stored rows to %d KiB, then NCCL",
                 *in_kib(made.limits),
             )
+    if later:
+        made.copies = with_copies(rank, inboxes.ranks, share)
     return made
 
 

@@ -124,7 +124,7 @@ def _await_group(
 
 
 @triton.jit
-def _add_row(x, rooms, rank, half, place, inside, ROOM: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def add_row(x, rooms, rank, half, place, inside, ROOM: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the sum over ranks of a row."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     added = tl.zeros([BLOCK], tl.float32)
@@ -191,7 +191,7 @@ def stored_sum_kernel(
         for at in range(group * each, tl.minimum(group * each + each, mine)):
             place = (at * programs + program).to(tl.int64) * WIDTH + elements
             held, scale = begin_row(residual, weight, place, elements, valid, NORMS)
-            value = _add_row(x, rooms, rank, half, place, valid, ROOM, RANKS, BLOCK)
+            value = add_row(x, rooms, rank, half, place, valid, ROOM, RANKS, BLOCK)
             finish_row(value, held, scale, place, valid, out, total, eps, WIDTH, NORMS)
     tl.debug_barrier()
     tl.store(turns + program, number)

@@ -4,7 +4,7 @@ the other computes.
 All computation is on one stream, in the order: mixer of the first part, mixer of the second, feed-forward of the first,
 feed-forward of the second. So nothing that a layer uses needs to exist twice, and the second part finds in the KV cache
 what the first has written: the cut may be within a request. A sum begins when its product is done, and is awaited by
-the norm that reads it (`Mesh.begin_sum`), half a layer of the other part later.
+the norm that reads it (`Mesh.begin_sum`), half a layer of the other part later: at most two sums are on their way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class MicroBatches:
             for one in (part, *part.others):
                 one.attn = self._attention.prepare(one, self._block_size)
         streams = [
-            Stream(model.entering(rows, part)) for rows, part in zip(x.split([cut, len(x) - cut]), parts, strict=True)
+            Stream(model.entering(rows, part), waits=True)
+            for rows, part in zip(x.split([cut, len(x) - cut]), parts, strict=True)
         ]
         last = len(model.layers) - 1
         for i, layer in enumerate(model.layers):

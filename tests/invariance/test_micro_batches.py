@@ -13,6 +13,7 @@ from test_several_ranks import MODELS, engine, run
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.nn.ops.norm import rms_norm
 from octavo.nn.step import StepInput
 from octavo.worker.micro_batches import MicroBatches, divided
 
@@ -34,11 +35,20 @@ class Later:
         return self.ranks.all_reduce(self.own)
 
 
+class NormedLater(Later):
+    """Such a sum, which the norm that follows computes."""
+
+    def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
+        return rms_norm(stream.add_(self.total()), *norm, dtype)
+
+
 class BeginningRanks(ThreadCollectives):
     """A class of its own: that a class has the method is remembered for good (`isinstance` with a protocol)."""
 
+    kind = Later
+
     def begin_sum(self, x: Tensor) -> Later:
-        return Later(self, x)
+        return self.kind(self, x)
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +69,18 @@ def test_tokens(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Later.awaited > 0
     assert True in taken
     assert False in taken
+
+
+def test_tokens_of_sums_that_the_norm_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BeginningRanks, "kind", NormedLater)
+    assert run(MODELS["windows"], **TWO) == run(MODELS["windows"])
+    assert Later.awaited > 0
+
+
+def test_sums_of_whole_steps_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MicroBatches, "takes", lambda one, step: False)
+    assert run(MODELS["windows"], **TWO) == run(MODELS["windows"])
+    assert Later.awaited == 0
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.parallel.collectives import RankSum
+from octavo.parallel.copied_sums import CopiedSum
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Sizes
 from octavo.parallel.peers import Limits, PeerCollectives, limits_of, with_peers
 
@@ -258,7 +261,7 @@ def on_one_gpu(rank: int, folder: str) -> None:
         return [path.read_bytes() for path in paths]
 
     torch.cuda.set_device(0)
-    made = with_peers(rank, share, None)
+    made = with_peers(rank, share, None, later=True)
     assert isinstance(made, PeerCollectives), "the process does not reach the other's memory"
     results = []
     sizes = itertools.product((ONE, TWO, STORED), (1, 7, 200, 5000), (torch.bfloat16, torch.float32))
@@ -297,8 +300,34 @@ def on_one_gpu(rank: int, folder: str) -> None:
         for _ in range(15):
             expected += total(noise(2, rows, 4096)).bfloat16()
         assert torch.equal(kept, expected), "replays"
+    results += copied_sums(made, rank)
     share("done", b"")
     torch.save(results, Path(folder) / f"results-{rank}.pt")
+
+
+def copied_sums(made: PeerCollectives, rank: int) -> list[Tensor]:
+    """Sums of copied rows, two of which are on their way at a time, among others; what they make of a stream."""
+    assert made.copies is not None, "copy engines don't reach the other's memory"
+    made.limits, results, begun = STORED, [], deque[tuple[RankSum, Tensor]]()
+    (weight,), (stream,) = parts(1, 4096, seed=2), parts(1, 4096, 4096, seed=1)
+    for turn in range(40):
+        rows = (4096, 1, 700)[turn % 3]
+        each = [one * (turn % 5 + 1) for one in noise(2, rows, 4096)]
+        one = made.begin_sum(each[rank] * 1)
+        assert isinstance(one, CopiedSum)
+        begun.append((one, total(each)))
+        if len(begun) < 2:
+            continue
+        one, expected = begun.popleft()
+        if turn % 2:
+            assert torch.equal(one.total(), expected.bfloat16())
+        else:
+            own = stream[: len(expected)].clone()
+            results += [one.normed_with(own, (weight, 1e-5), torch.bfloat16).cpu(), own.cpu()]
+            assert torch.equal(own, (expected + stream[: len(expected)]).bfloat16())
+            assert torch.equal(made.all_reduce(each[rank]), total(each).bfloat16())
+    begun.popleft()[0].total()
+    return results
 
 
 @pytest.mark.gpu
