@@ -40,7 +40,7 @@ FORMS = {
 }
 # Of one row: blocks that take several strips, some more than others; warps without inputs; the most inputs.
 ONE_ROW = {
-    "4 bits, groups of 128": (4, 128, False, 8896, 1088),
+    "4 bits, groups of 64": (4, 64, False, 8896, 1088),
     "4 bits, groups of 192": (4, 192, False, 4544, 960),
     "4 bits, long rows": (4, 128, False, 4544, 14336),
     "4 bits, groups of 32 with minima": (4, 32, True, 2240, 20480),
@@ -49,7 +49,12 @@ ONE_ROW = {
     "8 bits, groups of 16 with minima": (8, 16, True, 192, 20480),
     "8 bits, whole columns": (8, 0, False, 4544, 4160),
 }
-PLANS = (fragments.ring_plan(), RingPlan(8, 4, SHARED), RingPlan(8, 1, HALF_SHARED))
+PLANS: tuple[RingPlan | None, ...] = (
+    None,
+    RingPlan(16, 2, SHARED),
+    RingPlan(8, 4, SHARED),
+    RingPlan(8, 1, HALF_SHARED),
+)
 LARGEST_BLOCK = 227 << 10
 STATIC = 6 << 10
 ROWS = (1, 2, 7, 16, 33, 64, 100, 150, 200, 257, 600)
@@ -161,7 +166,8 @@ def test_one_row_with_the_operations_around_it(form: str, dtype: torch.dtype) ->
 def test_blocks_fit_into_shared_memory(bits: int, group: int, minima: bool) -> None:
     for inputs, gated in itertools.product((64, 4096, 14336, 20480), (False, True)):
         form = RowForm(gated, normed=True, biased=False, added=False, x_float=False, out_float=False)
-        packed_as, plan = (bits, group or (inputs if minima else 0), minima), fragments.ring_plan()
+        packed_as = bits, group or (inputs if minima else 0), minima
+        plan = fragments.ring_plan(packed_as, gated=gated)
         _, macros, threads, shared = fragments.row_source(packed_as, torch.bfloat16, 64, inputs, form, plan)
         assert threads <= 1024
         assert macros["DEPTH"] >= 2
