@@ -44,7 +44,7 @@ def write_kernel(
 
 
 @triton.jit
-def turned(source, h_valid, i, norm, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr):
+def _turned(source, h_valid, i, norm, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr):
     """Return both halves of some heads, normalized if NORMED, then rotated, in float32."""
     valid = h_valid & (i < HALF)
     low = tl.load(source + i, mask=valid, other=0.0).to(tl.float32)
@@ -101,7 +101,7 @@ def rotate_write_kernel(
     if group < QUERY_GROUPS:
         h = group * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         place = source + h * (2 * HALF)
-        low, high = turned(place, h < HEADS, i, q_norm, cos, sin, eps, HALF, NORMED)
+        low, high = _turned(place, h < HEADS, i, q_norm, cos, sin, eps, HALF, NORMED)
         valid = (h < HEADS) & (i < HALF)
         tl.store(place + i, low.to(kind), mask=valid)
         tl.store(place + i + HALF, high.to(kind), mask=valid)
@@ -110,7 +110,7 @@ def rotate_write_kernel(
         keys = source + (HEADS + h) * (2 * HALF)
         values = source + (HEADS + KV_HEADS + h) * (2 * HALF)
         valid = (h < KV_HEADS) & (i < HALF)
-        low, high = turned(keys, h < KV_HEADS, i, k_norm, cos, sin, eps, HALF, NORMED)
+        low, high = _turned(keys, h < KV_HEADS, i, k_norm, cos, sin, eps, HALF, NORMED)
         if KEPT:
             tl.store(keys + i, low.to(kind), mask=valid)
             tl.store(keys + i + HALF, high.to(kind), mask=valid)
