@@ -22,7 +22,14 @@ from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeight
 from octavo.nn.ops.routing import Routing, route
 from octavo.nn.ops.triton_experts import grouped_kernel, sum_kernel, sum_norm_kernel
 from octavo.nn.ops.triton_overlap import overlap
-from octavo.nn.ops.triton_routing import count_kernel, route_kernel, route_row_kernel, sort_kernel
+from octavo.nn.ops.triton_routing import (
+    count_kernel,
+    place_kernel,
+    route_kernel,
+    route_row_kernel,
+    scan_kernel,
+    sort_kernel,
+)
 
 _FEW = 4
 """Most tokens that are multiplied one by one; of more, several choose the same experts."""
@@ -33,6 +40,11 @@ _MANY_ROWS = 256
 """Mean number of an expert's rows from which on `expert_tiles` is faster."""
 _MANY = 512
 """Tokens from which on programs that route take more of them, so that fewer counts are added up."""
+
+_FEW_CHUNKS = 64
+"""Most chunks of tokens whose counts every program that sorts adds up itself; of more, a launch before adds them up."""
+_SCANNED = 16
+"""Chunks of a program of that launch."""
 
 
 class Tiling(NamedTuple):
@@ -261,22 +273,35 @@ def sort(routing: Routing, stacked: StackedWeights, form: ExpertsForm, height: i
         )
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
     tiles = torch.empty(_most_tiles(choices, owned, height), 3, dtype=torch.int32, device=experts.device)
-    sort_kernel[(counts.shape[0],)](
-        experts,
-        counts,
-        order,
-        tiles,
-        choices,
-        counts.shape[0],
-        len(tiles),
-        stacked.begin,
-        OWNED=owned,
-        CHUNK=chunk,
-        PADDED=padded,
-        COLUMNS=counts.shape[1],
-        HEIGHT=height,
-        **overlap(experts.device),
-    )
+    chunks, columns = counts.shape
+    shared: dict[str, Any] = {"OWNED": owned, "COLUMNS": columns, **overlap(experts.device)}
+    if chunks > _FEW_CHUNKS:
+        places = torch.empty_like(counts)
+        scan_kernel[(triton.cdiv(chunks, _SCANNED),)](
+            *(counts, places, tiles, choices, chunks, len(tiles), stacked.begin),
+            HEIGHT=height,
+            STEP=max(32, min(128, 16384 // columns)),
+            OWN=_SCANNED,
+            num_warps=16,
+            **shared,
+        )
+        width = min(32, top_k & -top_k)
+        place_kernel[(chunks,)](
+            *(experts, places, order, choices, stacked.begin),
+            CHUNK=chunk,
+            PADDED=padded,
+            WIDTH=width,
+            num_warps=8,
+            **shared,
+        )
+    else:
+        sort_kernel[(chunks,)](
+            *(experts, counts, order, tiles, choices, chunks, len(tiles), stacked.begin),
+            CHUNK=chunk,
+            PADDED=padded,
+            HEIGHT=height,
+            **shared,
+        )
     return order, tiles
 
 
@@ -375,7 +400,8 @@ def typical_tokens(form: ExpertsForm, top_k: int) -> list[int]:
     """Return numbers of tokens for which `mix_stacked` and `route_on_device` launch each of their kernels."""
     means = [*_HEIGHTS, _MOST_TURNED, _MOST_TURNED + 1]
     counts = {_FEW + 1, *(int(mean * form.num_experts / top_k) for mean in means)}
-    return [1, 2, *sorted(count for count in {*counts, _MANY, _MANY + 1} if count > _FEW)]
+    counts |= {_MANY, _MANY + 1, _FEW_CHUNKS * _chunk(_MANY + 1) + 1}
+    return [1, 2, *sorted(count for count in counts if count > _FEW)]
 
 
 def _tiling(x: Tensor, mean: float, inputs: int, *, first: bool, gated: bool) -> Tiling:
