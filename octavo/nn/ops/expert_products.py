@@ -45,6 +45,8 @@ _FEW_CHUNKS = 64
 """Most chunks of tokens whose counts every program that sorts adds up itself; of more, a launch before adds them up."""
 _SCANNED = 16
 """Chunks of a program of that launch."""
+_PER_WARP = 512
+"""Numbers of a token's sum for each warp."""
 
 
 class Tiling(NamedTuple):
@@ -227,7 +229,7 @@ class ExpertRows:
         scale, eps = norm
         out = torch.empty(stream.shape, dtype=dtype, device=stream.device)
         block = triton.next_power_of_2(self.form.hidden_size)
-        warps = max(1, min(16, block // 512))
+        warps = max(1, min(16, block // _PER_WARP))
         sum_norm_kernel[(self._tokens,)](
             *self._given, stream, scale, out, self.begin, eps, BLOCK=block, num_warps=warps, **self._constants
         )
@@ -250,6 +252,7 @@ class ExpertRows:
             "N": self.form.hidden_size,
             "WEIGHTED": not self.form.on_inputs,
             "ADDED": self.added is not None,
+            "WHOLE": self.owned == self.form.num_experts,
             **overlap(self.rows.device),
         }
 

@@ -332,7 +332,8 @@ def scan_kernel(
     earlier = tl.zeros([STEP, COLUMNS], tl.int32)
     for first in range(0, chunks, STEP):
         each = (first + tl.arange(0, STEP))[:, None]
-        count = tl.load(counts + tl.minimum(each, chunks - 1) * COLUMNS + expert[None, :])  # more at once without a mask
+        # With a mask, the compiler has fewer loads in flight.
+        count = tl.load(counts + tl.minimum(each, chunks - 1) * COLUMNS + expert[None, :])
         all_counts += tl.where(each < chunks, count, 0)
         earlier += tl.where(each < own, count, 0)
     total = tl.where((expert >= begin) & (expert < begin + OWNED), tl.sum(all_counts, 0), 0)
