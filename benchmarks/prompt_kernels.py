@@ -160,11 +160,11 @@ class Bench:
             attention.rotate_and_write(qkv, norms, cos_sin, cache, None, step, kept)
 
         written = shape.heads + (3 if kept else 2) * shape.kv_heads
-        candidates = {f"few, {each} a thread": {"_MANY_WRITTEN": NEVER, "_PER_THREAD": each} for each in (4, 8)}
+        candidates = {f"few, {each} a thread": {"MANY_WRITTEN": NEVER, "_PER_THREAD": each} for each in (4, 8)}
         for count in (512, 1024, 2048, 4096) if tokens > 1024 else (1024, 2048):
             for each in (8, 16) if tokens > 1024 else (8,):
                 how = f"many, {count} a program, {each} a thread"
-                candidates[how] = {"_MANY_WRITTEN": 0, "_WRITTEN": count, "_PER_THREAD": each}
+                candidates[how] = {"MANY_WRITTEN": 0, "_WRITTEN": count, "_PER_THREAD": each}
         for how, constants in {"chosen": {}, **candidates}.items():
             with changed(attention, **constants):
                 self.note(f"rotate, {name}, {tokens}", how, 2 * tokens * dim * (all_heads + written), run)

@@ -101,7 +101,7 @@ def test_silu_mul(generator, dtype, size):
 @pytest.mark.parametrize("many", [1, 10**6], ids=["many", "few"])
 def test_rotate_and_write(generator, dtype, normed, heads, kv_heads, dim, many, monkeypatch):
     """Queries are turned in place, keys and values reach their cells, and nothing else is written."""
-    monkeypatch.setattr(triton, "_MANY_WRITTEN", many)
+    monkeypatch.setattr(triton, "MANY_WRITTEN", many)
     write = Writing(generator, dtype, heads, kv_heads, dim)
     for kept in (False, True):
         there, cells = write(normed, dtype, None, kept)
@@ -122,7 +122,7 @@ def test_rotate_and_write(generator, dtype, normed, heads, kv_heads, dim, many, 
 @pytest.mark.parametrize("many", [1, 10**6], ids=["many", "few"])
 def test_rotate_and_write_fp8(generator, kind, dim, many, monkeypatch):
     """Each head divided by its scale and rounded to nearest; what is too large becomes the largest number."""
-    monkeypatch.setattr(triton, "_MANY_WRITTEN", many)
+    monkeypatch.setattr(triton, "MANY_WRITTEN", many)
     write = Writing(generator, torch.float32, 6, 3, dim)
     scales = torch.rand(2, 3, generator=generator) + 0.01
     scales[0, 1] = 1e-5 if kind == torch.float8_e5m2 else 1e-3
@@ -144,7 +144,7 @@ def test_many_tokens_are_written_as_few_are(generator, dtype, heads, kv_heads, d
     write = Writing(generator, dtype, heads, kv_heads, dim)
     found = []
     for many in (1, 10**6):
-        monkeypatch.setattr(triton, "_MANY_WRITTEN", many)
+        monkeypatch.setattr(triton, "MANY_WRITTEN", many)
         there, cells = write(True, dtype, None, True)
         found.append([there, *cells.values()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

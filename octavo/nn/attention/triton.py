@@ -27,7 +27,7 @@ from octavo.nn.step import StepInput
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_FEW = 8
-_MANY_WRITTEN = 512
+MANY_WRITTEN = 512
 """Tokens from which on a program rotates and stores most or all of a token's heads."""
 _WRITTEN, _PER_THREAD = 2048, 8
 """Numbers of such a program, and of its threads, in the first halves of heads."""
@@ -223,7 +223,7 @@ def writing(tokens: int, heads: int, kv_heads: int, half: int) -> tuple[Any, int
     A thread has 8 numbers of half a head in both kernels, so that they add up squares in the same order.
     """
     of_warp = 32 * _PER_THREAD
-    if tokens >= _MANY_WRITTEN:
+    if tokens >= MANY_WRITTEN:
         all_heads = heads + 2 * kv_heads
         block = min(triton.next_power_of_2(all_heads), max(1, _WRITTEN // half))
         return rotate_write_rows_kernel, block, triton.cdiv(all_heads, block), max(1, block * half // of_warp)
