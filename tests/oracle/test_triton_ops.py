@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from octavo.nn.attention import triton
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton import TritonAttention, rotate_and_write
 from octavo.nn.ops import gating, triton_activation, triton_norm
@@ -96,9 +97,11 @@ def test_silu_mul(generator, dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 1, 96), (16, 16, 32)])
-def test_rotate_and_write(generator, dtype, normed, heads, kv_heads, dim):
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 1, 96), (16, 16, 32), (0, 3, 64)])
+@pytest.mark.parametrize("many", [1, 10**6], ids=["many", "few"])
+def test_rotate_and_write(generator, dtype, normed, heads, kv_heads, dim, many, monkeypatch):
     """Queries are turned in place, keys and values reach their cells, and nothing else is written."""
+    monkeypatch.setattr(triton, "MANY_WRITTEN", many)
     write = Writing(generator, dtype, heads, kv_heads, dim)
     for kept in (False, True):
         there, cells = write(normed, dtype, None, kept)
@@ -116,8 +119,10 @@ def test_rotate_and_write(generator, dtype, normed, heads, kv_heads, dim):
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dim", [64, 96])
-def test_rotate_and_write_fp8(generator, kind, dim):
+@pytest.mark.parametrize("many", [1, 10**6], ids=["many", "few"])
+def test_rotate_and_write_fp8(generator, kind, dim, many, monkeypatch):
     """Each head divided by its scale and rounded to nearest; what is too large becomes the largest number."""
+    monkeypatch.setattr(triton, "MANY_WRITTEN", many)
     write = Writing(generator, torch.float32, 6, 3, dim)
     scales = torch.rand(2, 3, generator=generator) + 0.01
     scales[0, 1] = 1e-5 if kind == torch.float8_e5m2 else 1e-3
@@ -130,6 +135,19 @@ def test_rotate_and_write_fp8(generator, kind, dim):
             near = (cell[part].float() - wanted).abs() <= wanted.abs() / 4
             assert bool(near.all())
             assert (cell[part].float() != wanted).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 4, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256)])
+def test_many_tokens_are_written_as_few_are(generator, dtype, heads, kv_heads, dim, monkeypatch):
+    """Bit for bit."""
+    write = Writing(generator, dtype, heads, kv_heads, dim)
+    found = []
+    for many in (1, 10**6):
+        monkeypatch.setattr(triton, "MANY_WRITTEN", many)
+        there, cells = write(True, dtype, None, True)
+        found.append([there, *cells.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 class Writing:

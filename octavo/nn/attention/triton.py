@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,16 @@ from octavo.nn.attention.triton_arguments import as_words, head_terms, scales_of
 from octavo.nn.attention.triton_few import SHARED_TOKENS, Few, attend_few, most_sharing
 from octavo.nn.attention.triton_prefill import prefill_kernel
 from octavo.nn.attention.triton_shapes import prefill_shape
-from octavo.nn.attention.triton_write import rotate_write_kernel, write_kernel
+from octavo.nn.attention.triton_write import rotate_write_kernel, rotate_write_rows_kernel, write_kernel
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import StepInput
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_FEW = 8
+MANY_WRITTEN = 512
+"""Tokens from which on a program rotates and stores most or all of a token's heads."""
+_WRITTEN, _PER_THREAD = 2048, 8
+"""Numbers of such a program, and of its threads, in the first halves of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +139,10 @@ class TritonAttention:
         few = launches.few if launches.many is None else None
         if few is not None and fused_decode.serves(few, qkv, cache, spec):
             fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, sinks))
-        else:
-            self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks)
+            return
+        self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks)
+        if step.num_tokens >= MANY_WRITTEN:  # as for as many rows of one query each
+            rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
 
     def rotate_and_store(
         self,
@@ -204,12 +211,12 @@ def rotate_and_write(
     tokens, all_heads, dim = qkv.shape
     kv_heads = cache.shape[2]
     heads = all_heads - 2 * kv_heads
-    block = min(8, triton.next_power_of_2(kv_heads))
-    grid = (tokens, triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))
+    half = triton.next_power_of_2(dim // 2)
+    kernel, block, groups, warps = writing(tokens, heads, kv_heads, half)
     q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
     form = form_of(cache.dtype)
     cells = cache if form == PLAIN else cache.view(torch.uint8)
-    rotate_write_kernel[grid](
+    kernel[tokens, groups](
         qkv,
         q_norm,
         k_norm,
@@ -225,14 +232,29 @@ def rotate_and_write(
         KV_HEADS=kv_heads,
         BLOCK_H=block,
         HALF=dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(dim // 2),
+        BLOCK_HALF=half,
         PAGE=cache.shape[3],
         NORMED=norms is not None,
         KEPT=kept,
         FORM=form,
-        num_warps=2,
+        num_warps=warps,
         **overlap(qkv.device),
     )
+
+
+def writing(tokens: int, heads: int, kv_heads: int, half: int) -> tuple[Any, int, int, int]:
+    """Return how `rotate_and_write` does its work: the kernel, heads of a program, programs of a token, warps.
+
+    A thread has 8 numbers of half a head in both kernels, so that they add up squares in the same order.
+    """
+    of_warp = 32 * _PER_THREAD
+    if tokens >= MANY_WRITTEN:
+        all_heads = heads + 2 * kv_heads
+        block = min(triton.next_power_of_2(all_heads), max(1, _WRITTEN // half))
+        return rotate_write_rows_kernel, block, triton.cdiv(all_heads, block), max(1, block * half // of_warp)
+    block = max(min(8, triton.next_power_of_2(kv_heads)), of_warp // half)
+    groups = triton.cdiv(heads, block) + triton.cdiv(kv_heads, block)
+    return rotate_write_kernel, block, groups, min(2, block * half // of_warp)
 
 
 def attend_parts(

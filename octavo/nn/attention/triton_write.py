@@ -134,3 +134,76 @@ def rotate_write_kernel(
                 tl.store(target + HALF, high.to(stored), mask=valid)
                 tl.store(target + value_stride, low_value.to(stored), mask=valid)
                 tl.store(target + value_stride + HALF, high_value.to(stored), mask=valid)
+
+
+@triton.jit
+def rotate_write_rows_kernel(
+    qkv,
+    q_norm,
+    k_norm,
+    cos_sin,
+    positions,
+    slot_mapping,
+    cache,
+    cache_scales,
+    eps,
+    token_stride,
+    block_stride,
+    value_stride,
+    kv_head_stride,
+    cell_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORMED: tl.constexpr,
+    KEPT: tl.constexpr,
+    FORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Do what `rotate_write_kernel` does, with the same results, for many tokens: BLOCK_H heads of one token, queries,
+    keys and values alike, so that programs are few and load much at once."""
+    follow(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = i < HALF
+    valid = (h < HEADS + 2 * KV_HEADS) & inside
+    is_query, is_value = h < HEADS, h >= HEADS + KV_HEADS
+    place = qkv + token * token_stride + h * (2 * HALF) + i
+    low_given = tl.load(place, mask=valid, other=0.0)
+    high_given = tl.load(place + HALF, mask=valid, other=0.0)
+    slot = tl.load(slot_mapping + token)
+    position = tl.load(positions + token)
+    cos = tl.load(cos_sin + position * (2 * HALF) + i, mask=inside, other=0.0)
+    sin = tl.load(cos_sin + position * (2 * HALF) + HALF + i, mask=inside, other=0.0)
+    low, high = low_given.to(tl.float32), high_given.to(tl.float32)
+    if NORMED:
+        square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF)
+        inverse = tl.rsqrt(square + eps)[:, None]
+        q_low = tl.load(q_norm + i, mask=inside, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm + i + HALF, mask=inside, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm + i, mask=inside, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm + i + HALF, mask=inside, other=0.0).to(tl.float32)
+        low = low * inverse * tl.where(is_query, q_low, k_low)
+        high = high * inverse * tl.where(is_query, q_high, k_high)
+    low_turned, high_turned = low * cos - high * sin, high * cos + low * sin
+    kind = qkv.dtype.element_ty
+    in_place = valid & (h < HEADS + KV_HEADS if KEPT else is_query)
+    tl.store(place, low_turned.to(kind), mask=in_place)
+    tl.store(place + HALF, high_turned.to(kind), mask=in_place)
+    low_kept = tl.where(is_value, low_given.to(tl.float32), low_turned)
+    high_kept = tl.where(is_value, high_given.to(tl.float32), high_turned)
+    row = tl.maximum(h - HEADS, 0)
+    stored = valid & (h >= HEADS) & (slot >= 0)
+    of_head = row // KV_HEADS * value_stride + row % KV_HEADS * kv_head_stride
+    target = cache + slot // PAGE * block_stride + slot % PAGE * cell_stride + of_head + i
+    if FORM > 0:
+        unit = 1.0 / tl.load(cache_scales + row, mask=(h >= HEADS) & (h < HEADS + 2 * KV_HEADS), other=1.0)
+        tl.store(target, narrow(low_kept * unit, FORM), mask=stored)
+        tl.store(target + HALF, narrow(high_kept * unit, FORM), mask=stored)
+    else:
+        tl.store(target, low_kept.to(cache.dtype.element_ty), mask=stored)
+        tl.store(target + HALF, high_kept.to(cache.dtype.element_ty), mask=stored)

@@ -22,7 +22,14 @@ from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeight
 from octavo.nn.ops.routing import Routing, route
 from octavo.nn.ops.triton_experts import grouped_kernel, sum_kernel, sum_norm_kernel
 from octavo.nn.ops.triton_overlap import overlap
-from octavo.nn.ops.triton_routing import count_kernel, route_kernel, route_row_kernel, sort_kernel
+from octavo.nn.ops.triton_routing import (
+    count_kernel,
+    place_kernel,
+    route_kernel,
+    route_row_kernel,
+    scan_kernel,
+    sort_kernel,
+)
 
 _FEW = 4
 """Most tokens that are multiplied one by one; of more, several choose the same experts."""
@@ -34,6 +41,13 @@ _MANY_ROWS = 256
 _MANY = 512
 """Tokens from which on programs that route take more of them, so that fewer counts are added up."""
 
+_FEW_CHUNKS = 64
+"""Most chunks of tokens whose counts every program that sorts adds up itself; of more, a launch before adds them up."""
+_SCANNED = 16
+"""Chunks of a program of that launch."""
+_PER_WARP = 512
+"""Numbers of a token's sum for each warp."""
+
 
 class Tiling(NamedTuple):
     """How programs divide a product.
@@ -41,7 +55,8 @@ class Tiling(NamedTuple):
     Attributes:
         height, width, depth: choices, outputs (of gate and operand each) and inputs of a tile.
         side_by_side, turned, halves, copies, copies_rows: see `grouped_kernel`.
-        stays: computed by `expert_tiles.multiply`, which reads only `height` and `side_by_side`.
+        stays: computed by `expert_tiles.multiply`, which reads only `height`, `side_by_side` and `drawn`.
+        drawn: see there.
     """
 
     height: int
@@ -55,11 +70,21 @@ class Tiling(NamedTuple):
     copies: bool = True
     copies_rows: bool = False
     stays: bool = False
+    drawn: bool = False
 
 
 AnyTiling = Tiling | packed_experts.Tiling
 
-_STAYING = Tiling(expert_tiles.HEIGHT, 256, 64, 12, 4, side_by_side=2, stays=True)
+_STAYING = Tiling(
+    expert_tiles.CHOSEN,
+    256,
+    64,
+    12,
+    4,
+    side_by_side=expert_tiles.BESIDE,
+    stays=True,
+    drawn=expert_tiles.DRAWN,
+)
 
 
 def route_on_device(logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
@@ -215,7 +240,7 @@ class ExpertRows:
         scale, eps = norm
         out = torch.empty(stream.shape, dtype=dtype, device=stream.device)
         block = triton.next_power_of_2(self.form.hidden_size)
-        warps = max(1, min(16, block // 512))
+        warps = max(1, min(16, block // _PER_WARP))
         sum_norm_kernel[(self._tokens,)](
             *self._given, stream, scale, out, self.begin, eps, BLOCK=block, num_warps=warps, **self._constants
         )
@@ -238,6 +263,7 @@ class ExpertRows:
             "N": self.form.hidden_size,
             "WEIGHTED": not self.form.on_inputs,
             "ADDED": self.added is not None,
+            "WHOLE": self.owned == self.form.num_experts,
             **overlap(self.rows.device),
         }
 
@@ -261,22 +287,35 @@ def sort(routing: Routing, stacked: StackedWeights, form: ExpertsForm, height: i
         )
     order = torch.empty(choices, dtype=torch.int32, device=experts.device)
     tiles = torch.empty(_most_tiles(choices, owned, height), 3, dtype=torch.int32, device=experts.device)
-    sort_kernel[(counts.shape[0],)](
-        experts,
-        counts,
-        order,
-        tiles,
-        choices,
-        counts.shape[0],
-        len(tiles),
-        stacked.begin,
-        OWNED=owned,
-        CHUNK=chunk,
-        PADDED=padded,
-        COLUMNS=counts.shape[1],
-        HEIGHT=height,
-        **overlap(experts.device),
-    )
+    chunks, columns = counts.shape
+    shared: dict[str, Any] = {"OWNED": owned, "COLUMNS": columns, **overlap(experts.device)}
+    if chunks > _FEW_CHUNKS:
+        places = torch.empty_like(counts)
+        scan_kernel[(triton.cdiv(chunks, _SCANNED),)](
+            *(counts, places, tiles, choices, chunks, len(tiles), stacked.begin),
+            HEIGHT=height,
+            STEP=max(32, min(128, 16384 // columns)),
+            OWN=_SCANNED,
+            num_warps=16,
+            **shared,
+        )
+        width = min(32, top_k & -top_k)
+        place_kernel[(chunks,)](
+            *(experts, places, order, choices, stacked.begin),
+            CHUNK=chunk,
+            PADDED=padded,
+            WIDTH=width,
+            num_warps=8,
+            **shared,
+        )
+    else:
+        sort_kernel[(chunks,)](
+            *(experts, counts, order, tiles, choices, chunks, len(tiles), stacked.begin),
+            CHUNK=chunk,
+            PADDED=padded,
+            HEIGHT=height,
+            **shared,
+        )
     return order, tiles
 
 
@@ -306,7 +345,9 @@ def multiply(
     assert isinstance(tiling, Tiling)
     if tiling.stays:
         top_k, beside = routing.experts.shape[1], tiling.side_by_side
-        expert_tiles.multiply(x, weight, top_k, order, tiles, out, first=first, beside=beside)
+        expert_tiles.multiply(
+            x, weight, top_k, order, tiles, out, first=first, height=tiling.height, beside=beside, drawn=tiling.drawn
+        )
     else:
         _multiply_plain(x, weight, bias, form, routing, order, tiles, out, tiling, first=first)
 
@@ -375,7 +416,8 @@ def typical_tokens(form: ExpertsForm, top_k: int) -> list[int]:
     """Return numbers of tokens for which `mix_stacked` and `route_on_device` launch each of their kernels."""
     means = [*_HEIGHTS, _MOST_TURNED, _MOST_TURNED + 1]
     counts = {_FEW + 1, *(int(mean * form.num_experts / top_k) for mean in means)}
-    return [1, 2, *sorted(count for count in {*counts, _MANY, _MANY + 1} if count > _FEW)]
+    counts |= {_MANY, _MANY + 1, _FEW_CHUNKS * _chunk(_MANY + 1) + 1}
+    return [1, 2, *sorted(count for count in counts if count > _FEW)]
 
 
 def _tiling(x: Tensor, mean: float, inputs: int, *, first: bool, gated: bool) -> Tiling:
@@ -407,8 +449,8 @@ def _aligned(inputs: int, dtype: torch.dtype) -> bool:
 
 
 def _most_tiles(choices: int, owned: int, height: int) -> int:
-    """Return the most tiles of this many choices, which may all be of `owned` experts."""
-    return (choices + min(choices, owned) * (height - 1)) // height
+    """Return the most tiles of this many choices, which may all be of `owned` experts, and an empty one."""
+    return (choices + min(choices, owned) * (height - 1)) // height + 1
 
 
 def _chunk(tokens: int) -> int:

@@ -329,17 +329,24 @@ def _sum(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ADDED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Return the sum of a token's rows at these columns; see `sum_kernel`."""
     inside = column < N
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         choice = token * TOP_K + k
-        expert = tl.load(experts + choice) - begin
-        mine = (expert >= 0) & (expert < OWNED)
-        value = tl.load(rows + choice * N + column, mask=inside & mine, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.where(mine, tl.load(weights + choice), 0.0)
+        if WHOLE:  # rows are read without waiting for the numbers of their experts
+            value = tl.load(rows + choice * N + column, mask=inside, other=0.0, eviction_policy="evict_first")
+            value = value.to(tl.float32)
+            if WEIGHTED:
+                value *= tl.load(weights + choice)
+        else:
+            expert = tl.load(experts + choice) - begin
+            mine = (expert >= 0) & (expert < OWNED)
+            value = tl.load(rows + choice * N + column, mask=inside & mine, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                value *= tl.where(mine, tl.load(weights + choice), 0.0)
         total += value
     if ADDED:
         total += tl.load(added + token * N + column, mask=inside, other=0.0).to(tl.float32)
@@ -360,16 +367,17 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ADDED: tl.constexpr,
+    WHOLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Sum each token's rows [T, TOP_K, N] of experts in [begin, begin + OWNED), in the order of its choices.
 
-    ADDED: plus `added` [T, N].
+    ADDED: plus `added` [T, N]. WHOLE: all experts are in that range.
     """
     follow(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = _sum(rows, weights, experts, added, token, column, begin, OWNED, TOP_K, N, BLOCK, WEIGHTED, ADDED)
+    total = _sum(rows, weights, experts, added, token, column, begin, OWNED, TOP_K, N, BLOCK, WEIGHTED, ADDED, WHOLE)
     tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=column < N)
 
 
@@ -390,6 +398,7 @@ def sum_norm_kernel(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ADDED: tl.constexpr,
+    WHOLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Add a token's sum, as `sum_kernel` computes it, to stream [T, N], and store the stream's RMS norm in `out`."""
@@ -397,11 +406,13 @@ def sum_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < N
-    total = _sum(rows, weights, experts, added, token, column, begin, OWNED, TOP_K, N, BLOCK, WEIGHTED, ADDED)
-    total += tl.load(stream + token * N + column, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(stream + token * N + column, mask=inside, other=0.0)
+    scale = tl.load(norm + column, mask=inside, other=0.0)  # no load moves to before a store
+    total = _sum(rows, weights, experts, added, token, column, begin, OWNED, TOP_K, N, BLOCK, WEIGHTED, ADDED, WHOLE)
+    total += before.to(tl.float32)
     value = total.to(stream.dtype.element_ty)
     tl.store(stream + token * N + column, value, mask=inside)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
-    scaled = wide * inverse * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = wide * inverse * scale.to(tl.float32)
     tl.store(out + token * N + column, scaled.to(out.dtype.element_ty), mask=inside)

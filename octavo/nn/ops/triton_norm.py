@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _MANY = 256
 """Rows from which on more warps are faster for sums of parts."""
+_PER_WARP = 512
+"""Numbers of a row for each warp, but for those sums."""
 
 
 @triton.jit
@@ -35,6 +37,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     valid = i < SIZE
+    scale = tl.load(weight + i, mask=valid, other=0.0)  # first, since no load moves to before a store
     if PARTS == 0:
         value = tl.load(x + row + i, mask=valid, other=0.0)
     else:
@@ -46,7 +49,7 @@ def _norm_kernel(
         tl.store(total + row + i, value, mask=valid)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    scaled = wide * inverse * tl.load(weight + i, mask=valid, other=0.0).to(tl.float32)
+    scaled = wide * inverse * scale.to(tl.float32)
     tl.store(out + row + i, scaled.to(out.dtype.element_ty), mask=valid)
 
 
@@ -83,7 +86,7 @@ def _launch(
     block = triton.next_power_of_2(size)
     rows = total.numel() // size
     if rows:
-        warps = max(1, min(16, block // (256 if parts > 1 and rows >= _MANY else 512)))
+        warps = max(1, min(16, block // (256 if parts > 1 and rows >= _MANY else _PER_WARP)))
         options = overlap(x.device)
         _norm_kernel[(rows,)](
             x, residual, total, weight, out, eps, SIZE=size, BLOCK=block, PARTS=parts, num_warps=warps, **options

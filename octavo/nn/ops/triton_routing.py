@@ -259,7 +259,6 @@ def sort_kernel(
     """
     follow(OVERLAPS)
     STEP: tl.constexpr = 32
-    TILES: tl.constexpr = 8
     chunk = tl.program_id(0)
     expert = tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.int32)
@@ -282,16 +281,100 @@ def sort_kernel(
     base = offset + before - (tl.cumsum(own, 0) - own)
     position = tl.gather(base, tl.minimum(chosen, COLUMNS - 1), 0) + i
     tl.store(order + position, chunk * CHUNK + ordered % PADDED, mask=mine)
+    _list_tiles(tiles, total, offset, P, chunk, chunks, num_tiles, begin, COLUMNS, HEIGHT)
+
+
+@triton.jit
+def _list_tiles(
+    tiles, total, offset, P, program, programs, num_tiles, begin, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr
+):
+    """Write this program's share of the tiles of experts with `total` choices each, the first at `offset`; P choices in
+    all."""
+    expert = tl.arange(0, COLUMNS)
     of_expert = (total + HEIGHT - 1) // HEIGHT
-    last = tl.cumsum(of_expert, 0)
-    for first in range(chunk * TILES, num_tiles, chunks * TILES):
-        tile = first + tl.arange(0, TILES)
-        is_its = ((last - of_expert)[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])
-        within = (tile[:, None] - (last - of_expert)[None, :]) * HEIGHT
-        number = tl.sum(tl.where(is_its, expert[None, :] - begin, 0), 1)
-        start = tl.sum(tl.where(is_its, offset[None, :] + within, 0), 1)
-        rows = tl.sum(tl.where(is_its, tl.minimum(total[None, :] - within, HEIGHT), 0), 1)
-        target = tiles + 3 * tile
-        tl.store(target, number, mask=tile < num_tiles)
-        tl.store(target + 1, start, mask=tile < num_tiles)
-        tl.store(target + 2, rows, mask=tile < num_tiles)
+    its_first = tl.cumsum(of_expert, 0) - of_expert
+    for nth in range(program, tl.cdiv(P, HEIGHT), programs):
+        target, within = tiles + 3 * (its_first + nth), nth * HEIGHT
+        tl.store(target, expert - begin, mask=nth < of_expert)
+        tl.store(target + 1, offset + within, mask=nth < of_expert)
+        tl.store(target + 2, tl.minimum(total - within, HEIGHT), mask=nth < of_expert)
+    for first in range(tl.sum(of_expert, 0) + program * COLUMNS, num_tiles, programs * COLUMNS):
+        for field in tl.static_range(3):
+            tl.store(tiles + 3 * (first + expert) + field, 0, mask=first + expert < num_tiles)
+
+
+@triton.jit(do_not_specialize=["P", "chunks", "num_tiles", "begin"])
+def scan_kernel(
+    counts,
+    places,
+    tiles,
+    P,
+    chunks,
+    num_tiles,
+    begin,
+    OWNED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    STEP: tl.constexpr,
+    OWN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """The first half of `sort_kernel` for many chunks, where few programs read all counts: store the place of each
+    expert's first choice in OWN chunks, in places [chunks, COLUMNS]; write some tiles.
+
+    Args:
+        STEP: chunks whose counts are read at once.
+    """
+    follow(OVERLAPS)
+    own = tl.program_id(0) * OWN
+    expert = tl.arange(0, COLUMNS)
+    all_counts = tl.zeros([STEP, COLUMNS], tl.int32)
+    earlier = tl.zeros([STEP, COLUMNS], tl.int32)
+    for first in range(0, chunks, STEP):
+        each = (first + tl.arange(0, STEP))[:, None]
+        # With a mask, the compiler has fewer loads in flight.
+        count = tl.load(counts + tl.minimum(each, chunks - 1) * COLUMNS + expert[None, :])
+        all_counts += tl.where(each < chunks, count, 0)
+        earlier += tl.where(each < own, count, 0)
+    total = tl.where((expert >= begin) & (expert < begin + OWNED), tl.sum(all_counts, 0), 0)
+    offset = tl.cumsum(total, 0) - total
+    chunk = (own + tl.arange(0, OWN))[:, None]
+    count = tl.load(counts + chunk * COLUMNS + expert[None, :], mask=chunk < chunks, other=0)
+    place = (offset + tl.sum(earlier, 0))[None, :] + tl.cumsum(count, 0) - count
+    tl.store(places + chunk * COLUMNS + expert[None, :], place, mask=chunk < chunks)
+    _list_tiles(tiles, total, offset, P, tl.program_id(0), tl.num_programs(0), num_tiles, begin, COLUMNS, HEIGHT)
+
+
+@triton.jit(do_not_specialize=["P", "begin"])
+def place_kernel(
+    experts,
+    places,
+    order,
+    P,
+    begin,
+    OWNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """The second half: place one chunk of choices.
+
+    Args:
+        places: of `scan_kernel`.
+        WIDTH: divides the choices of a token; all choices are compared with so many at once.
+    """
+    follow(OVERLAPS)
+    start = tl.program_id(0) * CHUNK
+    count = tl.minimum(P - start, CHUNK)
+    i = tl.arange(0, PADDED)
+    chosen = tl.load(experts + start + i, mask=i < count, other=-1)
+    mine = (chosen >= begin) & (chosen < begin + OWNED)
+    place = tl.load(places + tl.program_id(0) * COLUMNS + chosen, mask=mine, other=0)
+    same = tl.zeros([WIDTH, PADDED], tl.int32)  # a choice in each column: a thread adds up what it has compared
+    for first in range(0, count, WIDTH):
+        j = first + tl.arange(0, WIDTH)
+        other = tl.load(experts + start + j)
+        same += ((chosen[None, :] == other[:, None]) & (j[:, None] < i[None, :])).to(tl.int32)
+    tl.store(order + place + tl.sum(same, 0), start + i, mask=mine)

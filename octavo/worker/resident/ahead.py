@@ -28,6 +28,7 @@ from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.recordable import Recordable
+from octavo.nn.attention.triton import MANY_WRITTEN
 from octavo.nn.build import AnyBackend, own_form
 from octavo.nn.divided import DividedLogits
 from octavo.nn.experts_spec import ExpertsForm
@@ -117,7 +118,8 @@ def compile_ahead(
         long = min(max_model_len - 1, _LONG)
         few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
         mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
-        steps = [(counts, max_model_len) for counts in ([long], *mixed, [2, 2], *few)]
+        prompts = [long] * min(_SLOTS, -(-MANY_WRITTEN // long))
+        steps = [(counts, max_model_len) for counts in (prompts, *mixed, [2, 2], *few)]
         alike = [([1] * rows, max_model_len, True) for rows in (_SLOTS, 64, 8)]
         for counts, context, shares in (*((*each, False) for each in steps), ([2, 2], 2, False), *alike):
             step = _step(slots, counts, context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from octavo.core.worker_info import RankPlace
 from octavo.models.attention import latent_spec
 from octavo.models.registry import spec_of
 from octavo.nn.attention.base import AttentionSpec
-from octavo.nn.attention.triton import TritonAttention
+from octavo.nn.attention.triton import TritonAttention, rotate_and_write
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.latent.triton import TritonLatents
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device
@@ -97,6 +98,27 @@ def test_a_recorded_steps_layout_is_compiled_ahead(
     assert {variant[0] for variant in launched.variants} == names
     assert launched.variants <= found.variants
     assert found.of("fill_kernel", "extend_kernel", "append_kernel")
+
+
+@pytest.mark.parametrize("longest", [100, 1000])
+def test_rotation_and_storing_are_compiled_ahead(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few tokens and many, in prompts and alone, though no prompt may be long."""
+    monkeypatch.setitem(SIZES, "max_model_len", longest)
+    found = compiled_ahead(FULL, monkeypatch)
+    launched = Collected()
+    heads = SPEC.num_heads + 2 * SPEC.num_kv_heads
+    layer = AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25)
+    cache = torch.empty(ATTENTION.cache_shape(layer, 2, SIZES["block_size"]), device=DEVICE)
+    places = torch.zeros(2000, dtype=torch.int64, device=DEVICE)
+    table, norm = torch.empty(2, SPEC.head_dim, device=DEVICE), torch.empty(SPEC.head_dim, device=DEVICE)
+    step: Any = SimpleNamespace(positions=places, slot_mapping=places)
+    with launched.collecting():
+        for tokens in (1, 3, 80, 511, 512, 2000):
+            qkv = torch.empty(tokens, heads, SPEC.head_dim, device=DEVICE)
+            for kept in (True, False):
+                rotate_and_write(qkv, (norm, norm, 1e-5), table, cache, None, step, kept)
+    assert {variant[0] for variant in launched.variants} == {"rotate_write_kernel", "rotate_write_rows_kernel"}
+    assert launched.variants <= found.variants
 
 
 def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
