@@ -4,7 +4,7 @@
 
 Microseconds of one product, from recorded graphs that go through several matrices, so that none stays in the cache.
 Each candidate's result is compared with float32's first. With --sweep all divisions into programs are timed, not only
-those in use.
+those in use. Products of gate and up are also timed with the gate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.device.ahead import Ahead, target_of
-from octavo.nn.ops import few_rows, floats, fragments, packed, words
+from octavo.nn.ops import few_rows, floats, fragments, gating, packed, words
+from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.ring import RowForm
@@ -40,6 +41,21 @@ READ = 150 << 20
 LIMIT = 2e-2
 ROUNDED = 6e-2
 """Largest relative errors of products: of rounded activations, and otherwise."""
+
+TILES = (
+    (16, 8, 16, 2),
+    (16, 4, 16, 2),
+    (32, 4, 8, 2),
+    (64, 4, 8, 2),
+    (64, 2, 8, 2),
+    (128, 2, 6, 2),
+    (128, 4, 8, 1),
+    (192, 4, 6, 1),
+    (256, 4, 6, 1),
+    (256, 2, 6, 1),
+)
+"""Tiles of a product with fragments: rows, depth, stages, blocks; see `RowsPlan`."""
+LARGE = 128
 
 Run = Callable[[Tensor, Any], Tensor]
 
@@ -73,13 +89,21 @@ def named(
     args: argparse.Namespace, x: Tensor, matrices: list[Any], whole: list[Tensor]
 ) -> Iterator[tuple[str, list[Any], Run]]:
     yield "bf16", whole, bf16
+    if x.shape[0] > 1 and gates(whole[0].shape[0]):
+        yield "bf16, gate", whole, lambda x, weight: silu_mul(bf16(x, weight))
+        if gating.serves(x.shape[0], whole[0]):
+            yield "bf16 with gate", whole, gating.gated_product
     for name, run in candidates(matrices[0], x, sweep=args.sweep):
         yield name, matrices, run
 
 
+def gates(outputs: int) -> bool:
+    return outputs == SHAPES["gate_up"][0]
+
+
 def fusion(outputs: int, x: Tensor) -> dict[str, Any]:
     """What a decoder fuses with the product of one row."""
-    gated = outputs == SHAPES["gate_up"][0]
+    gated = gates(outputs)
     return {"gated": gated, "norm": (torch.ones_like(x[0]), 1e-5) if gated else None}
 
 
@@ -114,6 +138,9 @@ def dequantized(matrix: packed.Matrix) -> Tensor:
 
 def candidates(matrix: packed.Matrix, x: Tensor, *, sweep: bool) -> Iterator[tuple[str, Run]]:
     yield "used", used
+    if x.shape[0] > 1 and gates(matrix.outputs):
+        yield "used, gate", lambda x, m: silu_mul(used(x, m))
+        yield "used with gate", lambda x, m: packed.gated_product(x, m, None, x.dtype)
     if isinstance(matrix, Fragments):
         yield from of_fragments(matrix, x.shape[0], sweep=sweep)
     elif isinstance(matrix, Words):
@@ -133,10 +160,19 @@ def used(x: Tensor, matrix: packed.Matrix) -> Tensor:
 def of_fragments(matrix: Fragments, rows: int, *, sweep: bool) -> Iterator[tuple[str, Run]]:
     if not sweep or rows == 1:
         return
-    usual = fragments.rows_plan(matrix, rows)
-    for parts in (1, 2, 4, 8):
-        plan = usual._replace(parts=parts)
+    for plan in plans_of(rows):
         yield f"rows {tuple(plan)}", partial(in_parts, fragments.rows_product, plan)
+        if plan.parts == 1 and gates(matrix.outputs):
+            gated = partial(fragments.rows_product, gated=True)
+            yield f"rows {tuple(plan)} with gate", partial(in_parts, gated, plan)
+
+
+def plans_of(rows: int) -> Iterator[fragments.RowsPlan]:
+    """Divisions of a product with fragments: tiles that hold the rows, or large ones, in parts."""
+    fitting = next((tile for tile, *_ in TILES if rows <= tile), LARGE)
+    for tile in TILES:
+        if fitting <= tile[0] <= 2 * fitting or tile[0] >= LARGE <= fitting:
+            yield from (fragments.RowsPlan(*tile, parts) for parts in ((1, 2, 4, 8) if rows <= 1024 else (1,)))
 
 
 def of_words(matrix: Words, rows: int, *, sweep: bool) -> Iterator[tuple[str, Run]]:
@@ -207,11 +243,13 @@ def measure(run: Run, x: Tensor, matrices: list[Any], whole: list[Tensor]) -> fl
     """Microseconds of one product; what went wrong, if something did."""
     try:
         expected = x.float() @ whole[0].float().t()
-        if x.shape[0] == 1 and fusion(expected.shape[1], x)["gated"]:
-            gate, up = (expected * (x.float().square().mean() + 1e-5).rsqrt()).chunk(2, 1)
-            expected = F.silu(gate) * up
+        if x.shape[0] == 1 and gates(expected.shape[1]):
+            expected *= (x.float().square().mean() + 1e-5).rsqrt()
         got = run(x, matrices[0])
         got = got.float().sum(0) if got.dim() == 3 else got.float()
+        if got.shape != expected.shape:
+            gate, up = expected.chunk(2, 1)
+            expected = F.silu(gate) * up
         off = float((got - expected).norm() / expected.norm())
         limit = ROUNDED if isinstance(matrices[0], Floats) else LIMIT
         if not off < limit:
@@ -249,7 +287,7 @@ def compile_all(args: argparse.Namespace) -> None:
             matrix = ONLINE[form].pack([torch.ones(outputs, inputs, dtype=torch.bfloat16, device="cuda")])
             if isinstance(matrix, Fragments):
                 fragments.compile_ahead(matrix, torch.bfloat16)
-                gated = outputs == SHAPES["gate_up"][0]
+                gated = gates(outputs)
                 form_of_row = RowForm(gated, normed=gated, biased=False, added=False, x_float=False, out_float=False)
                 fragments.compile_row_ahead(matrix, torch.bfloat16, form_of_row)
             weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda")
@@ -265,7 +303,8 @@ def compile_all(args: argparse.Namespace) -> None:
 def show(shape: str, form: str, rows: int, times: dict[str, float | str], best: int) -> None:
     plain = {name: time for name, time in times.items() if isinstance(time, float)}
     first = sorted(plain, key=lambda name: plain[name])[:best]
-    kept = [name for name in plain if name in ("bf16", "used", "rounded", "widen + library") and name not in first]
+    always = ("bf16", "used", "rounded", "widen + library")
+    kept = [name for name in plain if name.startswith(always) and name not in first]
     wrong = {name: time for name, time in times.items() if isinstance(time, str)}
     print(shape, form, rows, *(f"{name}: {plain[name]:.1f};" for name in (*first, *kept)), wrong or "", flush=True)
 

@@ -30,6 +30,7 @@ TOLERANCE = 1e-2
 # Bits, group (0: all inputs), minima; outputs, inputs. An odd number of strips; steps that don't fill the last part.
 FORMS = {
     "4 bits, groups of 128": (4, 128, False, 448, 1024),
+    "4 bits, groups of 128 with whole halves": (4, 128, False, 640, 512),
     "4 bits, groups of 64 with minima": (4, 64, True, 192, 832),
     "4 bits, groups of 32": (4, 32, False, 128, 320),
     "4 bits, whole columns with minima": (4, 0, True, 128, 512),
@@ -141,6 +142,44 @@ def test_any_number_of_rows(form: str, dtype: torch.dtype) -> None:
 @on_hopper
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
+def test_any_number_of_rows_with_the_gate(form: str, dtype: torch.dtype) -> None:
+    """Also with a bias and of halves that are not whole tiles, which another launch gates; each tile with one part."""
+    matrix, exact = packed_on_gpu(form)
+    bias = torch.randn(matrix.outputs).to(dtype)
+    for rows in ROWS:
+        x = torch.randn(rows, matrix.inputs).to(dtype)
+        product = x.double() @ exact.T
+        expected = gated(product)
+        for wanted in (dtype, torch.float32):
+            got = packed.gated_product(x.to(GPU), matrix, None, wanted)
+            assert got.dtype == wanted
+            assert off(got, expected) < TOLERANCE
+        assert off(packed.gated_product(x.to(GPU), matrix, bias.to(GPU), dtype), gated(product + bias)) < TOLERANCE
+        if fragments.gates(matrix):
+            plan = fragments.rows_plan(matrix, rows)._replace(parts=1)
+            for wanted in (dtype, torch.float32):
+                made = fragments.rows_product(x.to(GPU), matrix, plan, wanted, gated=True)
+                assert made.shape == (1, *expected.shape)
+                assert off(made[0], expected) < TOLERANCE
+
+
+def gated(product: Tensor) -> Tensor:
+    gate, up = product.chunk(2, 1)
+    return F.silu(gate) * up
+
+
+@on_hopper
+def test_gates_may_be_large() -> None:
+    matrix, exact = packed_on_gpu("4 bits, groups of 128 with whole halves")
+    x = torch.randn(40, matrix.inputs).bfloat16() * 1e4
+    plan = fragments.rows_plan(matrix, 40)._replace(parts=1)
+    made = fragments.rows_product(x.to(GPU), matrix, plan, x.dtype, gated=True)[0]
+    assert off(made, gated(x.double() @ exact.T)) < TOLERANCE
+
+
+@on_hopper
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
 def test_one_row_with_the_operations_around_it(form: str, dtype: torch.dtype) -> None:
     matrix, exact = packed_on_gpu(form)
     residual = residual_of(form, dtype)
@@ -155,9 +194,8 @@ def test_one_row_with_the_operations_around_it(form: str, dtype: torch.dtype) ->
     target = stream.to(GPU, copy=True)
     assert fragments.row_product(x.to(GPU), matrix, add_to=target, narrow=dtype) is target
     assert off(target, wide @ exact.T + stream.double()) < TOLERANCE
-    gate, up = (normed @ exact.T).chunk(2, 1)
     got = fragments.row_product(x.to(GPU), matrix, norm=norm, gated=True, narrow=dtype)
-    assert off(got, F.silu(gate) * up) < TOLERANCE
+    assert off(got, gated(normed @ exact.T)) < TOLERANCE
 
 
 @pytest.mark.parametrize("minima", [False, True])
@@ -240,6 +278,7 @@ def test_layers_use_these_kernels(method: str) -> None:
         x, stream = torch.randn(rows, 256).bfloat16(), torch.randn(rows, 256).bfloat16()
         expected = x.double() @ torch.cat(weights).double().T
         assert off(layer.apply(x.to(GPU)), expected) < limit
+        assert off(layer.gated(x.to(GPU)), gated(expected)) < 2 * limit
         total = stream.to(GPU, copy=True)
         parts = layer.leave(total, x.to(GPU))
         assert parts is not None

@@ -23,6 +23,7 @@ from octavo.nn.delta import Addition, Delta
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
 from octavo.nn.ops import floats, packed, words
+from octavo.nn.ops.triton_sum import sum_parts
 from octavo.nn.quant.base import Part
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.codes import INTEGERS
@@ -113,6 +114,19 @@ def test_packed_codes_are_multiplied_by_any_number_of_rows(form: str, dtype: tor
         x = torch.randn(rows, inputs).to(dtype)
         got = packed.product(x.to(DEVICE), matrix, bias.to(DEVICE), torch.float32)
         assert off(got, x.double() @ exact.T + bias.double()) < limit
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
+def test_sums_of_parts_are_gated(dtype: torch.dtype) -> None:
+    """More numbers than a program has, in rows of which each begins in the middle of one."""
+    parts, bias = torch.randn(3, 7, 2 * 200), torch.randn(2 * 200)
+    for added in (None, bias):
+        gate, up = (parts.double().sum(0) + (0 if added is None else added.double())).chunk(2, 1)
+        given = None if added is None else added.to(DEVICE)
+        got = sum_parts(parts.to(DEVICE), given, dtype, gated=True)
+        assert got.dtype == dtype
+        assert off(got, F.silu(gate) * up) < TOLERANCE
+        assert off(sum_parts(parts.to(DEVICE), given, dtype), torch.cat([gate, up], 1)) < TOLERANCE
 
 
 @pytest.mark.parametrize("rows", [1, 20, packed.FEW_WORDS + 1])

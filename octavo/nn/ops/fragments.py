@@ -108,12 +108,16 @@ def fits(outputs: int, inputs: int, group: int) -> bool:
     return divided and (group == inputs or group % OUTPUTS == 0 or group in (_SMALL_GROUP, 32))
 
 
-def product(x: Tensor, matrix: Fragments, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x [M, K] @ W^T + bias: [M, N], rounded once to `dtype`; x in the matrix's order of inputs."""
+def product(x: Tensor, matrix: Fragments, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
+    """Return y = x [M, K] @ W^T + bias: [M, N], or silu(first half) * second half of y: [M, N / 2].
+
+    It is rounded once to `dtype`, except for parts of many rows. x is in the matrix's order of inputs.
+    """
     plan = rows_plan(matrix, x.shape[0])
-    if plan.parts == 1 and bias is None and dtype in (x.dtype, torch.float32):
-        return rows_product(x, matrix, plan, dtype)[0]
-    return sum_parts(rows_product(x, matrix, plan, dtype_of_parts(x)), bias, dtype)
+    whole = plan.parts == 1 and bias is None and dtype in (x.dtype, torch.float32)
+    if whole and (gates(matrix) or not gated):
+        return rows_product(x, matrix, plan, dtype, gated=gated)[0]
+    return sum_parts(rows_product(x, matrix, plan, dtype_of_parts(x)), bias, dtype, gated=gated)
 
 
 def dtype_of_parts(x: Tensor) -> torch.dtype:
@@ -121,17 +125,19 @@ def dtype_of_parts(x: Tensor) -> torch.dtype:
     return torch.float32 if x.shape[0] <= _FEW_ROWS else x.dtype
 
 
-def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtype) -> Tensor:
-    """Return x [M, K] @ W^T in parts over the inputs, whose sum it is: [plan.parts, M, N].
+def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
+    """Return y = x [M, K] @ W^T in parts over the inputs, whose sum it is: [plan.parts, M, N].
 
     Args:
         x: contiguous, of a 16-bit dtype, in the matrix's order of inputs.
         dtype: of the parts: x's or float32.
+        gated: return silu(first half) * second half of y instead: [1, M, N / 2]. For a plan of one part, and a matrix
+            that `gates` accepts.
     """
     rows, outputs = x.shape[0], matrix.outputs
-    out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
+    out = torch.empty(plan.parts, rows, outputs // 2 if gated else outputs, dtype=dtype, device=x.device)
     grid = (triton.cdiv(outputs, _BLOCK_OUTPUTS), plan.parts, triton.cdiv(rows, plan.rows))
-    _rows_kernel(plan._replace(parts=1), *form_of(matrix), x.dtype).launch(
+    _rows_kernel(plan._replace(parts=1), *form_of(matrix), x.dtype, gated=gated).launch(
         grid,
         [
             nvrtc.tiles_of(x, plan.rows, OUTPUTS),
@@ -211,13 +217,20 @@ def fuses(matrix: Fragments) -> bool:
     return matrix.order is None and matrix.inputs <= MOST_INPUTS
 
 
+def gates(matrix: Fragments) -> bool:
+    """Return whether `rows_product` can gate: the gate and what it gates must be whole tiles."""
+    return matrix.outputs % _BLOCK_OUTPUTS == 0
+
+
 def compile_ahead(matrix: Fragments, dtype: torch.dtype, only: int | None = None) -> None:
-    """Compile the kernels for a matrix's products of several rows in the background: all, or that of one tile."""
+    """Compile the kernels for a matrix's products of several rows in the background: all, or that of one tile, which
+    does not gate."""
     for tile, (depth, stages, blocks) in _TILES[matrix.bits].items():
         if only not in (None, tile):
             continue
         plan = RowsPlan(tile, depth, stages, blocks, 1)
-        nvrtc.compile_ahead(*_rows_source(plan, *form_of(matrix), dtype))
+        for gated in (False, True) if only is None and gates(matrix) else (False,):
+            nvrtc.compile_ahead(*_rows_source(plan, *form_of(matrix), dtype, gated=gated))
 
 
 def tile_rows(rows: int) -> int:
@@ -239,14 +252,16 @@ def _macros(bits: int, group: int, minima: bool, dtype: torch.dtype) -> dict[str
 
 
 @functools.cache
-def _rows_kernel(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> Kernel:
+def _rows_kernel(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype, *, gated: bool) -> Kernel:
     shared = plan.stages * plan.rows * 2 * OUTPUTS + _ALIGNMENT
-    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype), _THREADS, shared)
+    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype, gated=gated), _THREADS, shared)
 
 
-def _rows_source(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
+def _rows_source(
+    plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype, *, gated: bool
+) -> tuple[str, dict[str, int]]:
     depth = 2 if group == _SMALL_GROUP else plan.depth  # there are enough registers for their scales then
-    sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks}
+    sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks, "GATED": int(gated)}
     source = nvrtc.source_of("integers.cuh", "barriers.cuh") + _multiply(plan.rows, dtype) + nvrtc.source_of("rows.cu")
     return source, {**_macros(bits, group, minima, dtype), **sizes}
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.ops import floats, fragments, products, words
+from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.words import Words
@@ -66,6 +67,13 @@ def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: tor
     if rows <= FEW_WORDS:
         return words.product(x, matrix, bias, dtype)
     return products.linear(x, widened(matrix, x), bias, dtype)
+
+
+def gated_product(x: Tensor, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return silu(first half) * second half of x [M, K] @ W^T + bias: [M, N / 2]."""
+    if isinstance(matrix, Fragments) and x.shape[0]:
+        return fragments.product(in_order(x, matrix), matrix, bias, dtype, gated=True)
+    return silu_mul(product(x, matrix, bias, dtype))
 
 
 def parts(x: Tensor, matrix: Matrix) -> Tensor | None:

@@ -238,8 +238,10 @@ class PackedOnGpu(OnGpu):
     def gated(self, x: Tensor) -> Tensor:
         if self.matrix is None:
             return super().gated(x)
-        fuses = self.bias is None and self._fuses(x)
-        return self.fused(x, gated=True, dtype=x.dtype) if fuses else silu_mul(self.apply(x))
+        if self._fuses(x):
+            return silu_mul(self.apply(x)) if self.bias is not None else self.fused(x, gated=True, dtype=x.dtype)
+        y = packed.gated_product(x.flatten(0, -2), self.matrix, self.bias, x.dtype)
+        return y.view(*x.shape[:-1], y.shape[1])
 
     def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
         return super().gated_with(x, addition) if self.matrix is None else addition.gated(self.apply(x))

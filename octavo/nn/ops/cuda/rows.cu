@@ -2,14 +2,16 @@
 // widened while the previous ones are multiplied, and rows from shared memory, into which one thread copies them.
 //
 // Grid: 128 outputs, parts of the inputs, ROWS rows; 256 threads, of which each half has 64 outputs. Writes the parts'
-// sums [parts, M, N], in float or the rows' dtype.
+// sums [parts, M, N], in float or the rows' dtype. With GATED, a block has 64 outputs of the gate, N / 2, and the 64
+// that they gate, and writes silu(gate) * up [M, N / 2]; there is one part then.
 //
 // Macros: those of integers.cuh; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose rows are
-// held in shared memory; BLOCKS of a multiprocessor. `multiply` is defined by nn/ops/fragments.py.
+// held in shared memory; BLOCKS of a multiprocessor; GATED. `multiply` is defined by nn/ops/fragments.py.
 
 #define STAGE (ROWS * 128)
 #define WARPS 8
 #define MIDDLE (BITS == 4 ? 0x88888888u : 0u)
+#define SPAN (GATED ? ROWS / 2 : ROWS)  // rows whose results a half of the block writes
 #define NEAR 8  // tiles of rows whose blocks run at a time, so that they find each other's rows and integers in the cache
 
 template <int I>
@@ -32,6 +34,8 @@ __device__ __forceinline__ u32 scaled(u32 pair, u32 scale, u32 least) {
   return mul2(pair, scale);
 #endif
 }
+
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, const u32* __restrict__ scales,
@@ -61,7 +65,8 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
     copy(base + s * STAGE, &map, shared(&full[s]), (first + i) * 64, row);
   };
 
-  const int tile = column * 2 + warp / 4, tiles = N / 64, near = min(tile, tiles - 1);
+  const int tiles = N / 64, side = warp / 4, tile = GATED ? column + side * (tiles / 2) : column * 2 + side;
+  const int near = min(tile, tiles - 1);
   const uint4* at = codes + ((u64)near * steps + first) * (128 * WORDS) + (threadIdx.x & 127);
   const u64 place = (u64)near * groups * 32 + (warp & 3) * 8 + g;
   uint4 held[DEPTH][WORDS];
@@ -141,32 +146,60 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
 #pragma unroll
   for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
 
-  if (tile < tiles) {
-    const int n = tile * 64 + (warp & 3) * 16 + g;
 #if !GROUP
-    const float2 scale = both(fetch(scales + place));
+  const float2 scale = both(fetch(scales + place));
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) acc[i] *= i & 2 ? scale.y : scale.x;
+  for (int i = 0; i < ROWS / 2; i++) acc[i] *= i & 2 ? scale.y : scale.x;
 #endif
-    const u64 part = (u64)blockIdx.y * M * N;
-    const int odd = g & 1;
+  __syncthreads();  // all have read the rows: their memory is free
+#if GATED
+  // Each half of the block finishes half of the rows and gives the other half's sums away.
+  float4* const given = (float4*)(memory + (base - shared(memory)));
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
-      const int m = row + 8 * j + 2 * t;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float here = acc[4 * j + 2 * half], below = acc[4 * j + 2 * half + 1];
-        if (wide) {
-          float* to = (float*)out + part + (u64)m * N + n + 8 * half;
-          if (m < M) to[0] = here;
-          if (m + 1 < M) to[N] = below;
-        } else {  // two adjacent outputs of one row
-          const float own = odd ? below : here, other = __shfl_xor_sync(0xffffffffu, odd ? here : below, 4);
-          if (m + odd < M)
-            *(u32*)((unsigned short*)out + part + (u64)(m + odd) * N + (n - odd) + 8 * half) =
-                narrow2(odd ? other : own, odd ? own : other);
-        }
-      }
-    }
+  for (int i = 0; i < ROWS / 4; i += 4) {
+    const float* const kept_by_second = acc + ROWS / 4 + i;
+    given[i * 64 + threadIdx.x] =
+        side ? make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
+             : make_float4(kept_by_second[0], kept_by_second[1], kept_by_second[2], kept_by_second[3]);
   }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < ROWS / 4; i += 4) {
+    const float4 taken = given[i * 64 + (threadIdx.x ^ 128)];
+    const float others[4] = {taken.x, taken.y, taken.z, taken.w};
+#pragma unroll
+    for (int k = i; k < i + 4; k++)
+      acc[k] = side ? gated(others[k - i], acc[ROWS / 4 + k]) : gated(acc[k], others[k - i]);
+  }
+  const int begin = row + side * SPAN, n = column * 64, width = N / 2;
+  const u32 staged = base + 2 * STAGE + side * (STAGE / 2);
+#else
+  if (tile >= tiles) return;
+  const int begin = row, n = tile * 64, width = N;
+  const u32 staged = base + side * STAGE;
+#endif
+
+  const u64 part = (u64)blockIdx.y * M * width;
+  if (wide) {
+    float* const to = (float*)out + part + n + (warp & 3) * 16 + g;
+#pragma unroll
+    for (int i = 0; i < SPAN / 2; i++) {
+      const int m = begin + i / 4 * 8 + 2 * t + i % 2;
+      if (m < M) to[(u64)m * width + i / 2 % 2 * 8] = acc[i];
+    }
+    return;
+  }
+  // Rows of 128 bytes, swizzled, so that whole lines are written: a thread has sums of few adjacent outputs.
+  const int eighth = threadIdx.x & 7, line = (threadIdx.x & 127) / 8;
+  const u32 to = staged + eighth * 128 + ((((warp & 3) * 2 + lane / 8 % 2) ^ eighth) << 4);
+#pragma unroll
+  for (int i = 0; i < SPAN / 2; i += 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to + i * 256),
+                 "r"(narrow2(acc[i], acc[i + 1])), "r"(narrow2(acc[i + 2], acc[i + 3])) : "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + side) : "memory");
+  const uint4* const from = (const uint4*)(memory + (staged - shared(memory))) + (eighth ^ line & 7);
+  unsigned short* const first_out = (unsigned short*)out + part + n + eighth * 8;
+#pragma unroll
+  for (int i = line; i < SPAN; i += 16)
+    if (begin + i < M) *(uint4*)(first_out + (u64)(begin + i) * width) = from[i * 8];
 }
