@@ -1,11 +1,10 @@
 """A layer's experts on one GPU: routing, sorting, both products and the sum, with candidates of their division.
 
-    python benchmarks/gpu_experts.py [--model DIR] [--tokens 1 16 256 ...] [--sweep] [--products] [--output FILE]
+    python benchmarks/gpu_experts.py [--model DIR] [--tokens 1 16 256 ...] [--sweep] [--output FILE]
 
 Weights and routings are random, four routings one after another in a CUDA graph; figures are medians. Bytes are those
 of the experts that any token chose, once; operations those of the choices, without padding. `--sweep` tries all
-candidates, compares their results with those of the chosen division, and prints the fastest. `--products` tries only
-those for many tokens, in turns, since a GPU gets slower when it is warm.
+candidates, compares their results with those of the chosen division, and prints the fastest.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.registry import spec_of
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops import expert_products as products
-from octavo.nn.ops import expert_tiles, few_rows, nvrtc
+from octavo.nn.ops import few_rows
 from octavo.nn.ops.expert_products import Tiling
 from octavo.nn.ops.expert_rows import RowPlan, add_rows, gate_rows, mix_rows
 from octavo.nn.ops.expert_weights import StackedWeights
@@ -180,67 +179,6 @@ def sweep(layer: Layer, tokens: int) -> dict[str, Any]:
     return found
 
 
-def many_rows(*, gated: bool) -> list[Tiling]:
-    """Return divisions for experts with many rows."""
-    staying = Tiling(expert_tiles.HEIGHT, 256, 64, 12, 4, stays=True)
-    found = [
-        staying._replace(height=height, drawn=drawn, side_by_side=beside)
-        for height in (expert_tiles.HEIGHT, expert_tiles.PAIRED)
-        for drawn in (False, True)
-        for beside in (1, 2, 4, 8)
-    ]
-    if gated:
-        return [*found, Tiling(128, 128, 64, 8, 4, side_by_side=4, halves=True)]
-    shapes = [(128, 64, 4, 3), (256, 64, 8, 4)]
-    return [*found, *(Tiling(128, *one, side_by_side=4, halves=True, copies_rows=True) for one in shapes)]
-
-
-def compare_products(layer: Layer, tokens: int) -> dict[str, Any]:
-    """Time divisions of each product in turns; print and return them, the fastest first, by their median."""
-    inputs = layer.inputs(tokens)
-    x, _, routing = inputs[0]
-    for tiling in (*many_rows(gated=True), *many_rows(gated=False)):
-        if tiling.stays:
-            how = tiling.side_by_side, tiling.height, tiling.drawn, x.dtype
-            for first in (True, False):
-                nvrtc.compile_ahead(*expert_tiles._source(first, *how))
-    found: dict[str, Any] = {"tokens": tokens}
-    for gated in (True, False):
-        name = "gate_up" if gated else "down"
-        times: dict[Tiling, list[float]] = {}
-        expected: Tensor | None = None
-        flops = layer.work(inputs)[1] * (2 if gated else 1) / 3
-        for turn in range(4):
-            for tiling in many_rows(gated=gated):
-                if turn and tiling not in times:
-                    continue
-                try:
-                    if not turn:
-                        got = product_of(layer, x, routing, tiling, gated=gated)
-                        expected = got if expected is None else expected
-                        if not (error := float((got - expected).norm() / expected.norm())) < 1e-3:
-                            print("WRONG", name, tiling, error, flush=True)
-                    times.setdefault(tiling, []).append(product_us(layer, inputs, tiling, gated=gated))
-                except Exception as failure:  # a candidate that does not compile or fit
-                    print("FAILED", name, tiling, str(failure)[:100], flush=True)
-        best = sorted((statistics.median(all_us), tiling) for tiling, all_us in times.items())
-        for us, tiling in best:
-            print(f"{name} {us:7.1f} us {flops / us / 1e6:5.0f} TFLOP/s", tiling, flush=True)
-        found[name] = ranked(best, len(best))
-    return found
-
-
-def product_of(layer: Layer, x: Tensor, routing: Routing, tiling: Tiling, *, gated: bool) -> Tensor:
-    """Return one product, the rows in the order of choices, in float32."""
-    form, stacked = layer.form, layer.stacked
-    order, tiles = products.sort(routing, stacked, form, tiling.height)
-    choices = routing.experts.numel()
-    inner = torch.ones(choices, form.size, device="cuda", dtype=x.dtype).cumsum(1).sub(form.size / 2).div(form.size)
-    source, out = (x, inner) if gated else (inner, x.new_empty(choices, form.hidden_size))
-    products.multiply(source, stacked, form, routing, order, tiles, out, tiling, first=gated)
-    return out.float()
-
-
 def one_token(layer: Layer, inputs: list[tuple[Tensor, Tensor, Routing]]) -> dict[str, Any]:
     """Time the launches of a single token, which have the norms and the residual sum in them."""
     form, stacked, spec = layer.form, layer.stacked, layer.routing
@@ -312,7 +250,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=HERE / "models" / "qwen3-30b-a3b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 2048, 8192])
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--products", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = spec_of(json.loads((args.model / "config.json").read_text()))
@@ -322,11 +259,9 @@ def main() -> None:
     print(json.dumps(report["ceilings"]), flush=True)
     with torch.inference_mode():
         layer = Layer(experts, spec.hidden_size)
-        for tokens in args.tokens if args.products else ():
-            report["sweep"].append(compare_products(layer, tokens))
         if args.sweep:
             compile_all(layer, args.tokens)
-        for tokens in () if args.products else args.tokens:
+        for tokens in args.tokens:
             report["parts"].append(measure(layer, tokens))
             print(json.dumps(report["parts"][-1]), flush=True)
         for tokens in args.tokens if args.sweep else ():

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
-from octavo.nn.ops import expert_products, expert_tiles
+from octavo.nn.ops import expert_products
 from octavo.nn.ops.activation import ACTIVATIONS
 from octavo.nn.ops.expert_products import mix_stacked, mix_tiles, route_on_device, sort, summands, tilings_for
 from octavo.nn.ops.expert_rows import add_rows, gate_rows, mix_rows
@@ -199,29 +199,6 @@ def test_both_forms_of_the_products(changes: dict[str, Any], shape: tuple[int, .
     if not GPU:
         turned = tuple(one._replace(turned=not one.turned, copies=False, copies_rows=False) for one in tilings)
         case.check(mix_tiles(case.x, routing, case.stacked, case.form, turned, case.added).total(), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(3000, 8, 448, 320), (5000, 32, 1024, 256), (700, 1, 256, 192)], ids=str)
-@pytest.mark.parametrize("spread", [True, False], ids=["all experts", "few experts"])
-def test_blocks_that_share_and_draw_tiles(shape: tuple[int, ...], dtype: torch.dtype, spread: bool) -> None:
-    """All divisions of the CUDA kernel give the same bits, more than once from one list of tiles."""
-    if not GPU or not expert_tiles.usable(DEVICE, dtype):
-        pytest.skip("needs a Hopper GPU")
-    case = Case(*shape, dtype)
-    top_k = min(3, shape[1])
-    routing = case.routed(top_k)
-    if not spread:
-        routing = Routing(routing.weights, torch.arange(top_k, device=DEVICE).int().expand(shape[0], -1).contiguous())
-    plain = expert_products._STAYING._replace(height=expert_tiles.HEIGHT, drawn=False)
-    expected = mix_tiles(case.x, routing, case.stacked, case.form, (plain, plain), case.added).total()
-    case.check(expected, case.expected(routing))
-    for height in (expert_tiles.HEIGHT, expert_tiles.PAIRED):
-        for drawn in (False, True):
-            tiling = plain._replace(height=height, drawn=drawn)
-            for _ in range(2):
-                got = mix_tiles(case.x, routing, case.stacked, case.form, (tiling, tiling), case.added).total()
-                assert torch.equal(got, expected), (height, drawn)
 
 
 @pytest.mark.parametrize("form", ["silu", "clamped", "inputs", "no gates"])

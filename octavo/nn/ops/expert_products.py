@@ -55,8 +55,7 @@ class Tiling(NamedTuple):
     Attributes:
         height, width, depth: choices, outputs (of gate and operand each) and inputs of a tile.
         side_by_side, turned, halves, copies, copies_rows: see `grouped_kernel`.
-        stays: computed by `expert_tiles.multiply`, which reads only `height`, `side_by_side` and `drawn`.
-        drawn: see there.
+        stays: computed by `expert_tiles.multiply`, which reads only `height` and `side_by_side`.
     """
 
     height: int
@@ -70,21 +69,11 @@ class Tiling(NamedTuple):
     copies: bool = True
     copies_rows: bool = False
     stays: bool = False
-    drawn: bool = False
 
 
 AnyTiling = Tiling | packed_experts.Tiling
 
-_STAYING = Tiling(
-    expert_tiles.CHOSEN,
-    256,
-    64,
-    12,
-    4,
-    side_by_side=expert_tiles.BESIDE,
-    stays=True,
-    drawn=expert_tiles.DRAWN,
-)
+_STAYING = Tiling(expert_tiles.HEIGHT, 256, 64, 12, 4, side_by_side=2, stays=True)
 
 
 def route_on_device(logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
@@ -345,9 +334,7 @@ def multiply(
     assert isinstance(tiling, Tiling)
     if tiling.stays:
         top_k, beside = routing.experts.shape[1], tiling.side_by_side
-        expert_tiles.multiply(
-            x, weight, top_k, order, tiles, out, first=first, height=tiling.height, beside=beside, drawn=tiling.drawn
-        )
+        expert_tiles.multiply(x, weight, top_k, order, tiles, out, first=first, beside=beside)
     else:
         _multiply_plain(x, weight, bias, form, routing, order, tiles, out, tiling, first=first)
 
@@ -449,8 +436,8 @@ def _aligned(inputs: int, dtype: torch.dtype) -> bool:
 
 
 def _most_tiles(choices: int, owned: int, height: int) -> int:
-    """Return the most tiles of this many choices, which may all be of `owned` experts, and an empty one."""
-    return (choices + min(choices, owned) * (height - 1)) // height + 1
+    """Return the most tiles of this many choices, which may all be of `owned` experts."""
+    return (choices + min(choices, owned) * (height - 1)) // height
 
 
 def _chunk(tokens: int) -> int:

@@ -19,10 +19,8 @@ from octavo.nn.ops import nvrtc
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.nvrtc import Kernel, address
 
-HEIGHT, PAIRED = 128, 256
-"""Rows of a tile, as `sort_kernel` lists them: of a block, or of two that share what they read of the matrix."""
-CHOSEN, BESIDE, DRAWN = HEIGHT, 2, False
-"""The fastest height, and what else divides the work; see `multiply`."""
+HEIGHT = 128
+"""Rows of a tile, as `sort_kernel` lists them."""
 _STEP = 64
 _STAGES = 4
 _STAGE_BYTES = 3 * 128 * 128
@@ -47,51 +45,35 @@ def serves(x: Tensor, stacked: StackedWeights, form: ExpertsForm) -> bool:
 
 
 @functools.cache
-def usable(device: torch.device, dtype: torch.dtype, height: int = CHOSEN, drawn: bool = DRAWN) -> bool:
+def usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernel runs on a device and computes a trial right; log why not. Call it before steps are
     recorded, since it synchronizes the device."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return nvrtc.trusted(
-        "Products of experts with many rows are computed",
-        functools.partial(_deviation, device, dtype, height, drawn),
-        _LIMIT,
+        "Products of experts with many rows are computed", functools.partial(_deviation, device, dtype), _LIMIT
     )
 
 
 def multiply(
-    x: Tensor,
-    weight: Tensor,
-    top_k: int,
-    order: Tensor,
-    tiles: Tensor,
-    out: Tensor,
-    *,
-    first: bool,
-    height: int = CHOSEN,
-    beside: int = BESIDE,
-    drawn: bool = DRAWN,
+    x: Tensor, weight: Tensor, top_k: int, order: Tensor, tiles: Tensor, out: Tensor, *, first: bool, beside: int = 2
 ) -> None:
     """Multiply the rows of each expert's choices by its matrix.
 
     Args:
         x: [T, hidden_size] if `first`, else [choices, size]; contiguous, of a 16-bit dtype.
         weight: [E, 2 * size, hidden_size] if `first`, else [E, hidden_size, size].
-        order, tiles: of `sort` in `expert_products.py`, for tiles of `height` rows.
-            The last one is empty, with zeros, and may be used as a counter meanwhile.
+        order, tiles: of `sort` in `expert_products.py`, for tiles of HEIGHT rows.
         out: [choices, size], gated, if `first`, else [choices, hidden_size].
-        height: HEIGHT or PAIRED.
         beside: number of tiles that consecutive blocks take before the next outputs.
-        drawn: blocks draw their tiles from a counter, instead of taking turns.
     """
     outputs, inputs = out.shape[1], x.shape[1]
-    matrix = nvrtc.tiles_of(weight.view(-1, inputs), 128, _STEP)
-    rows = matrix if first else nvrtc.tiles_of(x, 64, _STEP)
+    matrix = nvrtc.tiles_of(weight.view(-1, inputs), HEIGHT, _STEP)
+    rows = matrix if first else nvrtc.tiles_of(x, HEIGHT // 2, _STEP)
     columns = triton.cdiv(outputs, 128 if first else 256)
-    blocks = height // HEIGHT
     most = triton.cdiv(len(tiles), beside) * beside * columns
-    _kernel(first, beside, height, drawn, x.dtype).launch(
-        (blocks * min(most, _multiprocessors(x.device) // blocks), 1, 1),
+    _kernel(first, beside, x.dtype).launch(
+        (min(most, _multiprocessors(x.device)), 1, 1),
         [
             matrix,
             rows,
@@ -108,28 +90,24 @@ def compile_ahead(device: torch.device, dtype: torch.dtype) -> None:
     """Compile the kernels in the background."""
     if device.type == "cuda" and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) == (9, 0):
         for first in (True, False):
-            nvrtc.compile_ahead(*_source(first, BESIDE, CHOSEN, DRAWN, dtype))
+            nvrtc.compile_ahead(*_source(first, 2, dtype))
 
 
-def _deviation(device: torch.device, dtype: torch.dtype, height: int, drawn: bool) -> float:
-    """Return the relative error of both products of three experts, some with less than half a tile."""
-    hidden, size, rows = 256, 192, (424, 132, 60)
+def _deviation(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the relative error of both products of two experts, one of them with less than half a tile."""
+    hidden, size, rows = 256, 192, (168, 132)
     generator = torch.Generator(device).manual_seed(0)
     x, gate_up, down = (
         torch.randn(shape, generator=generator, device=device).to(dtype)
-        for shape in ((sum(rows), hidden), (3, 2 * size, hidden), (3, hidden, size))
+        for shape in ((sum(rows), hidden), (2, 2 * size, hidden), (2, hidden, size))
     )
     order = torch.arange(sum(rows), device=device, dtype=torch.int32).flip(0)
-    places = [
-        (expert, sum(rows[:expert]) + at, min(height, count - at))
-        for expert, count in enumerate(rows)
-        for at in range(0, count, height)
-    ]
-    tiles = torch.tensor([*places, (0, 0, 0)], device=device, dtype=torch.int32)
+    places = [(0, 0, 128), (0, 128, 40), (1, 168, 128), (1, 296, 4), (0, 0, 0)]
+    tiles = torch.tensor(places, device=device, dtype=torch.int32)
     inner = torch.full((sum(rows), size), float("nan"), device=device, dtype=dtype)
     got = torch.full((sum(rows), hidden), float("nan"), device=device, dtype=dtype)
-    multiply(x, gate_up, 1, order, tiles, inner, first=True, height=height, drawn=drawn)
-    multiply(inner, down, 1, order, tiles, got, first=False, height=height, drawn=drawn)
+    multiply(x, gate_up, 1, order, tiles, inner, first=True)
+    multiply(inner, down, 1, order, tiles, got, first=False)
     worst = 0.0
     for expert, own in enumerate(order.long().split(rows)):
         gate, up = F.linear(x[own].float(), gate_up[expert].float()).chunk(2, dim=-1)
@@ -144,15 +122,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def _kernel(first: bool, beside: int, height: int, drawn: bool, dtype: torch.dtype) -> Kernel:
-    return Kernel(
-        "experts", *_source(first, beside, height, drawn, dtype), _THREADS, _STAGES * _STAGE_BYTES + _ALIGNMENT
-    )
+def _kernel(first: bool, beside: int, dtype: torch.dtype) -> Kernel:
+    return Kernel("experts", *_source(first, beside, dtype), _THREADS, _STAGES * _STAGE_BYTES + _ALIGNMENT)
 
 
-def _source(first: bool, beside: int, height: int, drawn: bool, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
+def _source(first: bool, beside: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     macros = {"FIRST": int(first), "SIDE_BY_SIDE": beside, "STAGES": _STAGES, "HALF": int(dtype == torch.float16)}
-    macros |= {"PAIRS": int(height == PAIRED), "DRAWN": int(drawn)}
     return nvrtc.source_of("barriers.cuh") + _instruction(dtype) + nvrtc.source_of("experts.cu"), macros
 
 

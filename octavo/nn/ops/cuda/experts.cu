@@ -5,21 +5,12 @@
 // these has 64 of the rows. So the beginning of a tile's loads overlaps the end of the one before, and, since the two
 // don't wait for each other, what one of them stores overlaps what the other multiplies.
 //
-// With PAIRS, two blocks of adjacent multiprocessors take tiles of at most 256 rows. Of more than 128 rows, each block has
-// 128 and the same outputs: each copies half of the matrix's tile for both, so that the L2 cache gives 2/3 of the bytes.
-// Of fewer rows, each block has all of them and outputs of its own. Both take the same steps: a stage is empty once
-// both have multiplied it.
-//
-// With DRAWN, blocks draw their tiles from a counter, since tiles take different times: the first thread draws, three
-// tiles ahead, and tells the other threads in shared memory. The counter is in the last entry of the list of tiles, which
-// is always empty, and 0 again at the end.
-//
 // FIRST: x [T, K] has the tokens' rows; results, silu(gate) * operand with w [experts, 2, N, K], are at the choices'
 // places in the order. Otherwise x [choices, K] has the rows of these places, w is [experts, N, K], and results are at
 // the choices themselves.
 //
 // Macros: FIRST; HALF for float16, else bfloat16; SIDE_BY_SIDE tiles that consecutive blocks take before the
-// next outputs; PAIRS; DRAWN; STAGES of inputs in shared memory. `multiply` is defined by nn/ops/expert_tiles.py.
+// next outputs; STAGES of inputs in shared memory. `multiply` is defined by nn/ops/expert_tiles.py.
 
 typedef unsigned short u16;
 
@@ -36,9 +27,6 @@ typedef unsigned short u16;
 #define WIDE (FIRST ? 128 : 256)
 #define PARTS (FIRST ? 2 : 1)
 #define WARPS 8                      // that multiply
-#define BLOCKS (PAIRS ? 2 : 1)       // that work together
-#define TURNS 3                      // tiles that are not drawn
-#define DRAWS 4                      // that shared memory holds
 
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -49,76 +37,23 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, u32 barr
                ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row) : "memory");
 }
 
-// Copy to the same place of both blocks, and report it to the same barrier of each.
-__device__ __forceinline__ void copy_tile_to_both(u32 to, const TensorMap* map, u32 barrier, int k, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-               "[%0], [%1, {%3, %4}], [%2], %5;"
-               ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row), "h"((unsigned short)3) : "memory");
-}
-
-// Arrive at a barrier of the block with this number among those that work together.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
-#if PAIRS
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block)
-               : "memory");
-#else
-  arrive(barrier);
-#endif
-}
-
-// Wait for what the other block has written, too.
-__device__ __forceinline__ void wait_for_both(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-
-__device__ __forceinline__ void store_at(u32 to, int value, u32 block) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %2;\nst.shared::cluster.u32 [there], %1;\n}"
-               ::"r"(to), "r"(value), "r"(block)
-               : "memory");
-}
-
-__device__ __forceinline__ void meet() {
-#if PAIRS
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ u32 narrow2(float low, float high) {
   u32 d;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
 
-// This block's part of a tile as `sort_kernel` lists it, and the first of its outputs. After the last tile, `more` is 0.
+// A tile as `sort_kernel` lists it, and the first of its outputs. After the last tile, `more` is 0.
 struct Tile {
-  int expert, start, rows, n, more, shares;
+  int expert, start, rows, n, more;
 };
 
-__device__ __forceinline__ Tile tile_at(int index, const int* tiles, int num_tiles, int columns, int block) {
+__device__ __forceinline__ Tile tile_at(int index, const int* tiles, int num_tiles, int columns) {
   const int among = index % (SIDE_BY_SIDE * columns), beside = index / (SIDE_BY_SIDE * columns) * SIDE_BY_SIDE;
   const int number = beside + among % SIDE_BY_SIDE;
-  const int column = among / SIDE_BY_SIDE;
-  Tile t = {0, 0, 0, column * WIDE, 0, 0};
+  Tile t = {0, 0, 0, among / SIDE_BY_SIDE * WIDE, 0};
   if (beside < num_tiles) t.more = tiles[3 * beside + 2];
   if (number < num_tiles) t.expert = tiles[3 * number], t.start = tiles[3 * number + 1], t.rows = tiles[3 * number + 2];
-#if PAIRS
-  if (t.rows > 128) {
-    t.shares = 1;
-    t.start += 128 * block;
-    t.rows = block ? t.rows - 128 : 128;
-  } else {
-    t.n = (2 * column + block) * WIDE;
-    if (2 * column >= columns) t.rows = 0;
-  }
-#endif
   return t;
 }
 
@@ -144,49 +79,25 @@ struct Place {
 #define REGISTERS(how, count) asm volatile("setmaxnreg." how ".sync.aligned.u32 " #count ";")
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-#if PAIRS
-__cluster_dims__(2, 1, 1)
-#endif
 experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const u16* x,
-        const int* order, int* tiles, u16* out, int num_tiles, int top_k,
+        const int* order, const int* tiles, u16* out, int num_tiles, int top_k,
         int N, int K) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  __shared__ __align__(8) u64 full[STAGES], empty[STAGES], drawn[DRAWS], taken[DRAWS];
-  __shared__ int draws[DRAWS];
+  __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const u32 base = (shared(memory) + 1023) & ~1023u;
   const int steps = K / STEP, columns = (N + WIDE - 1) / WIDE, thread = threadIdx.x & 127, group = threadIdx.x / 128;
   asm volatile("griddepcontrol.launch_dependents;");
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       init(shared(&full[s]), FIRST ? 129 : 1);
-      init(shared(&empty[s]), WARPS * BLOCKS);
-    }
-    for (int s = 0; s < DRAWS; s++) {
-      init(shared(&drawn[s]), 1);
-      init(shared(&taken[s]), (WARPS + 4) * BLOCKS);
+      init(shared(&empty[s]), WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  meet();
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int block = blockIdx.x % BLOCKS, ahead = gridDim.x / BLOCKS;
-  // Return the tile with a number among those of this block. Every warp asks for each of them once.
-  auto tile_of = [&](int number) {
-    int index = blockIdx.x / BLOCKS + number * ahead;
-#if DRAWN
-    if (number >= TURNS) {
-      const int place = (number - TURNS) % DRAWS;
-      wait_for_both(shared(&drawn[place]), (number - TURNS) / DRAWS & 1);
-      index = *(volatile int*)&draws[place];
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive_at(shared(&taken[place]), 0);
-    }
-#endif
-    return tile_at(index, tiles, num_tiles, columns, block);
-  };
-  int number = 0;
-  Tile next = tile_of(0);
+  int index = blockIdx.x;
+  Tile next = tile_at(index, tiles, num_tiles, columns);
   Place at = {0, 0};
 
   if (group == 0) {
@@ -195,45 +106,34 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
     const int chunk = thread % 8, line = thread / 8;
     const u32 target = line * ROW_BYTES + ((chunk ^ (line & 7)) << 4);
     auto choice_of = [&](const Tile& t, int j) { return t.rows ? order[t.start + min(line + 16 * j, t.rows - 1)] : 0; };
-    Tile second = tile_of(1);
+    Tile second = tile_at(index + gridDim.x, tiles, num_tiles, columns);
     int choice[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
 #endif
-#if DRAWN
-    const bool draws_tiles = threadIdx.x == 0 && block == 0;
-    int* counter = tiles + 3 * (num_tiles - 1);
-#endif
-    for (; next.more; number++) {
+    while (next.more) {
       const Tile t = next;
-#if DRAWN
-      int draw = 0;
-      if (draws_tiles) draw = atomicAdd(counter, 1);
-#endif
+      index += gridDim.x;
 #if FIRST
       u32 from[8];
 #pragma unroll
       for (int j = 0; j < 8; j++) from[j] = (u32)(choice[j] / top_k) * K + chunk * 8;
       next = second;
-      second = tile_of(number + 2);
+      second = tile_at(index + gridDim.x, tiles, num_tiles, columns);
 #pragma unroll
       for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
 #else
-      next = tile_of(number + 1);
+      next = tile_at(index, tiles, num_tiles, columns);
 #endif
-      const int row = t.expert * PARTS * N + t.n, own_steps = t.rows ? steps : 0;
-      for (int i = 0; i < own_steps; i++, at.next()) {
+      if (!t.rows) continue;
+      const int row = t.expert * PARTS * N + t.n;
+      for (int i = 0; i < steps; i++, at.next()) {
         const u32 own = base + at.stage * STAGE_BYTES, barrier = shared(&full[at.stage]);
         wait(shared(&empty[at.stage]), at.parity ^ 1);
         if (thread == 0) {
           expect(barrier, W_BYTES + (FIRST ? 0 : t.rows > 64 ? X_BYTES : X_BYTES / 2));
-          const int second_half = row + (FIRST ? N : 128);
-          if (PAIRS && t.shares) {
-            copy_tile_to_both(own + X_BYTES + block * (W_BYTES / 2), &w_map, barrier, i * STEP, block ? second_half : row);
-          } else {
-            copy_tile(own + X_BYTES, &w_map, barrier, i * STEP, row);
-            copy_tile(own + X_BYTES + W_BYTES / 2, &w_map, barrier, i * STEP, second_half);
-          }
+          copy_tile(own + X_BYTES, &w_map, barrier, i * STEP, row);
+          copy_tile(own + X_BYTES + W_BYTES / 2, &w_map, barrier, i * STEP, row + (FIRST ? N : 128));
 #if !FIRST
           copy_tile(own, &x_map, barrier, i * STEP, t.start);
           if (t.rows > 64) copy_tile(own + X_BYTES / 2, &x_map, barrier, i * STEP, t.start + 64);
@@ -249,24 +149,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
       }
-#if DRAWN
-      if (draws_tiles) {
-        const int place = number % DRAWS;
-        wait_for_both(shared(&taken[place]), (number / DRAWS & 1) ^ 1);
-        for (int b = 0; b < BLOCKS; b++) {
-          store_at(shared(&draws[place]), draw + TURNS * ahead, b);
-          arrive_at(shared(&drawn[place]), b);
-        }
-      }
-#endif
     }
-#if DRAWN
-    if (draws_tiles) {
-      __threadfence();
-      if (atomicAdd(counter + 1, 1) == ahead - 1) counter[0] = counter[1] = 0;  // all have drawn for the last time
-    }
-#endif
-    meet();  // the other block still arrives at barriers of this one
     return;
   }
 
@@ -275,12 +158,13 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
   const int low = half * 64 + warp * 16 + lane / 4;  // this thread has rows `low` and `low + 8`
   while (next.more) {
     const Tile t = next;
-    next = tile_of(++number);
+    index += gridDim.x;
+    next = tile_at(index, tiles, num_tiles, columns);
     if (!t.rows) continue;
     if (t.rows <= 64 * half) {
       for (int i = 0; i < steps; i++, at.next()) {
         wait(shared(&full[at.stage]), at.parity);
-        if (lane < BLOCKS) arrive_at(shared(&empty[at.stage]), lane);
+        if (lane == 0) arrive(shared(&empty[at.stage]));
       }
       continue;
     }
@@ -309,13 +193,13 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
       for (int r = 0; r < 4; r++) multiply(acc, rows + 2 * r, matrix + 2 * r);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // for the previous step
-      if (i > 0 && lane < BLOCKS) arrive_at(shared(&empty[previous]), lane);
+      if (i > 0 && lane == 0) arrive(shared(&empty[previous]));
       previous = at.stage;
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 128; i++) asm volatile("" : "+f"(acc[i])::"memory");
-    if (lane < BLOCKS) arrive_at(shared(&empty[previous]), lane);
+    if (lane == 0) arrive(shared(&empty[previous]));
 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -339,5 +223,4 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
       }
     }
   }
-  meet();
 }
