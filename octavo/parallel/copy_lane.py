@@ -1,7 +1,7 @@
 """`CopyLane`: a stream on which a GPU's copy engines write to other GPUs' memory, beside what it computes.
 
-Copies are of the kind that prefers to run beside kernels (cuMemcpyBatchAsync). On two H200s, a product of 4,096 rows and
-a norm took 713 us, and 718 us with 32 MiB moved beside them and summed; with ordinary copies, 727 and 819 us.
+Copies are of the kind that prefers to run beside kernels (cuMemcpyBatchAsync). On two H200s, a product of 4,096 rows
+and a norm took 713 us, and 718 us with 32 MiB moved beside them and summed; with ordinary copies, 727 and 819 us.
 
 Flags are written and awaited by the stream itself (https://docs.nvidia.com/cuda/cuda-driver-api/, cuStreamWriteValue32,
 cuStreamWaitValue32): unlike a kernel that does so, this needs no multiprocessor to be free, and holds none.
