@@ -2,10 +2,10 @@
 //
 // Grid: SPLITS blocks, which are one cluster; kv heads; rows. A context is divided into tiles of 16 keys, which all warps
 // of a cluster take in turn; each warp copies its tiles into a ring of its own in shared memory, the first ones before it
-// waits for the previous launch. Lengths, tables and older keys are read before that wait, too: they are written by
-// earlier steps, or before the step's embedding, whose launch does not overlap others. The last tile has a place for the
-// step's own key and value, which its warp puts there and into the cache. At the end each warp of the cluster merges the
-// parts of 32 outputs, which it reads from the other blocks' shared memory.
+// waits for the previous launch. Lengths, tables and older keys are read before that wait, too: they are from earlier
+// steps, or from launches behind which none begins early. The last tile has a place for the step's own key and value,
+// which its warp puts there and into the cache. At the end each warp of the cluster merges the parts of 32 outputs, which
+// it reads from the other blocks' shared memory.
 //
 // Few registers and little shared memory are used, so that the next launch finds room while this one waits.
 //
