@@ -80,7 +80,7 @@ class Decoding:
         qkv = torch.cat([self.qkv, self.qkv[:1]]).to(DEVICE)
         sinks = None if case.sinks is None else case.sinks.to(DEVICE)
         cache = before.clone()
-        assert fused_decode.serves(step.attn.few, qkv, cache, spec)
+        assert fused_decode.serves(step.attn.few, qkv, self.norms, cache, spec)
         got = self.backend.rotate_and_attend(qkv, self.norms, self.cos_sin.to(DEVICE), cache, None, step, spec, sinks)
         got = got.cpu().double()
         expected = case.expected(self.q.to(case.dtype))
@@ -106,12 +106,20 @@ def test_which_rows_are_served():
     case = ragged.make_case(1, torch.float16, heads=(2, 2), head_dim=64, block_size=16, rows=[(5, 1)])
     cache = ragged.filled_cache(case, TritonAttention(case.dtype, case.spec), DEVICE)
 
-    def serves(few: Few, dtype: torch.dtype = torch.float16, kind: torch.dtype = torch.float16) -> bool:
-        return fused_decode.serves(few, torch.empty(1, 8, 64, dtype=dtype, device=DEVICE), cache.to(kind), case.spec)
+    def serves(
+        few: Few,
+        dtype: torch.dtype = torch.float16,
+        kind: torch.dtype = torch.float16,
+        weights: torch.dtype = torch.float16,
+    ) -> bool:
+        norm = torch.ones(64, dtype=weights, device=DEVICE)
+        qkv = torch.empty(1, 8, 64, dtype=dtype, device=DEVICE)
+        return fused_decode.serves(few, qkv, (norm, norm, 1e-5), cache.to(kind), case.spec)
 
     assert serves(Few(None, 16, 1))
     assert not serves(Few(None, 17, 1)), "so many rows fill the GPU in several launches"
     assert not serves(Few(None, 1, 8))
     assert not serves(Few(torch.zeros(1, dtype=torch.int32, device=DEVICE), 1, 1))
     assert not serves(Few(None, 1, 1), kind=torch.float8_e5m2)
-    assert not serves(Few(None, 1, 1), torch.float32, torch.float32)
+    assert not serves(Few(None, 1, 1), torch.float32, torch.float32, torch.float32)
+    assert not serves(Few(None, 1, 1), weights=torch.float32), "Gemma's"

@@ -28,6 +28,8 @@ _MOST_HEADS = 32
 _MOST_SHARING = 8
 _SPLITS, _WARPS, _STAGES = 16, 2, 2
 _TILE = 16
+_ALIGNED = 16
+"""Bytes that the kernel copies at a time."""
 _LIMIT = 0.02
 """Largest relative error of the trial."""
 
@@ -57,14 +59,16 @@ class DecodeForm(NamedTuple):
     table_rows: bool
 
 
-def serves(few: Few, qkv: Tensor, cache: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether `attend` computes these rows of a step."""
+def serves(few: Few, qkv: Tensor, norms: Norms | None, cache: Tensor, spec: AttentionSpec) -> bool:
+    """Return whether `attend` computes these rows of a step. Norms whose weights are float32 (Gemma's) are not
+    supported."""
     if few.rows is not None or few.queries > 1 or (few.shared is not None and spec.shares_prefixes):
         return False
     if few.count * spec.num_kv_heads > _MOST_HEADS or spec.num_heads // spec.num_kv_heads > _MOST_SHARING:
         return False
-    plain = qkv.dtype == cache.dtype and qkv.dtype.itemsize == 2 and qkv.dtype.is_floating_point
-    return plain and spec.head_dim % 32 == 0 and spec.head_dim <= 256 and _usable(qkv.device)
+    dtypes = {qkv.dtype, cache.dtype} if norms is None else {qkv.dtype, cache.dtype, norms[0].dtype, norms[1].dtype}
+    narrow = len(dtypes) == 1 and qkv.dtype in (torch.float16, torch.bfloat16) and cache.data_ptr() % _ALIGNED == 0
+    return narrow and spec.head_dim % 32 == 0 and spec.head_dim <= 256 and _usable(qkv.device)
 
 
 @functools.cache

@@ -252,8 +252,11 @@ def _attend(
     if isinstance(attention, FusedBackend):
         table = torch.empty(2, spec.head_dim, dtype=torch.float32, device=step.device)
         scales = table.new_empty(2, layer.num_kv_heads) if kv_dtype.itemsize == 1 else None
-        norm = torch.empty(spec.head_dim, dtype=dtype, device=step.device)
-        norms = (norm, norm, 1e-5) if spec.head_norms is not None and spec.fuses_head_norms else None
+        norms = None
+        if spec.head_norms is not None and spec.fuses_head_norms:
+            kind = torch.float32 if spec.head_norms.norm.offset else dtype
+            norm = torch.empty(spec.head_dim, dtype=kind, device=step.device)
+            norms = norm, norm, 1e-5
         sinks = table.new_empty(layer.num_heads) if layer.sinks else None
         attention.launch_ahead(qkv, norms, table, cache, scales, step, layer, sinks)
 
