@@ -1,5 +1,5 @@
 // CUDA C++ on a CPU, for tests: the threads of a block take turns, from one barrier to the next. Functions of
-// octavo/nn/ops/cuda/ that consist of instructions of a GPU are replaced by those below.
+// octavo/nn/*/cuda/ that consist of instructions of a GPU are replaced by those below.
 //
 // Copies into shared memory happen when they are issued, or as late as they may (`emulated_late`).
 
@@ -17,7 +17,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -38,7 +38,7 @@ static int emulated_late;
 
 namespace emulated {
 constexpr int THREADS = WARPS * 32;
-struct Copy { void* to; const void* from; };
+struct Copy { void* to; const void* from; };  // of 16 bytes; zeros from null
 struct Thread {
   ucontext_t context;
   bool ended;
@@ -58,6 +58,11 @@ inline void meet(Barrier& barrier, unsigned count) {
   const unsigned before = barrier.passed;
   if (++barrier.arrived == count) barrier.arrived = 0, barrier.passed++;
   while (barrier.passed == before) yield();
+}
+
+inline void perform(const Copy& one) {
+  if (one.from) memcpy(one.to, one.from, 16);
+  else memset(one.to, 0, 16);
 }
 
 inline Lane& lane(int i) { return lanes[threadIdx.x / 32 * 32 + i]; }
@@ -97,6 +102,15 @@ inline float __shfl_xor_sync(u32, float v, int mask) {
   __syncwarp();
   return __uint_as_float(other);
 }
+template <class T>
+inline T __shfl_sync(u32, T v, int from) {
+  static_assert(sizeof(T) == 4, "a word");
+  memcpy(&emulated::own().value, &v, 4);
+  __syncwarp();
+  memcpy(&v, &emulated::lane(from).value, 4);
+  __syncwarp();
+  return v;
+}
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
 
@@ -119,9 +133,10 @@ inline u32 pair8(u32 w) {  // of integers
 }
 
 inline u32 in_shared(const void* at) { return (const unsigned char*)at - emulated_shared; }
-inline void copy(u32 to, const void* from) {
-  if (emulated_late) emulated::threads[threadIdx.x].open.push_back({emulated_shared + to, from});
-  else memcpy(emulated_shared + to, from, 16);
+inline void copy(u32 to, const void* from, int bytes = 16) {
+  const emulated::Copy one = {emulated_shared + to, bytes ? from : nullptr};
+  if (emulated_late) emulated::threads[threadIdx.x].open.push_back(one);
+  else emulated::perform(one);
 }
 inline void commit() {
   emulated::Thread& thread = emulated::threads[threadIdx.x];
@@ -131,7 +146,7 @@ inline void commit() {
 inline void await() {
   emulated::Thread& thread = emulated::threads[threadIdx.x];
   while (thread.groups.size() > DEPTH - 1) {
-    for (emulated::Copy one : thread.groups.front()) memcpy(one.to, one.from, 16);
+    for (emulated::Copy one : thread.groups.front()) emulated::perform(one);
     thread.groups.pop_front();
   }
 }
@@ -162,6 +177,45 @@ inline void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const 
   memcpy(d, sums, sizeof sums);
 }
 
+// Of fused_decode.cu. A cluster is one block.
+
+inline void multiply(float* d, const u32* a, u32 b0, u32 b1) { mma(d, a[0], a[1], a[2], a[3], b0, b1, d); }
+inline float exp2_of(float x) { return std::exp2(x); }
+inline float written_at(const unsigned short* from) { return emulated::narrow(*from, HALF); }
+inline float of_block(const float* here, int) { return *here; }
+inline void meet() { __syncthreads(); }
+
+// Word `lane % 4` of row `lane / 4` of each matrix.
+inline void load(u32* a, u32 row) {
+  emulated::own().value = row;
+  __syncwarp();
+  for (int i = 0; i < 4; i++)
+    memcpy(a + i, emulated_shared + emulated::lane(8 * i + threadIdx.x % 32 / 4).value + threadIdx.x % 4 * 4, 4);
+  __syncwarp();
+}
+
+inline void load_transposed(u32* a, u32 row) {
+  emulated::own().value = row;
+  __syncwarp();
+  const int column = threadIdx.x % 32 / 4;
+  for (int i = 0; i < 8; i++) {
+    const u32 from = emulated::lane(i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2).value;
+    memcpy((unsigned short*)a + i, emulated_shared + from + column * 2, 2);
+  }
+  __syncwarp();
+}
+
+inline u32 transposed(u32 pair) {
+  emulated::own().value = pair;
+  __syncwarp();
+  const int row = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
+  u32 found = 0;
+  for (int i = 0; i < 2; i++)
+    found |= (emulated::lane((first + i) * 4 + row / 2).value >> 16 * (row % 2) & 0xFFFF) << 16 * i;
+  __syncwarp();
+  return found;
+}
+
 namespace emulated {
 std::function<void()> kernel;
 
@@ -171,14 +225,14 @@ inline void begin() {
   yield();
 }
 
-inline void launch(unsigned blocks, size_t shared, bool late, std::function<void()> body) {
+inline void launch(Dim grid, size_t shared, bool late, std::function<void()> body) {
   constexpr size_t STACK = 64 << 10;
   std::vector<unsigned char> memory(shared + 128), stacks(THREADS * STACK);
   emulated_shared = (unsigned char*)(((uintptr_t)memory.data() + 127) / 128 * 128);
   emulated_late = late, kernel = body;
-  gridDim = {blocks, 1, 1};
-  for (unsigned block = 0; block < blocks; block++) {
-    blockIdx = {block, 0, 0};
+  gridDim = grid;
+  for (unsigned block = 0; block < grid.x * grid.y * grid.z; block++) {
+    blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
     memset(emulated_shared, 0xFF, shared);
     for (int i = 0; i < THREADS; i++) {
       threads[i].ended = false, threads[i].groups.clear(), threads[i].open.clear();

@@ -26,20 +26,24 @@ def _of_gpu(function: str) -> bool:
     return "asm" in function or "__cvta" in function
 
 
-def compiled(source: str, kernel: str, pointers: int, macros: Mapping[str, int], folder: Path) -> ctypes.CDLL:
-    """Compile a kernel that takes pointers and one float. The function `run` launches it."""
+def compiled(source: str, kernel: str, macros: Mapping[str, int], folder: Path) -> ctypes.CDLL:
+    """Compile a kernel that takes pointers, then floats, then integers. The function `run` launches it."""
     body = without_instructions(source).replace(
         "extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* const memory = emulated_shared;"
     )
     given = re.search(rf"^{kernel}\((.*?)\) \{{", body, re.M | re.S)
     assert given is not None
-    types = [part.rsplit(maxsplit=1)[0].replace("__restrict__", "") for part in given[1].split(",")][:-1]
-    names = ", ".join(f"({kind})a[{i}]" for i, kind in enumerate(types))
-    assert len(types) == pointers
+    kinds = [part.rsplit(maxsplit=1)[0].replace("__restrict__", "").strip() for part in given[1].split(",")]
+    taken = {"float": 0, "int": 0, "*": 0}
+    arguments = []
+    for kind in kinds:
+        of = kind if kind in taken else "*"
+        arguments.append(f"({kind}){'pfi'['*fi'.index(of[0])]}[{taken[of]}]")
+        taken[of] += 1
     body = re.sub(r'extern "C" __global__ void', "void", body)
     body += f"""
-extern "C" void run(void** a, float eps, unsigned blocks, size_t shared, bool late) {{
-  emulated::launch(blocks, shared, late, [=] {{ {kernel}({names}, eps); }});
+extern "C" void run(void** p, const float* f, const int* i, const unsigned* grid, size_t shared, bool late) {{
+  emulated::launch({{grid[0], grid[1], grid[2]}}, shared, late, [=] {{ {kernel}({", ".join(arguments)}); }});
 }}
 """
     text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + HEADER.read_text() + body
@@ -52,12 +56,26 @@ extern "C" void run(void** a, float eps, unsigned blocks, size_t shared, bool la
 
 
 def launch(
-    library: ctypes.CDLL, tensors: Sequence[Tensor], eps: float, blocks: int, shared: int, *, late: bool
+    library: ctypes.CDLL,
+    tensors: Sequence[Tensor | int],
+    floats: Sequence[float],
+    integers: Sequence[int],
+    grid: tuple[int, int, int],
+    shared: int,
+    *,
+    late: bool,
 ) -> None:
     """Launch a kernel of `compiled`.
 
     Args:
+        tensors: or addresses.
         late: copies into shared memory happen as late as they may, else at once.
     """
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    library.run(pointers, ctypes.c_float(eps), ctypes.c_uint(blocks), ctypes.c_size_t(shared), ctypes.c_bool(late))
+    library.run(
+        (ctypes.c_void_p * len(tensors))(*(one if isinstance(one, int) else one.data_ptr() for one in tensors)),
+        (ctypes.c_float * len(floats))(*floats),
+        (ctypes.c_int * len(integers))(*integers),
+        (ctypes.c_uint * 3)(*grid),
+        ctypes.c_size_t(shared),
+        ctypes.c_bool(late),
+    )

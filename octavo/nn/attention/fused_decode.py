@@ -26,7 +26,7 @@ from octavo.nn.step import StepInput
 _MOST_HEADS = 32
 """Rows times kv heads of a launch: with more, programs of `triton_decode.py` fill the GPU."""
 _MOST_SHARING = 8
-_SPLITS, _WARPS, _STAGES = 16, 2, 2
+_SPLITS, _WARPS, _DEPTH = 16, 2, 2
 _TILE = 16
 _ALIGNED = 16
 """Bytes that the kernel copies at a time."""
@@ -137,10 +137,10 @@ def source_of(form: DecodeForm) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory."""
     source = nvrtc.source_of("integers.cuh") + _source()
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "D": form.dim}
-    macros |= {"SPLITS": _SPLITS, "WARPS": _WARPS, "STAGES": _STAGES}
+    macros |= {"SPLITS": _SPLITS, "WARPS": _WARPS, "DEPTH": _DEPTH}
     own = ("sharing", "page", "normed", "window", "chunked", "capped", "sinks", "slopes", "table_rows")
     macros |= {name.upper(): int(getattr(form, name)) for name in own}
-    return source, macros, 32 * _WARPS, _WARPS * _STAGES * 2 * _TILE * 2 * (form.dim + 8)
+    return source, macros, 32 * _WARPS, _WARPS * _DEPTH * 2 * _TILE * 2 * (form.dim + 8)
 
 
 @functools.cache

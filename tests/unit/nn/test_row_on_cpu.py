@@ -83,12 +83,12 @@ def test_packed_integers(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source, macros, _, shared = fragments.row_source(packed_as, dtype, outputs, inputs, fused, plan)
     assert macros["DEPTH"] >= depth
     macros["DEPTH"] = depth
-    library = cuda_on_cpu.compiled(source, "row", 7, macros, tmp_path)
+    library = cuda_on_cpu.compiled(source, "row", macros, tmp_path)
     minima_of = matrix.scales if matrix.minima is None else matrix.minima
     for grid, late in itertools.product((3, outputs // fused.sides // 16), (False, True)):
         out = row.stream.clone()
         tensors = [row.x, row.norm, matrix.codes, matrix.scales, minima_of, row.bias, out]
-        cuda_on_cpu.launch(library, tensors, EPS, grid, shared, late=late)
+        cuda_on_cpu.launch(library, tensors, [EPS], [], (grid, 1, 1), shared, late=late)
         assert off(out, row.expected) < LIMITS[out.dtype], (grid, late)
 
 
@@ -104,8 +104,10 @@ def test_numbers_as_they_are_stored(form: str, tmp_path: Path) -> None:
     stored_as = StoredForm(dtype, 0, torch.bfloat16, outputs, inputs)
     source, macros, _, shared = stored_row.source_of(stored_as, fused, RingPlan(4, 2, 200 << 10))
     macros["DEPTH"] = 3
-    library = cuda_on_cpu.compiled(source, "stored_row", 6, macros, tmp_path)
+    library = cuda_on_cpu.compiled(source, "stored_row", macros, tmp_path)
     for late in (False, True):
         out = row.stream.clone()
-        cuda_on_cpu.launch(library, [row.x, row.norm, codes, scales, row.bias, out], EPS, 5, shared, late=late)
+        cuda_on_cpu.launch(
+            library, [row.x, row.norm, codes, scales, row.bias, out], [EPS], [], (5, 1, 1), shared, late=late
+        )
         assert off(out, row.expected) < LIMITS[out.dtype], late

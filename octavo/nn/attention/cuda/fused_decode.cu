@@ -10,7 +10,7 @@
 // Few registers and little shared memory are used, so that the next launch finds room while this one waits.
 //
 // Macros: HALF: numbers are float16, else bfloat16; D channels of a head, a multiple of 32; SHARING query heads of a kv
-// head, at most 8; PAGE tokens of a block; SPLITS x WARPS = 32; STAGES tiles of a warp in shared memory; NORMED; WINDOW, 0
+// head, at most 8; PAGE tokens of a block; SPLITS x WARPS = 32; DEPTH tiles of a warp in shared memory; NORMED; WINDOW, 0
 // for none, CHUNKED; CAPPED; SINKS; SLOPES; TABLE_ROWS: as in triton_decode.py.
 
 #define TILE 16
@@ -23,7 +23,7 @@
 #define OWN ((SHARING + 2 + WARPS - 1) / WARPS)
 #define PAIRS ((D / 2 + 31) / 32)
 #define LOG2_E 1.4426950408889634f
-#define NONE __int_as_float(0xff800000)
+#define NONE __uint_as_float(0xff800000u)
 
 typedef unsigned short u16;
 
@@ -41,12 +41,12 @@ __device__ __forceinline__ float written_at(const u16* from) {
   return wide(x);
 }
 
-__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 in_shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
 __device__ __forceinline__ float of_block(const float* here, int block) {
   u32 there;
   float x;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_at(here)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(in_shared(here)), "r"(block));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there) : "memory");
   return x;
 }
@@ -60,6 +60,26 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u32 b0, u32 b1)
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Copy 16 bytes of which the first ones are given, and else zeros, later.
+__device__ __forceinline__ void copy(u32 to, const u16* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void await() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
+
+// Load four 8 x 8 matrices, of which each lane has the address of a row.
+__device__ __forceinline__ void load(u32* a, u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(u32* a, u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
 }
 
 __device__ __forceinline__ u32 transposed(u32 pair) {
@@ -96,7 +116,7 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
              const int* table_rows, const int* tables, const float* sinks, const float* slopes, float eps, float scale,
              float soft_cap, int token_stride, int block_stride, int value_stride, int kv_head_stride, int cell_stride,
              int table_stride) {
-  extern __shared__ __align__(128) u16 memory[];
+  extern __shared__ __align__(128) unsigned char memory[];
   __shared__ __align__(16) u16 heads[10][ROW];
   __shared__ float parts[WARPS][SHARING][D], peaks[WARPS][8], totals[WARPS][8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -116,15 +136,15 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
   const bool owner = tiles > 0 && (tiles - 1) % TURN == mine;
   const int* const table = tables + (u64)(TABLE_ROWS ? table_rows[row] : row) * table_stride;
   const u16* const keys = cache + (u64)kv_head * kv_head_stride;
-  u16* const ring = memory + warp * (STAGES * STAGE);
+  u16* const ring = (u16*)memory + warp * (DEPTH * STAGE);
 
   auto key_of = [&](int i) { return (first + mine + i * TURN) * TILE + lane % TILE; };
   auto block_of = [&](int i) { return i < count && key_of(i) < own ? table[key_of(i) / PAGE] : 0; };
-  auto load = [&](int i, int block) {
+  auto take = [&](int i, int block) {
     if (i < count) {
       const int key = key_of(i);
       const u64 place = (u64)block * block_stride + key % PAGE * cell_stride;
-      const u32 low = (u32)place, high = (u32)(place >> 32), to = shared_at(ring + i % STAGES * STAGE);
+      const u32 low = (u32)place, high = (u32)(place >> 32), to = in_shared(ring + i % DEPTH * STAGE);
       const int bytes = key >= begin && key < own ? 16 : 0;  // else zeros
 #pragma unroll
       for (int j = 0; j < TILE * CHUNKS / 32; j++) {
@@ -132,17 +152,15 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
         const u64 from = (u64)__shfl_sync(0xffffffffu, high, k) << 32 | __shfl_sync(0xffffffffu, low, k);
         const int size = __shfl_sync(0xffffffffu, bytes, k);
         const u16* const source = keys + from + chunk * 8;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + (k * ROW + chunk * 8) * 2), "l"(source),
-                     "r"(size) : "memory");
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + ((TILE + k) * ROW + chunk * 8) * 2),
-                     "l"(source + value_stride), "r"(size) : "memory");
+        copy(to + (k * ROW + chunk * 8) * 2, source, size);
+        copy(to + ((TILE + k) * ROW + chunk * 8) * 2, source + value_stride, size);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit();
   };
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) load(i, block_of(i));
-  int next_block = block_of(STAGES);
+  for (int i = 0; i < DEPTH; i++) take(i, block_of(i));
+  int next_block = block_of(DEPTH);
 
   const long long position = positions[token];
   float cosine[PAIRS], sine[PAIRS], norm_of[2][2 * PAIRS];
@@ -215,9 +233,9 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
   for (int c = 0; c < 2; c++) slope[c] = 2 * t + c < SHARING ? slopes[kv_head * SHARING + 2 * t + c] * LOG2_E : 0.f;
 #endif
   for (int i = 0; i < count; i++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    await();
     __syncwarp();
-    u16* const tile = ring + i % STAGES * STAGE;
+    u16* const tile = ring + i % DEPTH * STAGE;
     const int from = (first + mine + i * TURN) * TILE;
     if (owner && i == count - 1) {
       const long long slot = slots[token];
@@ -235,11 +253,10 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
 
     float d[4] = {0.f, 0.f, 0.f, 0.f};
     u32 a[4];
-    const u32 key_row = shared_at(tile + lane % 16 * ROW + lane / 16 * 8);
+    const u32 key_row = in_shared(tile + lane % 16 * ROW + lane / 16 * 8);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(key_row + k * 32) : "memory");
+      load(a, key_row + k * 32);
       multiply(d, a, query[k][0], query[k][1]);
     }
     float decay[2];
@@ -257,18 +274,17 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
       peak[c] = next;
     }
     const u32 low = transposed(narrow2(d[0], d[1])), high = transposed(narrow2(d[2], d[3]));
-    const u32 value_row = shared_at(tile + (TILE + lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
+    const u32 value_row = in_shared(tile + (TILE + lane % 8 + lane / 16 * 8) * ROW + lane / 8 % 2 * 8);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
 #pragma unroll
       for (int c = 0; c < 4; c++) acc[k][c] *= decay[c % 2];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(value_row + k * 32) : "memory");
+      load_transposed(a, value_row + k * 32);
       multiply(acc[k], a, low, high);
     }
     __syncwarp();
-    load(i + STAGES, next_block);
-    next_block = block_of(i + STAGES + 1);
+    take(i + DEPTH, next_block);
+    next_block = block_of(i + DEPTH + 1);
   }
 
   if (count) {
