@@ -24,19 +24,27 @@ class Reach:
         self.behind = np.zeros(num_slots, dtype=np.int64)
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.unsure = np.zeros(num_slots, dtype=np.int64)
+        self._given = np.zeros(num_slots, dtype=np.int64)
+        """[slots] tokens that a slot began with and that no plan has computed."""
 
     def plan(self, plan: StepPlan) -> list[int]:
         """Count a plan's tokens, before it is computed. Return the rows that compute more than what the last one drew:
-        all of their tokens are known."""
+        all of their tokens are known.
+
+        Without those of recurrent models that compute accepted drafts again: they were inputs of the drafting model.
+        """
         for row in plan.new:
             self.length[row.slot], self.unsure[row.slot] = len(row.tokens), 0
-            self.behind[row.slot] = len(row.tokens) - row.num_computed
+            self.behind[row.slot] = self._given[row.slot] = len(row.tokens) - row.num_computed
         prompts = []
         rows = zip(plan.slots, plan.num_tokens, plan.num_drafts, plan.samples, strict=True)
         for number, (slot, tokens, drafts, samples) in enumerate(rows):
-            if tokens - drafts > 1:
-                prompts.append(number)
-                self.behind[slot] -= tokens
+            given = self._given[slot]
+            if given:
+                self._given[slot] = max(0, given - tokens)
+                if tokens - drafts > 1:
+                    prompts.append(number)
+                    self.behind[slot] -= tokens
             if samples:
                 self.behind[slot] += 2 if drafts else 1  # the last draft that may be accepted was never an input
                 self.length[slot] += 1 + drafts

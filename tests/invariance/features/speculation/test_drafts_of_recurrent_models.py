@@ -1,4 +1,4 @@
-"""Drafts by lookup change no token of models with recurrent layers; what else drafts is refused."""
+"""Drafts by lookup change no token of models with recurrent layers; heads that draft are refused."""
 
 from __future__ import annotations
 
@@ -82,10 +82,17 @@ def test_lookup_changes_nothing(config: dict[str, Any], monkeypatch: pytest.Monk
         assert drafts - accepted > 0, name
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "medusa"])
-def test_models_and_heads_that_draft_are_refused(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_heads_are_refused(method: str, tmp_path: Path) -> None:
     head = {"medusa_num_heads": 2, "medusa_num_layers": 1} if method == "medusa" else {}
-    own = {"method": method, "model": folder_of((NEAR if method == "draft_model" else LLAMA) | head, tmp_path / "d")}
+    own = {"method": method, "model": folder_of(LLAMA | head, tmp_path / "head")}
     config = FAMILIES["Lfm2ForCausalLM"] | {"architectures": ["Lfm2ForCausalLM"], "model_type": "any"}
     with pytest.raises(ConfigError, match=f"method={method} does not work with .* recurrent layers. Set method=ngram"):
+        engine(config, speculative_config=own)
+
+
+def test_a_model_that_drafts_needs_layers_of_attention_in_the_target(tmp_path: Path) -> None:
+    own = {"method": "draft_model", "model": folder_of(NEAR, tmp_path / "drafting")}
+    config = FAMILIES["Mamba2ForCausalLM"] | {"architectures": ["Mamba2ForCausalLM"], "model_type": "any"}
+    with pytest.raises(ConfigError, match=r"method=draft_model does not work with .* only recurrent layers"):
         engine(config, speculative_config=own)

@@ -1,4 +1,7 @@
-"""Lives of an engine whose requests get as many drafts as pay, by a clock that runs at random."""
+"""Lives of an engine whose requests get as many drafts as pay, by a clock that runs at random.
+
+Drafts of a model take blocks as soon as they are proposed; those of lookup don't.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world_kit import World, random_requests
+from world_kit import LAYOUTS, World, random_requests
 
 from octavo.core.request import GenerateRequest
 from octavo.features.speculation.config import DraftConfig
@@ -26,7 +29,8 @@ def lives(draw: Any) -> tuple[World, SpeculationEngine]:
         now[0] += rng.choice([0.001, 0.002, 0.01])
         return now[0]
 
-    config = DraftConfig(num_speculative_tokens=draw(st.integers(1, 7)), adaptive=draw(st.booleans()))
+    who: dict[str, Any] = draw(st.sampled_from([{}, {"method": "draft_model", "model": "any"}]))
+    config = DraftConfig(num_speculative_tokens=draw(st.integers(1, 7)), adaptive=draw(st.booleans()), **who)
     hook = SpeculationEngine(config, clock)
     world = World(
         rng=rng,
@@ -36,6 +40,7 @@ def lives(draw: Any) -> tuple[World, SpeculationEngine]:
         budget=draw(st.sampled_from([6, 9, 16, 64])),
         policy=draw(st.sampled_from(sorted(POLICIES))),
         share=draw(st.booleans()),
+        groups=draw(st.sampled_from(LAYOUTS)),
         extra=(hook,),
     )
     return world, hook
@@ -50,7 +55,7 @@ def optional(rng: random.Random, request: GenerateRequest) -> GenerateRequest:
 
 
 @given(lives(), st.integers(1, 12), st.sampled_from([0.0, 0.0, 0.05]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=160, deadline=None)
 def test_any_life_with_drafts(life: tuple[World, SpeculationEngine], count: int, abort_rate: float) -> None:
     world, hook = life
     world.run([optional(world.rng, one) for one in random_requests(world.rng, count)], abort_rate)
