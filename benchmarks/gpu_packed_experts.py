@@ -30,8 +30,9 @@ from octavo.nn.ops import expert_products as products
 from octavo.nn.ops import packed_experts
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.packed_experts import RowPlan, Tiling
+from octavo.nn.ops.tables import book_of
 
-FORMS = ("bfloat16", "fp8", "fp8-tiles", "w8a8", "w8a16", "w4a16", "w4a16-minima", "mxfp4")
+FORMS = ("bfloat16", "fp8", "fp8-tiles", "w8a8", "w8a16", "w4a16", "w4a16-minima", "mxfp4", "nf4")
 BANDWIDTH = 4.2e6  # bytes per microsecond
 
 
@@ -53,17 +54,22 @@ def random_matrices(form: str, experts: int, outputs: int, inputs: int) -> Packe
     fp8 = torch.float8_e4m3fn
     if form in ("fp8", "fp8-tiles"):
         group = inputs if form == "fp8" else 128
-        return PackedMatrices(codes(inputs, fp8), scales(group, wide, 1), None, inputs, group, 128, False, True, dtype)
+        return PackedMatrices(
+            codes(inputs, fp8), scales(group, wide, 1), None, inputs, group, 128, "integers", True, dtype
+        )
     if form in ("w8a8", "w8a16"):
         kind, rounds = (wide, True) if form == "w8a8" else (half, False)
         made = scales(inputs, kind, 70)
-        return PackedMatrices(codes(inputs, torch.int8), made, None, inputs, inputs, 128, False, rounds, dtype)
+        return PackedMatrices(codes(inputs, torch.int8), made, None, inputs, inputs, 128, "integers", rounds, dtype)
     words = codes(inputs // 2, torch.int16)
     if form == "mxfp4":
-        return PackedMatrices(words, scales(32, dtype, 3), None, inputs, 32, 32, True, False, dtype)
+        return PackedMatrices(words, scales(32, dtype, 3), None, inputs, 32, 32, "e2m1", False, dtype)
+    if form == "nf4":
+        book = book_of(torch.linspace(-1, 1, 16), words.device)
+        return PackedMatrices(words, scales(64, half, 0.6), None, inputs, 64, 32, "table", False, dtype, book)
     made = scales(128, half, 5)
     minima = made / 2 if form == "w4a16-minima" else None
-    return PackedMatrices(words, made, minima, inputs, 128, 64, False, False, dtype)
+    return PackedMatrices(words, made, minima, inputs, 128, 64, "integers", False, dtype)
 
 
 class PackedLayer(Layer):
@@ -151,7 +157,7 @@ class Trial:
 
 
 def row_plans(form: str) -> list[RowPlan]:
-    small = form in ("w4a16", "w4a16-minima", "mxfp4")
+    small = form in ("w4a16", "w4a16-minima", "mxfp4", "nf4")
     sizes = itertools.product((1, 2, 4, 8, 16), (128, 256, 512) if small else (512, 1024, 2048))
     return [RowPlan(n, c, 4) for n, c in sizes if 256 <= n * c <= (4096 if small else 8192)]
 

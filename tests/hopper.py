@@ -32,7 +32,7 @@ from octavo.device.compiler import NoDriver
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
 from octavo.nn.ops import expert_rows, words
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device
-from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
+from octavo.nn.ops.expert_weights import Kind, PackedMatrices, StackedWeights
 from octavo.nn.ops.packed import FEW_WORDS
 from octavo.nn.ops.words import Words
 
@@ -48,7 +48,7 @@ class Form(NamedTuple):
     words: int
     scales: torch.dtype
     minima: bool = False
-    floats: bool = False
+    kind: Kind = "integers"
     rounds: bool = False
 
 
@@ -64,8 +64,11 @@ FORMS = {
     "4 bits, groups of 128": Form(WORDS, 128, 64, HALF),
     "4 bits, groups of 128 with minima": Form(WORDS, 128, 64, HALF, minima=True),
     "4 bits, groups of 32 with minima": Form(WORDS, 32, 32, HALF, minima=True),
-    "NVFP4": Form(WORDS, 16, 16, HALF, floats=True),
-    "MXFP4": Form(WORDS, 32, 32, BITS16, floats=True),
+    "NVFP4": Form(WORDS, 16, 16, HALF, kind="e2m1"),
+    "MXFP4": Form(WORDS, 32, 32, BITS16, kind="e2m1"),
+    "NF4": Form(WORDS, 64, 32, HALF, kind="table"),
+    "NF4, groups of 128": Form(WORDS, 128, 32, HALF, kind="table"),
+    "NF4, whole rows": Form(WORDS, 0, 32, HALF, kind="table"),
 }
 
 
@@ -107,7 +110,8 @@ def matrices(form: Form, count: int, outputs: int, inputs: int) -> PackedMatrice
     length = -(-inputs // (4 * form.words)) * form.words if form.codes == WORDS else inputs
     scales = empty(count, inputs // group, outputs, dtype=form.scales)
     codes, minima = empty(count, outputs, length, dtype=form.codes), scales if form.minima else None
-    return PackedMatrices(codes, scales, minima, inputs, group, form.words, form.floats, form.rounds, BITS16)
+    book = empty(3, 4, dtype=torch.int64) if form.kind == "table" else None
+    return PackedMatrices(codes, scales, minima, inputs, group, form.words, form.kind, form.rounds, BITS16, book)
 
 
 def launch(form: Form, shape: Shape, tokens: int) -> None:
@@ -161,7 +165,7 @@ def launches_of(name: str) -> dict[int, Callable[[], None]]:
     if name in CODES:
         return {rows: partial(launch_words, CODES[name], rows) for rows in (1, 32, 64, FEW_WORDS, FEW_WORDS + 1)}
     form = FORMS[name]
-    shape = GPT_OSS if form.floats else QWEN3
+    shape = GPT_OSS if form.kind == "e2m1" else QWEN3
     means = (17, 30, 60)  # an expert's rows, for each height of tiles
     counts = (1, 2, 16, 17, *(mean * shape.experts // shape.top_k for mean in means))
     return {tokens: partial(launch, form, shape, tokens) for tokens in counts}

@@ -392,6 +392,15 @@ def blocks_of(bits: int, group: int, minima: bool, outputs: int, inputs: int) ->
     return QuantizedBlocks(values, grouped(scales), grouped(least) if minima else None, middle, bits)
 
 
+_NF4 = (0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+BNB_TABLES = {
+    "nf4": torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, *_NF4]),
+    "fp4": torch.tensor([*_FP4, *(-number for number in _FP4)]),
+}
+"""About the tables of bitsandbytes: NF4, and FP4 (https://arxiv.org/abs/2305.14314)."""
+
+
 def codes_of(kind: str, group: int, outputs: int, inputs: int) -> QuantizedBlocks:
     """A random matrix of codes: in a random table of 16 numbers, or in 8-bit floats."""
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.get(kind)

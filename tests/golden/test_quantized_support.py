@@ -55,7 +55,7 @@ from octavo.worker.schemes import needed_bytes
 ALWAYS = ("awq-gemm", "fp8-tiles", "nvfp4", "Q6_K")
 KINDS = {kind.name: kind for kind in sorted(CODES.keys() | INTEGERS.keys())}
 NAMES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in (*EXAMPLES, *KINDS)]
-EXPANDED = ("w4a16-act-order", "gptq-4-act-order", "gptq-3-act-order", "bnb-nf4", "bnb-fp4-nested")
+EXPANDED = ("w4a16-act-order", "gptq-4-act-order", "gptq-3-act-order")
 SETTINGS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 1 << 22, "threads": 1}
 SETTINGS |= {"skip_tokenizer_init": True}
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": False}
@@ -190,7 +190,11 @@ def test_experts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter")
 @pytest.mark.parametrize(
-    "name", [name if name == "awq-gemm" else pytest.param(name, marks=pytest.mark.slow) for name in (*EXAMPLES, *KINDS)]
+    "name",
+    [
+        name if name in ("awq-gemm", "bnb-nf4") else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*EXAMPLES, *KINDS)
+    ],
 )
 def test_experts_on_a_gpu(name: str, tmp_path: Path) -> None:
     """By the kernels of a GPU, which read what is packed."""
@@ -211,8 +215,7 @@ def test_experts_on_a_gpu(name: str, tmp_path: Path) -> None:
 
 
 def packed_on_gpu(name: str) -> bool:
-    """Whether experts of a format stay packed on a GPU: not in the order of activations, nor in tables of 4 bits other
-    than E2M1."""
+    """Whether experts of a format stay packed on a GPU: not in the order of activations."""
     return packs(name) and name not in EXPANDED
 
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import hopper
-from quantized_kit import blocks_of, value_of
+from quantized_kit import BNB_TABLES, blocks_of, codes_of, value_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,9 +24,9 @@ from octavo.nn.ops.expert_rows import add_rows, gate_rows, row_plans
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.experts import mix_reference
 from octavo.nn.ops.routing import Routing
-from octavo.nn.quant.gpu_packed_experts import PackedStack
+from octavo.nn.quant.gpu_packed_experts import ExpertMatrices, PackedStack
 from octavo.nn.quant.pack_experts import PackedMatrix, from_floats, pack_expert, put, stacked
-from octavo.nn.weights import E2M1, QuantizedBlocks
+from octavo.nn.weights import E2M1, Codebook, QuantizedBlocks
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -66,6 +66,16 @@ def codes(book: str, group: int, *, rounds: bool = False) -> Pack:
     return pack
 
 
+def table(name: str, group: int) -> Pack:
+    def pack(outputs: int, inputs: int) -> tuple[PackedMatrix | None, Tensor]:
+        values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+        scales = (torch.rand(outputs, inputs // (group or inputs)) + 0.5) / inputs**0.5
+        blocks = QuantizedBlocks(values, scales, None, 0, 4, book=Codebook("table", BNB_TABLES[name]))
+        return pack_expert([blocks], DEVICE, rounds=False), value_of(blocks)
+
+    return pack
+
+
 def rounding(dtype: torch.dtype) -> Pack:
     def pack(outputs: int, inputs: int) -> tuple[PackedMatrix | None, Tensor]:
         made = floats.rounded(torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5, dtype)
@@ -84,6 +94,9 @@ FORMS: dict[str, Pack] = {
     "E4M3, groups of 128, rounded": codes("e4m3", 128, rounds=True),
     "E5M2, whole rows": codes("e5m2", 0),
     "E2M1": codes("e2m1", 32),
+    "NF4": table("nf4", 64),
+    "FP4, groups of 128": table("fp4", 128),
+    "NF4, whole rows": table("nf4", 0),
     "E4M3, whole rows, rounded": rounding(floats.DTYPE),
     "INT8, whole rows, rounded": rounding(torch.int8),
 }
@@ -95,12 +108,13 @@ ODD: dict[str, Pack] = {
     "E4M3, groups of 16": codes("e4m3", 16),
     "E5M2, whole rows": codes("e5m2", 0),
     "E2M1, groups of 16": codes("e2m1", 16),
+    "FP4, groups of 16": table("fp4", 16),
     "E4M3, whole rows, rounded": rounding(floats.DTYPE),
     "INT8, whole rows, rounded": rounding(torch.int8),
 }
 """Forms of matrices whose inputs and outputs fill neither blocks of words nor tiles."""
 
-ALWAYS = ("4 bits, groups of 128", "E4M3, groups of 128, rounded", "INT8, whole rows, rounded")
+ALWAYS = ("4 bits, groups of 128", "E4M3, groups of 128, rounded", "INT8, whole rows, rounded", "NF4")
 """The others are tested nightly, and on a GPU."""
 
 
@@ -129,7 +143,9 @@ class Case:
             if room is None:
                 room = stacked(one, len(made), DTYPE)
             put(room, expert, one)
-            assert (room.values(expert).cpu().double() - exact).norm() < 1e-6 * exact.norm()
+            # Numbers of a table, and perhaps scales, are rounded to float16.
+            limit = 1e-6 if room.book is None else 5e-4
+            assert (room.values(expert).cpu().double() - exact).norm() < limit * exact.norm()
         assert room is not None
         return room, torch.stack([exact for _, exact in made])
 
@@ -166,7 +182,7 @@ def test_sum_of_packed_experts(form: str, tokens: int) -> None:
     assert off(got, case.expected(case.x, routing) + case.added.cpu().double()) < case.limit
 
 
-FUSED = ("4 bits, groups of 128", "E4M3, whole rows, rounded")
+FUSED = ("4 bits, groups of 128", "NF4", "E4M3, whole rows, rounded")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +202,7 @@ def test_one_token_with_norm_and_residual_sum(form: str) -> None:
 
 @pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize(
-    "form", [form if GPU or form == "E2M1" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+    "form", [form if GPU or form in ("E2M1", "NF4") else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
 )
 def test_biases_and_clamped_gates(form: str, tokens: int) -> None:
     """As gpt-oss has them."""
@@ -196,7 +212,7 @@ def test_biases_and_clamped_gates(form: str, tokens: int) -> None:
     assert off(got, case.expected(case.x, routing)) < 3 * case.limit  # sums of large terms
 
 
-OFTEN = ("4 bits, groups of 16 with minima", "INT8, whole rows, rounded")
+OFTEN = ("4 bits, groups of 16 with minima", "FP4, groups of 16", "INT8, whole rows, rounded")
 
 
 @pytest.mark.parametrize("tokens", [3, 13, 21])
@@ -214,21 +230,23 @@ def test_odd_sizes_and_experts_without_tokens(form: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 9])
+@pytest.mark.parametrize("form", ["8 bits, groups of 64", "NF4"])
 @pytest.mark.parametrize("changes", [{"on_inputs": True}, {"gated": False, "activation": "relu2"}], ids=str)
-def test_weights_on_inputs_and_products_without_gates(changes: dict[str, Any], tokens: int) -> None:
-    case = Case(FORMS["8 bits, groups of 64"], tokens, **changes)
+def test_weights_on_inputs_and_products_without_gates(changes: dict[str, Any], form: str, tokens: int) -> None:
+    case = Case(FORMS[form], tokens, **changes)
     routing = case.routed()
     got = mix_stacked(case.x, routing, case.stacked, case.form)
     assert off(got, case.expected(case.x, routing)) < 2 * case.limit  # squares double errors
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter's numpy: rows that nothing has written
-def test_few_of_many_experts_are_read() -> None:
+@pytest.mark.parametrize("form", ["8 bits, groups of 64", "NF4"])
+def test_few_of_many_experts_are_read(form: str) -> None:
     """A rank has some of the experts."""
-    case = Case(FORMS["8 bits, groups of 64"], 9)
+    case = Case(FORMS[form], 9)
     routing, own = case.routed(first=2), range(1, 4)  # of the first tokens' experts, too
     matrices = [
-        PackedMatrices(one.codes[1:4], one.scales[1:4], None, *(getattr(one, name) for name in NAMES))
+        replace(one, codes=one.codes[1:4], scales=one.scales[1:4])
         for one in (case.stacked.gate_up, case.stacked.down)
         if isinstance(one, PackedMatrices)
     ]
@@ -242,10 +260,10 @@ def test_few_of_many_experts_are_read() -> None:
     assert off(mix_stacked(case.x[:2], some, part, case.form), few) < case.limit
 
 
-@pytest.mark.parametrize("group", [96, 192])
-def test_groups_of_floats_that_are_no_power_of_two(group: int) -> None:
+@pytest.mark.parametrize("pack", [codes("e4m3", 96), codes("e4m3", 192), table("nf4", 96)])
+def test_groups_of_codes_that_are_no_power_of_two(pack: Pack) -> None:
     torch.manual_seed(0)
-    one, exact = codes("e4m3", group)(64, 384)
+    one, exact = pack(64, 384)
     assert one is not None
     matrices = stacked(one, 1, DTYPE)
     put(matrices, 0, one)
@@ -282,6 +300,24 @@ def test_experts_of_different_forms(second: str) -> None:
         exact = value_of(half)
         assert off(scheme.gate_up_of(expert, x), x.cpu().double() @ torch.cat([exact, exact]).T) < TOLERANCE
         assert off(scheme.down_of(expert, x), x.cpu().double() @ value_of(down).T) < TOLERANCE
+
+
+@pytest.mark.parametrize("second", ["tiny scales", "another table"])
+def test_experts_in_tables(second: str) -> None:
+    """Scales keep the precision of the expert that needs most; experts of different tables are expanded."""
+    torch.manual_seed(0)
+    blocks = [codes_of("table", 64, 64, 128) for _ in range(2)]
+    if second == "tiny scales":
+        blocks[1] = replace(blocks[1], book=blocks[0].book, scales=blocks[1].scales * 1e-6)
+    product = ExpertMatrices(2, DTYPE, DEVICE, None, rounds=False)
+    for expert, one in enumerate(blocks):
+        product.take(expert, [{"weight": one}])
+    assert product.packed_as == ("4-bit codes" if second == "tiny scales" else None)
+    for expert, one in enumerate(blocks):
+        if isinstance(product.matrices, PackedMatrices):
+            assert off(product.matrices.values(expert), value_of(one)) < 5e-4
+        else:
+            assert off(product.value(expert), value_of(one)) < TOLERANCE
 
 
 @pytest.mark.parametrize("plain", ["gate_up", "down"])
@@ -331,6 +367,3 @@ def test_experts_whose_inputs_are_reordered_are_expanded() -> None:
     assert scheme.down.packed_as is None
     x = torch.randn(3, 128).to(DEVICE, DTYPE)
     assert off(scheme.down_of(0, x), x.cpu().double() @ value_of(blocks)[:, order.argsort()].T) < TOLERANCE
-
-
-NAMES = ("inputs", "group", "words", "floats", "rounds", "dtype")

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from quantized_kit import codes_of
 
 from octavo.nn.ops import triton_words
-from octavo.nn.ops.words import PLANES
+from octavo.nn.ops.tables import PLANES
 from octavo.nn.quant.words import pack_codes
 
 ONES = 0xFFFFFFFF
@@ -67,7 +67,7 @@ def constants(source: str, field: int) -> list[int]:
 @pytest.mark.parametrize("dtype", PLANES, ids=str)
 @pytest.mark.parametrize("field", range(4))
 def test_selected_numbers_are_those_of_the_table(field: int, dtype: torch.dtype) -> None:
-    source = inspect.getsource(triton_words._selected.fn)
+    source = inspect.getsource(triton_words.selected.fn)
     (code,) = re.findall(r'first, second;\n(.*?)\}"""', source, re.DOTALL)
     blocks = codes_of("table", 32, 16, 96)
     matrix = pack_codes([blocks], torch.device("cpu"))

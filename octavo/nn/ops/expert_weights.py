@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from octavo.nn.experts_spec import ExpertsForm
+from octavo.nn.ops.tables import numbers_in
 from octavo.nn.weights import E2M1
+
+Kind = Literal["integers", "e2m1", "table"]
+"""What numbers of 4 bits are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +26,10 @@ class PackedMatrices:
         minima: likewise, or None if all are 0.
         inputs: K.
         group: `words` divides it, unless it is K.
-        floats: numbers of 4 bits are E2M1.
+        kind: what numbers of 4 bits are; "integers" for those of 8 bits, whose dtype says it.
         rounds: many rows may be rounded to 8 bits, too.
         dtype: of activations.
+        book: of a table, which all experts share, else None; see `tables.py`.
     """
 
     codes: Tensor
@@ -32,9 +38,10 @@ class PackedMatrices:
     inputs: int
     group: int
     words: int
-    floats: bool
+    kind: Kind
     rounds: bool
     dtype: torch.dtype
+    book: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -61,11 +68,16 @@ class PackedMatrices:
         else:
             shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=codes.device)
             fields = codes.view(len(codes), -1, 1, self.words).int() >> shifts[:, None] & 15
-            numbers = E2M1.numbers.to(codes.device)[fields] if self.floats else (fields - 8).float()
-            numbers = numbers.flatten(1)[:, : self.inputs]
+            numbers = self._numbers(fields).flatten(1)[:, : self.inputs]
         place = torch.arange(self.inputs, device=codes.device) // self.group
         values = numbers * self.scales[expert].float().T[:, place]
         return values if self.minima is None else values + self.minima[expert].float().T[:, place]
+
+    def _numbers(self, fields: Tensor) -> Tensor:
+        if self.kind == "integers":
+            return (fields - 8).float()
+        table = E2M1.numbers.to(fields.device) if self.book is None else numbers_in(self.book).float()
+        return table[fields]
 
 
 Matrices = Tensor | PackedMatrices

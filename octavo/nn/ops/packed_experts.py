@@ -13,6 +13,7 @@ from octavo.nn.ops import expert_launch as launch
 from octavo.nn.ops import floats
 from octavo.nn.ops.expert_weights import PackedMatrices, gate_arguments
 from octavo.nn.ops.routing import Routing
+from octavo.nn.ops.tables import PLANES, numbers_in, planes_in
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_packed_experts import (
     packed_down_row_kernel,
@@ -75,12 +76,16 @@ def multiply(
     alpha, limit, activation = gate_arguments(form)
     rounded = _rounded(x, matrices) if tiling.rounds else None
     rows = x if rounded is None else rounded.codes
+    # Values with minima are computed in float32, and then rounded.
+    narrow = x.dtype if matrices.minima is None and x.dtype in PLANES else torch.float16
+    kind, book = _looked_up(matrices, narrow)
     packed_grouped_kernel[launch.programs(tiles, outputs, tiling)](
         launch.rows_argument(rows, tiling.height, tiling),
         matrices.scales if rounded is None else rounded.scales,
         0 if rounded is None else rounded.scales.stride(1),
         launch.matrix_argument(matrices.codes, outputs, tiling),
         *_factors(matrices),
+        book,
         x if bias is None else bias,
         routing.weights,
         order,
@@ -91,6 +96,7 @@ def multiply(
         limit,
         TOP_K=routing.experts.shape[1],
         N=outputs,
+        KIND=kind,
         **_layout(matrices),
         ACTIVATION=activation,
         BIASED=bias is not None,
@@ -114,6 +120,7 @@ def gate_rows(
     """See `gate_rows` in `expert_rows.py`."""
     scale, eps = norm if norm is not None else (x, 0.0)
     plan = plan or row_plan(matrices, first=True)
+    kind, book = _looked_up(matrices, torch.float16)
     choices = routing.experts.numel()
     inner = torch.empty(choices, form.size, dtype=matrices.dtype, device=x.device)
     alpha, limit, activation = gate_arguments(form)
@@ -122,6 +129,7 @@ def gate_rows(
         scale,
         matrices.codes,
         *_factors(matrices),
+        book,
         x if bias is None else bias,
         routing.weights,
         routing.experts,
@@ -133,6 +141,7 @@ def gate_rows(
         OWNED=len(matrices),
         TOP_K=routing.experts.shape[1],
         N=form.size,
+        KIND=kind,
         **_layout(matrices),
         WORDS=matrices.words,
         BLOCK_N=plan.block_n,
@@ -162,10 +171,12 @@ def sum_rows(
     """Write each token's sum of its experts' second products of `inner` [T * top_k, size], plus `added`, to out
     [T, hidden_size], and return it."""
     plan = plan or row_plan(matrices, first=False)
+    kind, book = _looked_up(matrices, torch.float16)
     packed_down_row_kernel[(triton.cdiv(form.hidden_size, plan.block_n), len(out))](
         inner,
         matrices.codes,
         *_factors(matrices),
+        book,
         inner if bias is None else bias,
         routing.weights,
         routing.experts,
@@ -175,6 +186,7 @@ def sum_rows(
         OWNED=len(matrices),
         TOP_K=routing.experts.shape[1],
         N=form.hidden_size,
+        KIND=kind,
         **_layout(matrices),
         WORDS=matrices.words,
         BLOCK_N=plan.block_n,
@@ -244,13 +256,25 @@ def _factors(matrices: PackedMatrices) -> tuple[Tensor, Tensor]:
     return matrices.scales, matrices.scales if matrices.minima is None else matrices.minima
 
 
+def _looked_up(matrices: PackedMatrices, dtype: torch.dtype) -> tuple[str, Tensor | None]:
+    """Return how a kernel finds numbers: KIND and the book of `triton_packed_numbers.py`.
+
+    Args:
+        dtype: of a table's numbers in registers.
+    """
+    if matrices.book is None:
+        return matrices.kind, None
+    if matrices.device.type != "cuda":
+        return "table", numbers_in(matrices.book)  # the interpreter has no permutations
+    return "planes", planes_in(matrices.book, dtype)
+
+
 def _layout(matrices: PackedMatrices) -> dict[str, Any]:
     return {
         "K": matrices.inputs,
         "C": matrices.codes.shape[2],
         "FIELDS": matrices.fields,
         "GROUP": matrices.group,
-        "FLOATS": matrices.floats,
         "MINIMA": matrices.minima is not None,
     }
 

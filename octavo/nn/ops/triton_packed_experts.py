@@ -5,6 +5,7 @@ fields, and a block of WORDS adjacent codes has WORDS inputs for each field, fro
 bits, which have one field, inputs are in order.
 
 value = scale * number + minimum, with scales and perhaps minima [experts, groups, outputs] for each GROUP of inputs.
+KIND says how a field becomes a number, perhaps by a `book` that all experts share.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from octavo.nn.ops.triton_expert_rows import store_row
 from octavo.nn.ops.triton_experts import rows_tile, store_tile, weight_tile
 from octavo.nn.ops.triton_overlap import follow
 from octavo.nn.ops.triton_packed_numbers import narrow_numbers_of, numbers_of
+from octavo.nn.ops.triton_words import planes_of
 
 
 @triton.jit(do_not_specialize=["num_tiles", "x_stride"])
@@ -26,6 +28,7 @@ def packed_grouped_kernel(
     w,
     scales,
     minima,
+    book,
     bias,
     weights,
     order,
@@ -40,7 +43,7 @@ def packed_grouped_kernel(
     C: tl.constexpr,
     FIELDS: tl.constexpr,
     GROUP: tl.constexpr,
-    FLOATS: tl.constexpr,
+    KIND: tl.constexpr,
     MINIMA: tl.constexpr,
     ROUNDED: tl.constexpr,
     INTEGERS: tl.constexpr,
@@ -66,6 +69,7 @@ def packed_grouped_kernel(
     Args:
         DEPTH: codes of a pass; those of a block if there are several fields, and within a group.
     """
+    numbers = planes_of(book) if KIND == "planes" else book
     follow(OVERLAPS)
     PARTS: tl.constexpr = 2 if GATED else 1
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -106,7 +110,7 @@ def packed_grouped_kernel(
         elif WHOLE:
             for field in tl.static_range(FIELDS):
                 value = rows_tile(x, row, start, k * FIELDS + field * DEPTH, K, END, DEPTH, COPIES_ROWS)
-                matrix = narrow_numbers_of(code, field, FLOATS, value.dtype, OVERLAPS)
+                matrix = narrow_numbers_of(code, numbers, field, KIND, value.dtype, OVERLAPS)
                 acc = tl.dot(matrix, value.T, acc, input_precision="ieee")
         else:
             for part in tl.static_range(FIELDS // IN_GROUP):
@@ -118,10 +122,10 @@ def packed_grouped_kernel(
                 for field in tl.static_range(part * IN_GROUP, (part + 1) * IN_GROUP):
                     value = rows_tile(x, row, start, k * FIELDS + field * DEPTH, K, END, DEPTH, COPIES_ROWS)
                     if MINIMA:
-                        wide = numbers_of(code, field, FLOATS) * scale[:, None] + low[:, None]
+                        wide = numbers_of(code, numbers, field, KIND) * scale[:, None] + low[:, None]
                         acc = tl.dot(wide.to(value.dtype), value.T, acc, input_precision="ieee")
                     else:
-                        matrix = narrow_numbers_of(code, field, FLOATS, value.dtype, OVERLAPS)
+                        matrix = narrow_numbers_of(code, numbers, field, KIND, value.dtype, OVERLAPS)
                         sums = tl.dot(matrix, value.T, sums, input_precision="ieee")
                 if not MINIMA:
                     acc += sums * scale[:, None]
@@ -181,6 +185,7 @@ def _add_codes(
     codes,
     scales,
     minima,
+    book,
     x,
     norm,
     block,
@@ -190,7 +195,7 @@ def _add_codes(
     WORDS: tl.constexpr,
     FIELDS: tl.constexpr,
     GROUP: tl.constexpr,
-    FLOATS: tl.constexpr,
+    KIND: tl.constexpr,
     MINIMA: tl.constexpr,
     WHOLE: tl.constexpr,
     NORMED: tl.constexpr,
@@ -200,6 +205,7 @@ def _add_codes(
     Args:
         codes: the addresses of these blocks.
         scales, minima: the addresses of the rows' factors of the first group, [rows]; STRIDE to the next group's.
+        book: in registers if numbers are looked up in planes.
         valid: [rows, blocks], what is read.
     """
     code = tl.load(codes, mask=valid[:, :, None], other=0.0, eviction_policy="evict_first")
@@ -210,7 +216,7 @@ def _add_codes(
         value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
         if NORMED:
             value *= tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-        number = numbers_of(code, field, FLOATS)
+        number = numbers_of(code, book, field, KIND)
         if WHOLE:
             acc += number * value[None, :, :]
         else:
@@ -231,6 +237,7 @@ def packed_gate_up_row_kernel(
     w,
     scales,
     minima,
+    book,
     bias,
     weights,
     experts,
@@ -247,7 +254,7 @@ def packed_gate_up_row_kernel(
     WORDS: tl.constexpr,
     FIELDS: tl.constexpr,
     GROUP: tl.constexpr,
-    FLOATS: tl.constexpr,
+    KIND: tl.constexpr,
     MINIMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -263,6 +270,7 @@ def packed_gate_up_row_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     WHOLE: tl.constexpr = GROUPS == 1 and not MINIMA
     STRIDE: tl.constexpr = PARTS * N
+    numbers = planes_of(book) if KIND == "planes" else book
     follow(OVERLAPS)
     choice = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + choice) - begin
@@ -286,6 +294,7 @@ def packed_gate_up_row_kernel(
             codes,
             scales + factors,
             minima + factors,
+            numbers,
             row,
             norm,
             block,
@@ -295,7 +304,7 @@ def packed_gate_up_row_kernel(
             WORDS,
             FIELDS,
             GROUP,
-            FLOATS,
+            KIND,
             MINIMA,
             WHOLE,
             NORMED,
@@ -306,6 +315,7 @@ def packed_gate_up_row_kernel(
                 codes + N * C,
                 scales + factors + N,
                 minima + factors + N,
+                numbers,
                 row,
                 norm,
                 block,
@@ -315,7 +325,7 @@ def packed_gate_up_row_kernel(
                 WORDS,
                 FIELDS,
                 GROUP,
-                FLOATS,
+                KIND,
                 MINIMA,
                 WHOLE,
                 NORMED,
@@ -344,6 +354,7 @@ def packed_down_row_kernel(
     w,
     scales,
     minima,
+    book,
     bias,
     weights,
     experts,
@@ -358,7 +369,7 @@ def packed_down_row_kernel(
     WORDS: tl.constexpr,
     FIELDS: tl.constexpr,
     GROUP: tl.constexpr,
-    FLOATS: tl.constexpr,
+    KIND: tl.constexpr,
     MINIMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -369,6 +380,7 @@ def packed_down_row_kernel(
 ):
     """Compute as `down_row_kernel` of `triton_expert_rows.py`, in passes of BLOCKS blocks of packed matrices."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    numbers = planes_of(book) if KIND == "planes" else book
     follow(OVERLAPS)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -394,6 +406,7 @@ def packed_down_row_kernel(
                 w + (expert * N + own)[:, None, None] * C + place,
                 scales + factors,
                 minima + factors,
+                numbers,
                 x + choice * K,
                 x,
                 block,
@@ -403,7 +416,7 @@ def packed_down_row_kernel(
                 WORDS,
                 FIELDS,
                 GROUP,
-                FLOATS,
+                KIND,
                 MINIMA,
                 GROUPS == 1 and not MINIMA,
                 False,

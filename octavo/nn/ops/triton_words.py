@@ -39,7 +39,7 @@ def narrow_numbers_of_words(
     if FAST and KIND == "integers" and BITS == 4 and tl.bfloat16 == NARROW:
         return small_integers_of(word, FIELD)
     elif KIND == "planes":
-        return _selected(word, book, FIELD, NARROW)
+        return selected(word, book, FIELD, NARROW)
     else:
         return numbers_of_words(word, book, FIELD, BITS, KIND).to(NARROW)
 
@@ -65,11 +65,11 @@ def planes_of(book):
 
 
 _PLANES = tl.constexpr("=r,=r,r,r" + ",r" * 12 + ",l" * 16)
-"""Registers of `_selected`: two of results and of words; of the other arguments, one for each of four elements."""
+"""Registers of `selected`: two of results and of words; of the other arguments, one for each of four elements."""
 
 
 @triton.jit
-def _selected(word, planes, FIELD: tl.constexpr, NARROW: tl.constexpr):
+def selected(word, planes, FIELD: tl.constexpr, NARROW: tl.constexpr):
     """Return the numbers of a field of 4 bits, four words at a time, in 14 instructions.
 
     Permutations select bytes of a table that stays in registers. With loads from a table Triton would no longer copy

@@ -9,12 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.nn.ops.tables import PLANES, numbers_in, planes_in
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_sum import sum_parts
 from octavo.nn.ops.triton_words import widen_kernel, words_rows_kernel
-
-PLANES = (torch.bfloat16, torch.float16)
-"""Dtypes of activations for which bytes of numbers are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,7 @@ class Words:
         group: a divisor or a multiple of a block's inputs, or all inputs.
         kind: what a code stands for: an integer, plus 2 ** (bits - 1); a place in a table of 16 numbers; or an 8-bit
             float.
-        book: [3, 4] int64 of a table, else None: the numbers' bytes in bfloat16 and in float16, the low ones before
-            the high ones, and the numbers in float16.
+        book: of a table, else None; see `tables.py`.
     """
 
     codes: Tensor
@@ -54,13 +51,13 @@ class Words:
     @property
     def table(self) -> Tensor | None:
         """The numbers [16] in float16."""
-        return None if self.book is None else self.book.select(0, 2).view(torch.float16)
+        return None if self.book is None else numbers_in(self.book)
 
     def looked_up(self, x: Tensor, *, scaled: bool) -> tuple[str, Tensor | None]:
         """Return how a kernel that multiplies x looks up numbers: KIND and the book of `triton_words.py`."""
         if self.book is None or scaled or not x.is_cuda or x.dtype not in PLANES:
             return self.kind, self.table
-        return "planes", self.book.select(0, PLANES.index(x.dtype))
+        return "planes", planes_in(self.book, x.dtype)
 
 
 def product(x: Tensor, words: Words, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

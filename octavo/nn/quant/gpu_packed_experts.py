@@ -23,12 +23,15 @@ from octavo.nn.weights import QuantizedBlocks, Stored, plain, tensor_bytes
 if TYPE_CHECKING:
     from octavo.nn.quant.online import Online
 
+_FOUR_BITS = {"integers": "integers", "e2m1": "floats", "table": "codes"}
+"""Kind of numbers of 4 bits -> form, for messages."""
+
 
 class ExpertMatrices:
     """The matrices of one product of all experts of a layer, packed if those of all have one form, else plain.
 
     Attributes:
-        codes, scales, minima: of packed matrices; see `PackedMatrices`.
+        codes, scales, minima, book: of packed matrices; see `PackedMatrices`.
         weight: [E, N, K], of plain ones.
         bias: [E, N], if there are biases.
     """
@@ -42,6 +45,7 @@ class ExpertMatrices:
         self.codes: Tensor | None = None
         self.scales: Tensor | None = None
         self.minima: Tensor | None = None
+        self.book: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
@@ -80,10 +84,9 @@ class ExpertMatrices:
         if self.codes is None:
             return None
         minima = "" if self.minima is None else " with minima"
-        bits, floats = (
-            (4, self._matrices.floats) if self.codes.dtype == torch.int16 else (8, self.codes.is_floating_point())
-        )
-        return f"{bits}-bit {'floats' if floats else 'integers'}{minima}"
+        if self.codes.dtype == torch.int16:
+            return f"4-bit {_FOUR_BITS[self._matrices.kind]}{minima}"
+        return f"8-bit {'floats' if self.codes.is_floating_point() else 'integers'}{minima}"
 
     def value(self, expert: int) -> Tensor:
         """Return an expert's matrix [N, K] in the activations' dtype."""
@@ -102,19 +105,26 @@ class ExpertMatrices:
 
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(self.codes, self.scales, self.minima, self.weight, self.bias)
+        return tensor_bytes(self.codes, self.scales, self.minima, self.book, self.weight, self.bias)
 
     @property
     def _matrices(self) -> PackedMatrices:
         assert self._form is not None, "the matrices are plain"
         assert self.codes is not None
         assert self.scales is not None
-        return replace(self._form, codes=self.codes, scales=self.scales, minima=self.minima)
+        return replace(self._form, codes=self.codes, scales=self.scales, minima=self.minima, book=self.book)
 
     def _hold(self, matrices: PackedMatrices) -> None:
-        self.codes, self.scales, self.minima = matrices.codes, matrices.scales, matrices.minima
+        self.codes, self.scales, self.minima, self.book = (
+            matrices.codes,
+            matrices.scales,
+            matrices.minima,
+            matrices.book,
+        )
         nothing = torch.empty(0, dtype=self.codes.dtype)
-        self._form = replace(matrices, codes=nothing, scales=nothing, minima=None)  # what may be replaced is above
+        self._form = replace(
+            matrices, codes=nothing, scales=nothing, minima=None, book=None
+        )  # what may be replaced is above
 
     def _packed(self, weights: Sequence[Stored]) -> PackedMatrix | None:
         blocks = [weight for weight in weights if isinstance(weight, QuantizedBlocks)]
@@ -138,7 +148,7 @@ class ExpertMatrices:
             matrices = self._matrices
             for expert in range(self.count):
                 self.weight[expert] = matrices.values(expert)
-        self.codes = self.scales = self.minima = self._form = None
+        self.codes = self.scales = self.minima = self.book = self._form = None
 
 
 class PackedStack(DeviceExperts):

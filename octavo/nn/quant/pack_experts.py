@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from octavo.nn.ops.expert_weights import PackedMatrices
+from octavo.nn.ops.expert_weights import Kind, PackedMatrices
 from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.tables import book_of
 from octavo.nn.quant.blocks import alike
 from octavo.nn.quant.floats import pack_floats
-from octavo.nn.quant.integers import as_integers
-from octavo.nn.quant.words import codes_of_words, largest_group, minima_of
+from octavo.nn.quant.integers import as_integers, in_groups
+from octavo.nn.quant.words import codes_of_words, fits, largest_group, minima_of, narrowed
 from octavo.nn.weights import E2M1, Codebook, QuantizedBlocks
 
 _FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -32,8 +33,9 @@ class PackedMatrix:
     inputs: int
     group: int
     words: int
-    floats: bool
+    kind: Kind
     rounds: bool
+    book: Tensor | None = None
 
 
 def pack_expert(parts: Sequence[QuantizedBlocks], device: torch.device, *, rounds: bool) -> PackedMatrix | None:
@@ -54,10 +56,10 @@ def pack_expert(parts: Sequence[QuantizedBlocks], device: torch.device, *, round
     if book is not None and book.kind in _FLOATS:
         return _eight_bit_floats(matched, book, device, rounds=rounds)
     if book is not None and torch.equal(book.numbers, E2M1.numbers):
-        return _four_bits(matched, device, floats=True)
+        return _four_bits(matched, device, kind="e2m1")
     integers = as_integers(parts, device)
     if integers is None:
-        return None
+        return None if book is None else _table(matched, book, device)
     return _four_bits(integers, device) if integers[0].bits == 4 else _eight_bit_integers(integers, device)
 
 
@@ -66,7 +68,9 @@ def from_floats(made: Floats) -> PackedMatrix | None:
     words = _words(made.inputs, made.inputs)
     if not words:
         return None
-    return PackedMatrix(made.codes, made.scales[None], None, made.inputs, made.inputs, words, floats=False, rounds=True)
+    return PackedMatrix(
+        made.codes, made.scales[None], None, made.inputs, made.inputs, words, kind="integers", rounds=True
+    )
 
 
 def _eight_bit_floats(
@@ -82,7 +86,7 @@ def _eight_bit_floats(
         return None
     rounds = rounds and book.kind == "e4m3" and group in (_MOST_WORDS, inputs) and inputs % _MOST_WORDS == 0
     return PackedMatrix(
-        codes.view(_FLOATS[book.kind]), _by_group(scales.float()), None, inputs, group, words, False, rounds
+        codes.view(_FLOATS[book.kind]), _by_group(scales.float()), None, inputs, group, words, "integers", rounds
     )
 
 
@@ -95,22 +99,41 @@ def _eight_bit_integers(parts: Sequence[QuantizedBlocks], device: torch.device) 
         return None
     scales, minima = _factors(parts, group, device)
     codes = (codes ^ _MIDDLE).view(torch.int8)
-    return PackedMatrix(codes, scales, minima, inputs, group, words, floats=False, rounds=False)
+    return PackedMatrix(codes, scales, minima, inputs, group, words, kind="integers", rounds=False)
 
 
-def _four_bits(parts: Sequence[QuantizedBlocks], device: torch.device, *, floats: bool = False) -> PackedMatrix | None:
+def _four_bits(
+    parts: Sequence[QuantizedBlocks], device: torch.device, *, kind: Kind = "integers"
+) -> PackedMatrix | None:
     codes, _ = _joined(parts, device)
     inputs = codes.shape[1]
     block = inputs // parts[0].scales.shape[1]
-    group = block if floats else min(largest_group(part, _sizes(inputs)) for part in parts)
-    words = next((words for words in (64, 32, 16) if _fills(inputs, 4 * words) and group % words == 0), 0)
+    group = min(largest_group(part, _sizes(inputs)) for part in parts) if kind == "integers" else block
+    # A table's numbers take registers and shared memory: compiled kernels spill with larger blocks, or if each field
+    # of a block has a scale of its own.
+    widths = (64, 32, 16) if kind != "table" else (32, 16) if group > 32 else (16,)
+    words = next((words for words in widths if _fills(inputs, 4 * words) and group % words == 0), 0)
     if not words:
         return None
     scales, minima = _factors(parts, group, device)
-    if floats and torch.equal(scales.bfloat16().float(), scales.float()):
+    if kind == "e2m1" and torch.equal(scales.bfloat16().float(), scales.float()):
         scales = scales.bfloat16()  # MXFP4's, which are powers of two
     stored = codes_of_words(codes, 4, words).flatten(1)
-    return PackedMatrix(stored, scales, minima, inputs, group, words, floats=floats, rounds=False)
+    return PackedMatrix(stored, scales, minima, inputs, group, words, kind=kind, rounds=False)
+
+
+def _table(parts: Sequence[QuantizedBlocks], book: Codebook, device: torch.device) -> PackedMatrix | None:
+    """Return codes of 4 bits in any table whose numbers float16 has."""
+    if book.kind != "table" or not fits(book.numbers):
+        return None
+    inputs, groups = parts[0].values.shape[1], parts[0].scales.shape[1]
+    size = inputs // groups
+    if groups > 1:
+        groups *= size // (size & -size)  # the kernels' groups are powers of two
+    made = _four_bits([in_groups(part, groups) for part in parts], device, kind="table")
+    if made is None:
+        return None
+    return replace(made, scales=narrowed(made.scales, book), book=book_of(book.numbers, device))
 
 
 def _fills(inputs: int, block: int) -> bool:
@@ -158,7 +181,7 @@ def stacked(first: PackedMatrix, count: int, dtype: torch.dtype) -> PackedMatric
         return tensor.new_empty(count, *tensor.shape)
 
     minima = None if first.minima is None else room(first.minima)
-    form = first.inputs, first.group, first.words, first.floats, first.rounds, dtype
+    form = first.inputs, first.group, first.words, first.kind, first.rounds, dtype, first.book
     return PackedMatrices(room(first.codes), room(first.scales), minima, *form)
 
 
@@ -171,7 +194,7 @@ def put(matrices: PackedMatrices, expert: int, one: PackedMatrix) -> None:
 
 
 def refined(matrices: PackedMatrices, one: PackedMatrix) -> PackedMatrices:
-    """Return matrices with smaller groups, or with minima, if another expert's matrix has them."""
+    """Return matrices with smaller groups, scales of more precision, or minima, if another expert's matrix has them."""
     scales, minima, group = matrices.scales, matrices.minima, matrices.group
     if one.group < group and not group % one.group and not one.group % matrices.words:
         scales = scales.repeat_interleave(group // one.group, 1)
@@ -179,18 +202,23 @@ def refined(matrices: PackedMatrices, one: PackedMatrix) -> PackedMatrices:
         group = one.group
     if one.minima is not None and minima is None:
         minima = torch.zeros_like(scales)
+    scales = scales.to(torch.promote_types(scales.dtype, one.scales.dtype))
     return replace(matrices, scales=scales, minima=minima, group=group)
 
 
 def fitted(one: PackedMatrix, matrices: PackedMatrices) -> PackedMatrix | None:
     """Return an expert's matrix in the form of others; None if it has another one."""
     same = one.codes.dtype == matrices.codes.dtype and one.codes.shape == matrices.codes.shape[1:]
-    same = same and (one.words, one.floats, one.rounds) == (matrices.words, matrices.floats, matrices.rounds)
-    if not same or one.scales.dtype != matrices.scales.dtype or one.group % matrices.group:
+    same = same and (one.words, one.kind, one.rounds) == (matrices.words, matrices.kind, matrices.rounds)
+    if not same or not _same_book(one.book, matrices.book) or one.group % matrices.group:
         return None
     repeats = one.group // matrices.group
-    scales = one.scales.repeat_interleave(repeats, 0)
+    scales = one.scales.repeat_interleave(repeats, 0).to(matrices.scales.dtype)
     minima = None if one.minima is None else one.minima.repeat_interleave(repeats, 0)
     if matrices.minima is not None and minima is None:
         minima = torch.zeros_like(scales)
     return replace(one, scales=scales, minima=minima, group=matrices.group)
+
+
+def _same_book(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

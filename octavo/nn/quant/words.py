@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops.words import PLANES, Words
+from octavo.nn.ops.tables import book_of
+from octavo.nn.ops.words import Words
 from octavo.nn.quant.integers import in_groups
 from octavo.nn.weights import Codebook, QuantizedBlocks
 
@@ -43,14 +44,14 @@ def pack_codes(parts: Sequence[QuantizedBlocks], device: torch.device) -> Words 
     book, groups = parts[0].book, parts[0].scales.shape[1]
     if book is None or (book.kind != "table" and book.kind not in _FLOATS):
         return None
-    if book.kind == "table" and not _fits(book.numbers):
+    if book.kind == "table" and not fits(book.numbers):
         return None
     size = parts[0].values.shape[1] // groups
     if groups > 1:
         groups *= size // (size & -size)  # the kernels' groups are powers of two
     words = pack_words([in_groups(part, groups) for part in parts], device)
-    scales = _narrowed(words.scales, book)
-    return replace(words, scales=scales, kind=book.kind, book=_looked_up(book, device))
+    scales = narrowed(words.scales, book)
+    return replace(words, scales=scales, kind=book.kind, book=_book(book, device))
 
 
 def unpack_words(words: Words) -> Tensor:
@@ -71,23 +72,19 @@ def _numbers(words: Words, fields: Tensor) -> Tensor:
     return fields.to(torch.uint8).view(_FLOATS[words.kind]).float()
 
 
-def _looked_up(book: Codebook, device: torch.device) -> Tensor | None:
-    """Return the numbers of a table as `Words` has them; None for floats."""
-    if book.kind != "table":
-        return None
-    planes = [book.numbers.to(dtype).view(torch.uint8).view(2, 8, 2).permute(2, 0, 1) for dtype in PLANES]
-    rows = [*planes, book.numbers.half().view(torch.uint8)]
-    return torch.stack([row.reshape(-1).view(torch.int64) for row in rows]).to(device)
+def _book(book: Codebook, device: torch.device) -> Tensor | None:
+    """Return a table's numbers as `Words` has them; None for floats."""
+    return book_of(book.numbers, device) if book.kind == "table" else None
 
 
-def _narrowed(scales: Tensor, book: Codebook) -> Tensor:
+def narrowed(scales: Tensor, book: Codebook) -> Tensor:
     """Return float32 scales in the bfloat16 that is equal, or of a table in float16 if it has their precision."""
     if torch.equal(scales.bfloat16().float(), scales):
         return scales.bfloat16()
-    return scales.half() if book.kind == "table" and _fits(scales) else scales
+    return scales.half() if book.kind == "table" and fits(scales) else scales
 
 
-def _fits(factors: Tensor) -> bool:
+def fits(factors: Tensor) -> bool:
     """Return whether float16 has these factors with its full precision."""
     sizes = factors.abs()
     return bool(((sizes == 0) | ((sizes >= _LEAST) & (sizes <= _MOST))).all())
