@@ -157,7 +157,7 @@ def test_which_rows_are_served():
         return fused_decode.serves(few, qkv, (norm, norm, 1e-5), cache.to(kind), case.spec)
 
     assert serves(Few(None, 16, 1))
-    assert not serves(Few(None, 17, 1)), "so many rows fill the GPU in several launches"
+    assert not serves(Few(None, 17, 1)), "more rows than one launch supports"
     assert not serves(Few(None, 1, 8))
     assert not serves(Few(torch.zeros(1, dtype=torch.int32, device=DEVICE), 1, 1))
     assert not serves(Few(None, 1, 1), kind=torch.float8_e5m2)

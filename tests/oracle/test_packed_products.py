@@ -118,7 +118,7 @@ def test_packed_codes_are_multiplied_by_any_number_of_rows(form: str, dtype: tor
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
 def test_sums_of_parts_are_gated(dtype: torch.dtype) -> None:
-    """More numbers than a program has, in rows of which each begins in the middle of one."""
+    """More elements than one program handles; rows begin in the middle of a program's block."""
     parts, bias = torch.randn(3, 7, 2 * 200), torch.randn(2 * 200)
     for added in (None, bias):
         gate, up = (parts.double().sum(0) + (0 if added is None else added.double())).chunk(2, 1)

@@ -306,7 +306,7 @@ def on_one_gpu(rank: int, folder: str) -> None:
 
 
 def copied_sums(made: PeerCollectives, rank: int) -> list[Tensor]:
-    """Sums of copied rows, two of which are on their way at a time, among others; what they make of a stream."""
+    """Return norms and residual streams after copied sums, two in flight at a time, mixed with stored sums."""
     assert made.copies is not None, "copy engines don't reach the other's memory"
     made.limits, results, begun = STORED, [], deque[tuple[RankSum, Tensor]]()
     (weight,), (stream,) = parts(1, 4096, seed=2), parts(1, 4096, 4096, seed=1)

@@ -124,21 +124,6 @@ class FusedBackend(AttentionBackend, Recordable, Protocol):
         """
         ...
 
-    def launch_ahead(
-        self,
-        qkv: Tensor,
-        norms: Norms | None,
-        cos_sin: Tensor,
-        cache: Tensor,
-        scales: Tensor | None,
-        step: StepInput,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Launch the Triton kernels of `rotate_and_attend`, for whoever collects launches, and compile its CUDA kernels
-        in the background. The arguments are those of `rotate_and_attend`, without values."""
-        ...
-
     def rotate_and_store(
         self,
         kv: Tensor,

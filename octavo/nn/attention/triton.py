@@ -134,7 +134,10 @@ class TritonAttention:
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> None:
-        """See `FusedBackend`."""
+        """Launch the Triton kernels of `rotate_and_attend` and compile its CUDA kernels in the background.
+
+        For `device/ahead.py`, which only records launches: the arguments need no values.
+        """
         launches: Launches = step.attn
         few = launches.few if launches.many is None else None
         if few is not None and fused_decode.serves(few, qkv, norms, cache, spec):

@@ -363,7 +363,7 @@ def place_kernel(
 
     Args:
         places: of `scan_kernel`.
-        WIDTH: divides the choices of a token; all choices are compared with so many at once.
+        WIDTH: number of choices compared per iteration; divides the choices of a token.
     """
     follow(OVERLAPS)
     start = tl.program_id(0) * CHUNK

@@ -25,10 +25,10 @@ from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.model import LayeredModel
 from octavo.models.spec import DecoderSpec
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.recordable import Recordable
-from octavo.nn.attention.triton import MANY_WRITTEN
+from octavo.nn.attention.triton import MANY_WRITTEN, TritonAttention
 from octavo.nn.build import AnyBackend, own_form
 from octavo.nn.divided import DividedLogits
 from octavo.nn.experts_spec import ExpertsForm
@@ -249,7 +249,7 @@ def _attend(
     qkv = torch.empty(step.num_tokens, heads, spec.head_dim, dtype=dtype, device=step.device)
     cache = torch.empty(attention.cache_shape(layer, 2, block_size), dtype=kv_dtype, device=step.device)
     step.attn = attention.prepare(step, block_size)
-    if isinstance(attention, FusedBackend):
+    if isinstance(attention, TritonAttention):
         table = torch.empty(2, spec.head_dim, dtype=torch.float32, device=step.device)
         scales = table.new_empty(2, layer.num_kv_heads) if kv_dtype.itemsize == 1 else None
         norms = None

@@ -89,20 +89,6 @@ class LibraryAttention:
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
         return self.attend(qkv[:, : spec.num_heads], cache, step, spec)
 
-    def launch_ahead(
-        self,
-        qkv: Tensor,
-        norms: Norms | None,
-        cos_sin: Tensor,
-        cache: Tensor,
-        scales: Tensor | None,
-        step: StepInput,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """See `FusedBackend`. The library compiles for itself."""
-        self.own.launch_ahead(qkv, norms, cos_sin, cache, scales, step, spec, sinks)
-
     def rotate_and_store(
         self,
         kv: Tensor,
