@@ -402,9 +402,10 @@ BNB_TABLES = {
 
 
 def codes_of(kind: str, group: int, outputs: int, inputs: int) -> QuantizedBlocks:
-    """A random matrix of codes: in a random table of 16 numbers, or in 8-bit floats."""
+    """A random matrix of codes: in a random table of 16 numbers that float16 has, or in 8-bit floats."""
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.get(kind)
-    book = Codebook("table", torch.randn(16)) if dtype is None else FLOATS[dtype]
+    table = torch.randn(16).sign() * (torch.rand(16) + 0.01)
+    book = Codebook("table", table) if dtype is None else FLOATS[dtype]
     values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     if dtype is not None:
         spread = torch.randn(outputs, inputs) * torch.exp2(torch.randint(-12, 6, (outputs, inputs)))
