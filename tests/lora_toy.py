@@ -16,7 +16,7 @@ from page_kit import PageDevice, PageMover
 from octavo.core.errors import ModelFileError
 from octavo.core.futures import done
 from octavo.core.plan import StepPlan
-from octavo.engine.toy import ToyStep
+from octavo.engine.toy import VOCAB, ToyStep
 from octavo.features.lora import names
 from octavo.features.lora.adapter_file import AdapterFile
 from octavo.features.lora.layout import Manifest, Piece, Target, TargetPart
@@ -26,6 +26,7 @@ from octavo.schedule.pages import PageShape
 
 SHAPE = PageShape(1, 1024)
 """A block has two tiles, so an adapter of rank r takes r blocks."""
+INVOCATION = (7, 8)
 LAYER = Target("layers.0", (TargetPart("up", 8, 8, 8, 8),))
 HEAD = Target("lm_head", (TargetPart("", 8, 8, 8, 8),), head=True)
 
@@ -41,14 +42,15 @@ def folders(root: Path, ranks: Mapping[str, int]) -> dict[str, str]:
 
 
 def fake_files(patch: pytest.MonkeyPatch) -> None:
-    """Have folders of `folders` read as adapters: "head" in the name for one of the head, "gain" for one with gains."""
+    """Have folders of `folders` read as adapters: "head" in the name for one of the head, "gain" for one with gains,
+    "called" for one that the tokens `INVOCATION` activate."""
 
     def read(path: Path, targets: Any, max_rank: int, added_tokens: int) -> AdapterFile:
         name, _, rank = path.name.rpartition("-")
         if not rank.isdigit() or int(rank) > max_rank:
             raise ModelFileError(f"{path} is no adapter of rank 1 to {max_rank}.")
         piece = Piece(1 if "head" in name else 0, 0, int(rank), gain="gain" in name)
-        return AdapterFile(path, Manifest((piece,)), ())
+        return AdapterFile(path, Manifest((piece,), INVOCATION if "called" in name else ()), ())
 
     patch.setattr(names, "read_adapter", read)
 
@@ -106,23 +108,22 @@ class ToyWorker:
 
 
 class LoraDevice(PageDevice):
-    """Keeps the worker's tables, and checks the adapter of every row that a step has.
-
-    Attributes:
-        used: number of rows computed with each uid.
-    """
+    """Keeps the worker's tables, and checks the adapter of every row that a step has. Cells represent the adapter of
+    each token, too, if it changes the token's KV."""
 
     def prepare(self, names_of: Any) -> None:
-        """`names_of`: slot -> uid that the row must have, None for none."""
+        """`names_of`: slot -> uid that the row must have, the position where it begins, and whether it changes KV; None
+        for none."""
         self.tables: dict[int, tuple[int, list[int]]] = {}
         self.rows: list[int] = []
         self.wanted = names_of
+        self.adapters: dict[int, list[tuple[tuple[int, int, bool] | None, int]]] = {}
+        """Plan id -> the adapter of each row, and how many of its tokens are said to be skipped."""
         self.payloads = 0
         self.read = lambda plan: []
 
     def forward(self, plan: StepPlan) -> ToyStep:
         """Check at the launch what the host knows then."""
-        step = super().forward(plan)
         payload = plan.payload.get(NAME)
         if payload is not None:
             self.payloads += 1
@@ -135,9 +136,22 @@ class LoraDevice(PageDevice):
             used = {self.tables[index][0]: self.tables[index][1] for index in self.rows if index >= 0}
         else:
             found, used = [None] * len(plan.slots), {}
-        assert found == [self.wanted(slot) for slot in plan.slots], "a row has another adapter"
+        wanted = [self.wanted(slot) for slot in plan.slots]
+        assert found == [one and one[0] for one in wanted], "a row has another adapter"
+        skipped = payload.skipped if payload is not None else None
+        self.adapters[plan.id] = list(zip(wanted, skipped or [0] * len(wanted), strict=True))
+        step = super().forward(plan)
         self._enqueue(lambda: self._check(used))
         return step
+
+    def _content(self, plan: StepPlan, row: int, context: list[int]) -> list[int]:
+        adapter, skipped = self.adapters[plan.id][row]
+        if adapter is None:
+            return context
+        uid, start, changes = adapter
+        first, count = len(context) - plan.num_tokens[row], plan.num_tokens[row]
+        assert skipped == min(max(start - first, 0), count), "an adapter begins at another token"
+        return [token + VOCAB * uid * (changes and i >= start) for i, token in enumerate(context)]
 
     def _check(self, used: Mapping[int, list[int]]) -> None:
         for uid, blocks in used.items():

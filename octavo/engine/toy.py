@@ -185,13 +185,17 @@ class ToyDevice:
             if self._poison in inputs:
                 raise self._failed(f"the toy device can't compute token {self._poison} (slot {slot})")
             step.inputs.append(inputs)
-            spans.append((state, start, state.tokens[:start] + inputs))
+            spans.append((state, start, self._content(plan, len(spans), state.tokens[:start] + inputs)))
         for index, group in enumerate(self._groups):
             if group.grows:
                 self._attend(spans, index, group)
             else:
                 for state, start, context in spans:
                     self._advance(state.tables[index][0], context, start)
+
+    def _content(self, plan: StepPlan, row: int, context: list[int]) -> list[int]:
+        """Return what the cells of a row's context represent: the context, unless its KV depends on more."""
+        return context
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.new:

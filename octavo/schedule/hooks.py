@@ -145,6 +145,14 @@ class EngineHook:
         """
         return ""
 
+    def mark(self, request: Request) -> tuple[int, str] | None:
+        """Return the prompt position from which on the KV depends on something besides `namespace`, and on what; None
+        if there is none. Before it, the request shares KV with requests that lack the mark.
+
+        Called like `revision`, and under the same condition.
+        """
+        return None
+
     def held_blocks(self, spec: GenerateRequest) -> int:
         """Return the KV blocks that the feature holds for the request while it runs, besides the request's own.
 
@@ -284,6 +292,12 @@ def revised(request: Request, hooks: Sequence[EngineHook]) -> str:
     found = [(hook.name, hook.revision(request)) for hook in hooks if hook.name in request.spec.options]
     changed = [one for one in found if one[1]]
     return repr((request.spec.namespace, changed)) if changed else request.spec.namespace
+
+
+def marked(request: Request, hooks: Sequence[EngineHook], life: str) -> Sequence[tuple[int, bytes]]:
+    """Return the marks that these hooks make in a request's prompt. `life`: see `namespaced`."""
+    found = [(hook.name, hook.mark(request)) for hook in hooks if hook.name in request.spec.options]
+    return [(mark[0], repr((life, name, mark[1])).encode()) for name, mark in found if mark is not None]
 
 
 def held_blocks(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> int:

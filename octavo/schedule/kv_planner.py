@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from octavo.cache.cache import KVCache
-from octavo.schedule.hooks import EngineHook, revised
+from octavo.schedule.hooks import EngineHook, marked, revised
 from octavo.schedule.request import Request
 from octavo.schedule.tiers import Tiers
 
@@ -17,7 +17,8 @@ class KvPlanner:
         share_prefixes: let requests reuse each other's KV.
         watermark: fraction of the cache (0 to 1) kept free for the growth of running requests when one is admitted.
         tiers: transfers from and to tiers; None for none. They need shared prefixes.
-        hooks: features that may hold blocks.
+        hooks: features that may hold blocks, or that KV depends on.
+        life: of the engine; see `hooks.namespaced`.
     """
 
     def __init__(
@@ -28,11 +29,14 @@ class KvPlanner:
         watermark: float = 0.0,
         tiers: Tiers | None = None,
         hooks: Sequence[EngineHook] = (),
+        life: str = "",
     ) -> None:
         self._cache = cache
         self._tiers = tiers
         self._lenders = [hook for hook in hooks if type(hook).reclaim is not EngineHook.reclaim]
         self._revising = [hook for hook in hooks if type(hook).revision is not EngineHook.revision]
+        self._marking = [hook for hook in hooks if type(hook).mark is not EngineHook.mark] if share_prefixes else []
+        self._life = life
         self._share_prefixes = share_prefixes
         self._reserve = int(watermark * cache.num_usable)
 
@@ -49,6 +53,7 @@ class KvPlanner:
         if siblings.holds(request) or (self._tiers is not None and self._tiers.waits(request)):
             return False
         request.namespace = revised(request, self._revising) if self._share_prefixes else request.id
+        request.marks = marked(request, self._marking, self._life) if self._marking else ()
         leader = siblings.leader_of(request)
         if leader is not None and leader.finish is None and not request.num_preemptions:
             if leader.slot < 0 or leader.num_computed < leader.num_prompt or leader in prompts:

@@ -39,6 +39,8 @@ class Request:
     """All sequences of the request, this one included."""
     namespace: str = ""
     """It shares KV only within this namespace, which is set each time its prefix is looked up."""
+    marks: Sequence[tuple[int, bytes]] = ()
+    """Prompt positions from which on its KV depends on more than the namespace, and on what; set likewise."""
     num_computed: int = 0
     """Positions whose KV is written once all launched steps have run."""
     pending: int = 0
@@ -81,8 +83,13 @@ class Request:
 
     @property
     def keys(self) -> Sequence[int | bytes]:
-        """What identifies its tokens in the KV cache."""
-        return [*self.spec.keys, *self.tokens[self.num_prompt :]] if self.spec.keys else self.tokens
+        """What identifies its tokens in the KV cache. Those behind a mark are only found behind it."""
+        keys = [*self.spec.keys, *self.tokens[self.num_prompt :]] if self.spec.keys else self.tokens
+        if self.marks:
+            keys = list(keys)
+            for position, mark in self.marks:
+                keys[position] = mark + repr(keys[position]).encode()
+        return keys
 
     @property
     def reads_cache(self) -> bool:

@@ -27,12 +27,23 @@ class Requests:
     """
 
     def __init__(
-        self, cache: KVCache, policy: Policy, limits: Limits, hooks: Sequence[EngineHook], tiers: Tiers | None = None
+        self,
+        cache: KVCache,
+        policy: Policy,
+        limits: Limits,
+        hooks: Sequence[EngineHook],
+        tiers: Tiers | None = None,
+        life: str = "",
     ) -> None:
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
         self.kv = KvPlanner(
-            cache, share_prefixes=limits.share_prefixes, watermark=limits.watermark, tiers=tiers, hooks=hooks
+            cache,
+            share_prefixes=limits.share_prefixes,
+            watermark=limits.watermark,
+            tiers=tiers,
+            hooks=hooks,
+            life=life,
         )
         self._cache = cache
         self._policy = policy

@@ -85,7 +85,7 @@ class Scheduler:
         self._life = uuid4().hex
         self._turning = turning(hooks)
         self._readers = [hook for hook in hooks if type(hook).on_commit is not EngineHook.on_commit]
-        self._requests = Requests(cache, policy, limits, hooks, self._tiers)
+        self._requests = Requests(cache, policy, limits, hooks, self._tiers, self._life)
         self._drafts = DraftBounds(hooks, limits, cache)
         self._planner = Planner(
             self._requests, cache, limits, policy, hooks, self._quarantine, self.counters, self._drafts

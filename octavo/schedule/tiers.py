@@ -84,8 +84,9 @@ class Tiers:
         self._clock = clock
         self._realm = ""
         self._tickets = itertools.count() if tickets is None else tickets
-        self._names: dict[Request, tuple[list[int], str, BlockNames]] = {}
-        """With what the names are of: the list of tokens, which siblings in lockstep exchange, and the namespace."""
+        self._names: dict[Request, tuple[list[int], str, Sequence[tuple[int, bytes]], BlockNames]] = {}
+        """With what the names are of: the list of tokens, which siblings in lockstep exchange, the namespace, and the
+        marks."""
         self._unsent: dict[int, Load] = {}
         self._loads: dict[int, Load] = {}
         self._arriving: dict[bytes, Load] = {}
@@ -348,10 +349,11 @@ class Tiers:
 
     def _names_of(self, request: Request) -> BlockNames:
         known = self._names.get(request)
-        if known is None or known[0] is not request.tokens or known[1] != request.namespace:
+        of = request.namespace, request.marks
+        if known is None or known[0] is not request.tokens or known[1:3] != of:
             names = BlockNames(self._realm, request.namespace, self._cache.block_size)
-            known = self._names[request] = request.tokens, request.namespace, names
-        return known[2]
+            known = self._names[request] = request.tokens, *of, names
+        return known[3]
 
     def _holds(self, tier: Tier, page: bytes) -> bool:
         try:

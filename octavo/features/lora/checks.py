@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from octavo.core.errors import ModelFileError
+from octavo.features.lora.activation import check_activated, invocation_of
 from octavo.features.lora.adapter_file import (
     MAGNITUDE,
     ROWS,
@@ -111,8 +112,6 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterF
         raise ModelFileError(
             f"{path}: adapter.lora.alpha is {alpha!r}; it must be a number. Convert the adapter again."
         )
-    if file.metadata.get("adapter.alora.invocation_tokens"):
-        raise ModelFileError(f"{path} is an activated adapter (adapter.alora.invocation_tokens), which Octavo lacks.")
     shapes: dict[str, tuple[int, ...]] = {}
     found: dict[str, dict[str, str]] = {}
     for name, tensor in file.tensors.items():
@@ -123,7 +122,8 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterF
         turned = role == "lora_a" and base == "token_embd.weight"
         shapes[name] = tensor.shape[::-1] if turned else tensor.shape
         found.setdefault(hf_name(base).removesuffix(".weight"), {})[A if role == "lora_a" else B] = name
-    config = PeftConfig(path, alpha=float(alpha) or None)
+    invocation = invocation_of(file.metadata, "adapter.alora.invocation_tokens", path)
+    config = PeftConfig(path, alpha=float(alpha) or None, invocation=invocation)
     matcher = _Matcher(path, targets, max_rank, "")
     manifest, tensors = matcher.checked(matcher.placed(found, shapes), config, shapes)
     pairs = is_paired(file.metadata.get("general.architecture"))
@@ -276,8 +276,9 @@ class _Matcher:
         """Return the manifest and the tensors of its pieces, in order."""
         self._check_complete(found, config)
         pieces = [self._piece(place, found[place], config, shapes) for place in sorted(found)]
-        manifest = Manifest(tuple(pieces))
+        manifest = Manifest(tuple(pieces), config.invocation)
         self._check_added(manifest)
+        check_activated(self._path, manifest, self._targets)
         return manifest, tuple(found[place] for place in sorted(found))
 
     def _piece(

@@ -19,6 +19,7 @@ from octavo.core.plan import PlanDraft
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
+from octavo.features.lora.activation import activated_at
 from octavo.features.lora.layout import most_blocks
 from octavo.features.lora.names import Names
 from octavo.features.lora.payload import NAME, AdapterEntry, LoraStep, Targets
@@ -52,7 +53,10 @@ class LoraEngine(EngineHook):
         self._residency: Residency
         self._vocabulary = 0
         self._of: dict[Request, AdapterWeights] = {}
-        """The adapter of each request that is not released."""
+        """The adapter of each request that is not released, and has one."""
+        self._starts: dict[Request, int] = {}
+        """Where activated adapters begin in these requests."""
+        self._inactive = 0
         self._since: dict[Request, float] = {}
         """When requests began to wait."""
         self._pinning: list[tuple[AdapterWeights, Future[Any]]] = []
@@ -179,7 +183,7 @@ class LoraEngine(EngineHook):
         weights = self._weights_of(spec)
         if self._settings.lora_extra_vocab_size:
             self._check_tokens(spec, self._vocabulary + weights.added_tokens)
-        return str(weights.uid) if weights.changes_keys else ""
+        return str(weights.uid) if weights.changes_keys and not weights.manifest.invocation else ""
 
     def _check_tokens(self, spec: GenerateRequest, size: int) -> None:
         """Raise InvalidRequestError if a request has tokens that its adapter lacks. Front ends know only the most that
@@ -200,10 +204,17 @@ class LoraEngine(EngineHook):
     def revision(self, request: Request) -> str:
         """The files may have changed since they were read before, without a name that came or went."""
         weights = self._of.get(request)
-        return weights.version if weights is not None and weights.changes_keys else ""
+        return weights.version if weights is not None and weights.changes_keys and request not in self._starts else ""
+
+    def mark(self, request: Request) -> tuple[int, str] | None:
+        weights, start = self._of.get(request), self._starts.get(request)
+        if weights is None or start is None or not weights.changes_keys:
+            return None
+        return start, f"{weights.uid} {weights.version}"
 
     def held_blocks(self, spec: GenerateRequest) -> int:
-        return self._weights_of(spec).num_blocks
+        weights = self._weights_of(spec)
+        return 0 if activated_at(weights.manifest.invocation, spec.tokens) is None else weights.num_blocks
 
     def _weights_of(self, spec: GenerateRequest) -> AdapterWeights:
         try:
@@ -216,6 +227,13 @@ class LoraEngine(EngineHook):
 
     def on_add(self, request: Request) -> None:
         weights = self._weights_of(request.spec)
+        invocation = weights.manifest.invocation
+        start = activated_at(invocation, request.spec.tokens)
+        if start is None:
+            self._inactive += not request.index
+            return
+        if invocation:
+            self._starts[request] = start
         self._of[request] = weights
         weights.requests.add(request)
         self._residency.touch(weights)
@@ -257,6 +275,7 @@ class LoraEngine(EngineHook):
         if weights is None:
             return
         self._since.pop(request, None)
+        self._starts.pop(request, None)
         weights.requests.discard(request)
         weights.refused.pop(request, None)
         self._count(self._tokens, request, weights)
@@ -286,11 +305,21 @@ class LoraEngine(EngineHook):
         entries = [self._entry(weights) for weights in used if not weights.announced]
         general = any(weights.general for weights in used)
         indices = [_BASE if weights is None else weights.index for weights in found]
-        draft.payload[NAME] = LoraStep(entries, indices, general)
+        draft.payload[NAME] = LoraStep(entries, indices, general, self._skipped(draft, rows))
         self._repeated = _REPEATED[general]
         for weights in used:
             weights.hasty = False
             self._residency.touch(weights)
+
+    def _skipped(self, draft: PlanDraft, rows: Sequence[Request]) -> list[int] | None:
+        """Return how many of each row's tokens come before its adapter begins; None if none do."""
+        if not self._starts:
+            return None
+        skipped = [
+            min(max(self._starts.get(request, 0) - (request.num_computed - count), 0), count)  # counted with this step
+            for request, count in zip(rows, draft.num_tokens, strict=True)
+        ]
+        return skipped if any(skipped) else None
 
     def _entry(self, weights: AdapterWeights) -> AdapterEntry:
         assert weights.lease is not None, f"a row has the adapter {weights.label}, which is not on the device"
@@ -330,6 +359,11 @@ class LoraEngine(EngineHook):
             _counter("lora_loads", "LoRA adapters loaded into the device's memory.", residency.loads),
             _counter("lora_evictions", "LoRA adapters evicted from the device's memory.", residency.evictions),
             _counter("lora_wait_seconds", "Seconds that requests waited for LoRA adapters.", self._waited_s),
+            _counter(
+                "lora_inactive_requests",
+                "Requests that the base model answers, since their prompts lack the adapter's invocation tokens.",
+                self._inactive,
+            ),
             _counter("lora_tokens", "Tokens generated, by LoRA adapter.", dict(tokens), "adapter"),
         )
 

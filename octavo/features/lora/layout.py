@@ -149,13 +149,19 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What an adapter has, ordered by target and part."""
+    """What an adapter has.
+
+    Attributes:
+        pieces: ordered by target and part.
+        invocation: tokens that activate it, see `activation.py`; empty if it is always active.
+    """
 
     pieces: tuple[Piece, ...]
+    invocation: tuple[int, ...] = ()
 
     def among(self, targets: Collection[int]) -> Manifest:
         """Return what it has for these targets."""
-        return Manifest(tuple(piece for piece in self.pieces if piece.target in targets))
+        return msgspec.structs.replace(self, pieces=tuple(piece for piece in self.pieces if piece.target in targets))
 
     def added_tokens(self, targets: Sequence[Target]) -> int:
         """Return how many tokens it adds to the vocabulary."""
@@ -318,10 +324,11 @@ def most_blocks(targets: Sequence[Target], manifest: Manifest, shares: Collectio
 def joined(manifests: Sequence[Manifest]) -> Manifest:
     """Return the manifest of a sum of several adapters: ranks add up, and the adapters' scales go into their rows of B.
 
-    Only for adapters without gains and saved modules, whose changes are no sums.
+    Only for adapters without gains, saved modules and invocation tokens, whose changes are no sums.
     """
     ranks: dict[tuple[int, int], int] = {}
     for manifest in manifests:
+        assert not manifest.invocation, "activated adapters begin at different tokens"
         for piece in manifest.pieces:
             assert not piece.gain, "gains do not add up"
             assert not piece.replaces, "saved modules do not add up"

@@ -261,10 +261,11 @@ class Names:
         sources = tuple(msgspec.structs.replace(one.sources[0], weight=factor) for one, factor in found)
         label = " + ".join(f"{factor:g} {one.label}" for one, factor in found)
         for source, (one, _) in zip(sources, found, strict=True):
-            if any(piece.gain or piece.replaces for piece in source.manifest.pieces):
+            manifest = source.manifest
+            if manifest.invocation or any(piece.gain or piece.replaces for piece in manifest.pieces):
                 raise InvalidRequestError(
-                    f"The adapter {one.label!r} has DoRA magnitudes, saved modules or rows of tokens, which can't be "
-                    "weighted or summed; use it alone, with weight 1.",
+                    f"The adapter {one.label!r} has DoRA magnitudes, saved modules, rows of tokens or invocation "
+                    "tokens, so it can't be weighted or summed; use it alone, with weight 1.",
                     param="model",
                     value=one.label,
                 )

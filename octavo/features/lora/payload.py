@@ -111,11 +111,13 @@ class LoraStep(msgspec.Struct, frozen=True):
         entries: adapters that came into use since the last payload. After a failed step, all in use are sent again.
         rows: index of each row's adapter, -1 for the base model; None if the rows are those of the step before.
         general: some row's adapter has more than low-rank additions; see `Manifest.general`.
+        skipped: tokens at the beginning of each row that its adapter does not change; None if there are none.
     """
 
     entries: list[AdapterEntry] = []
     rows: list[int] | None = None
     general: bool = False
+    skipped: list[int] | None = None
 
 
 PAYLOAD = LoraStep

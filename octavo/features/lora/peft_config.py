@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.core.errors import ModelFileError
+from octavo.features.lora.activation import invocation_of
 
 T = TypeVar("T")
 
 _MERGE = "Merge the adapter into its base model and serve the result."
 _REFUSED = {
     "layer_replication": "it repeats layers of the base model",
-    "alora_invocation_tokens": "it is active only behind its invocation tokens (activated LoRA)",
     "use_qalora": "its inputs are pooled (QA-LoRA)",
     "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
     "lora_bias": "its matrices have biases",
@@ -49,6 +49,7 @@ class PeftConfig:
         saved: last names of modules with weights of their own.
         tokens: name of a module -> the token ids whose rows are changed in it; "" for the model's embedding.
         base: the base model's name; "" if not stated.
+        invocation: tokens that activate it; empty if it is always active.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class PeftConfig:
     use_rslora: bool = False
     use_dora: bool = False
     base: str = ""
+    invocation: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], path: Path) -> PeftConfig:
@@ -109,6 +111,7 @@ class PeftConfig:
             use_rslora=bool(fields.get("use_rslora")),
             use_dora=bool(fields.get("use_dora")),
             base=str(fields.get("base_model_name_or_path") or ""),
+            invocation=invocation_of(fields, "alora_invocation_tokens", path),
         )
 
     def rank(self, module: str) -> int | None:

@@ -312,7 +312,12 @@ class LoraWorker(WorkerHook):
         if payload.rows is None:
             return
         self._rows = np.array(payload.rows, dtype=np.int32)
-        self._batch.tokens.fill(np.repeat(self._rows, plan.num_tokens))
+        adapters = np.repeat(self._rows, plan.num_tokens)
+        if payload.skipped is not None:
+            counts = np.array(plan.num_tokens)
+            place = np.arange(len(adapters)) - np.repeat(counts.cumsum() - counts, counts)
+            adapters[place < np.repeat(payload.skipped, counts)] = NONE
+        self._batch.tokens.fill(adapters)
         self._logits = np.repeat(self._rows, np.where(plan.samples, 1 + np.array(plan.num_drafts), 0))
         self._batch.logits.fill(self._logits)
 

@@ -45,6 +45,7 @@ ADAPTERS = {
     "added-saved": peft.LoraConfig(
         r=2, lora_alpha=2, target_modules=["v_proj"], modules_to_save=["embed_tokens", "lm_head"]
     ),
+    "activated": peft.LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, alora_invocation_tokens=[7, 40]),
 }
 """Names of adapters; `tied` is for the base model `base-tied`, all others for `base`. Those of `ADDED` add tokens."""
 ADDED = 3

@@ -14,6 +14,8 @@ from tiny import make_checkpoint, model_files
 from tiny_adapters import save_adapter
 from torch import Tensor
 
+from octavo.features.lora.activation import activated_at
+from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.payload import LoraStep
 from octavo.nn.attention.reference import ReferenceAttention
 
@@ -22,10 +24,10 @@ PROMPT = [5, 9, 33, 7, 40, 2, 18]
 """That of make.py."""
 
 
-def logits_of(adapted: Adapted, adapter: Path, prompt: list[int]) -> Tensor:
+def logits_of(adapted: Adapted, adapter: Path, prompt: list[int], skipped: list[int] | None = None) -> Tensor:
     payload = adapted.enter(adapter)
     row = adapted.runner.row(prompt, len(prompt))
-    step = LoraStep(payload.entries, [0], payload.general)
+    step = LoraStep(payload.entries, [0], payload.general, skipped)
     return adapted.step([row], [len(prompt)], step, all_logits=True)
 
 
@@ -37,6 +39,19 @@ def test_logits_are_those_of_peft(name: str) -> None:
     torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-4)
     others = [logits for one, logits in expected.items() if one != name and not one.startswith("added")]
     assert not any(torch.allclose(found, other, atol=0.1) for other in others)
+
+
+def test_logits_of_an_activated_adapter_are_those_of_peft() -> None:
+    """PEFT finds the invocation tokens 7, 40 at the position 3 of the prompt."""
+    adapted = load(model_files(DATA / "base"), ReferenceAttention())
+    invocation = read_adapter(DATA / "activated", adapted.worker._targets.targets, 64).manifest.invocation
+    start = activated_at(invocation, PROMPT)
+    assert (invocation, start) == ((7, 40), 3)
+    found = logits_of(adapted, DATA / "activated", PROMPT, [start])
+    expected = load_file(DATA / "logits.safetensors")["activated"]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    always = logits_of(load(model_files(DATA / "base"), ReferenceAttention()), DATA / "activated", PROMPT)
+    assert not torch.allclose(always[-1], expected[-1], atol=0.1)
 
 
 @pytest.mark.parametrize("name", ["added-rows", "added-saved"])

@@ -17,7 +17,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora_toy import SHAPE, LoraDevice, ToyWorker, fake_files, folders, option
+from lora_toy import INVOCATION, SHAPE, LoraDevice, ToyWorker, fake_files, folders, option
 from world_kit import LAYOUTS, World, random_requests, worlds
 
 from octavo.core.errors import EngineStateError, InvalidRequestError, ModelFileError, ModelNotFoundError
@@ -25,7 +25,7 @@ from octavo.core.output import FinishReason
 from octavo.features.lora.engine import LoraEngine
 from octavo.features.lora.settings import LoraSettings
 
-RANKS = {"a": 1, "b": 2, "c": 3, "d": 1, "head": 2}
+RANKS = {"a": 1, "b": 2, "c": 3, "d": 1, "head": 2, "called": 1, "called too": 2}
 
 
 class Driver(LoraEngine):
@@ -99,18 +99,21 @@ def adapted(world: World, paths, *, failures=0.0, churn=0.0, read_failures=0.0, 
 def uid_in(world, driver, slot):
     request = next(r for r in world.scheduler._requests.running if r.slot == slot)
     weights = driver._of.get(request)
-    return None if weights is None else weights.uid
+    return weights and (weights.uid, driver._starts.get(request, 0), weights.changes_keys)
 
 
 def with_adapters(rng, requests):
-    kinds = [*RANKS, "a", ("a", 0.5)]
+    kinds = [*RANKS, "a", ("a", 0.5), "called", "called too"]
     made = []
     for request in requests:
         if rng.random() < 0.25:
             made.append(request)
             continue
         several = [("a", 1.0), ("b", 0.5)] if rng.random() < 0.15 else [rng.choice(kinds)]
-        made.append(msgspec.structs.replace(request, options=option(*several)))
+        tokens = list(request.tokens)
+        for place in rng.choice([(), (1,), (2,), (1, 6)]):  # few, so that prompts have common prefixes behind them
+            tokens[place : place + 2] = INVOCATION
+        made.append(msgspec.structs.replace(request, tokens=tokens, options=option(*several)))
     return made
 
 

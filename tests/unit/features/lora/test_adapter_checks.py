@@ -98,7 +98,9 @@ def test_the_base_of_an_embedding_is_no_saved_module(tmp_path: Path) -> None:
         ("peft_type", "LOHA", "peft_type is 'LOHA'"),
         ("bias", "all", "bias is 'all'"),
         ("layer_replication", [[0, 1]], "layer_replication is set"),
-        ("alora_invocation_tokens", [3], "activated LoRA"),
+        ("alora_invocation_tokens", [], "alora_invocation_tokens is []; it must be a list of token ids"),
+        ("alora_invocation_tokens", "<|start|>", "alora_invocation_tokens is '<|start|>'; it must be a list"),
+        ("alora_invocation_tokens", [3, 50], "token 50 of its invocation tokens is out of vocabulary"),
         (
             "trainable_token_indices",
             [3],

@@ -81,10 +81,10 @@ class House:
         self.ends: list[str] = []
         self.last: dict[str, TokenDelta] = {}
 
-    def uid_in(self, slot: int) -> int | None:
+    def uid_in(self, slot: int) -> tuple[int, int, bool] | None:
         request = next(r for r in self.scheduler._requests.running if r.slot == slot)
         weights = self.hook._of.get(request)
-        return None if weights is None else weights.uid
+        return weights and (weights.uid, self.hook._starts.get(request, 0), weights.changes_keys)
 
     def ask(self, name: str, *parts: Any, tokens: int = 4, max_tokens: int = 4) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
@@ -298,8 +298,11 @@ def test_what_can_not_be_loaded_says_why(paths: dict[str, str], tmp_path: Path) 
         house.call("load", name="x", path=big)
     with pytest.raises(InvalidRequestError, match="need 10 KV blocks and 3 for what its features load"):
         house.ask("x", "c", tokens=20, max_tokens=20)
-    with pytest.raises(InvalidRequestError, match="'gain' has DoRA magnitudes, saved modules or rows of tokens"):
+    with pytest.raises(InvalidRequestError, match="'gain' has DoRA magnitudes, saved modules, .* can't be weighted or"):
         house.ask("x", "a", "gain")
+    house.call("load", name="called", path=folders(tmp_path, {"called": 1})["called"])
+    with pytest.raises(InvalidRequestError, match="'called' has .* invocation tokens, so it can't be weighted or"):
+        house.ask("x", ("called", 0.5))
     with pytest.raises(InvalidRequestError, match="'lora' has no method 'sing'"):
         house.call("sing")
     with pytest.raises(InvalidRequestError, match="name must be a text"):
