@@ -185,7 +185,8 @@ class ToyDevice:
             if self._poison in inputs:
                 raise self._failed(f"the toy device can't compute token {self._poison} (slot {slot})")
             step.inputs.append(inputs)
-            spans.append((state, start, self._content(plan, len(spans), state.tokens[:start] + inputs)))
+            content = self._content(plan, len(step.inputs) - 1, state.tokens[:start] + inputs)
+            spans.append((state, start, content))
         for index, group in enumerate(self._groups):
             if group.grows:
                 self._attend(spans, index, group)

@@ -75,13 +75,17 @@ _NAMES = {
 }
 
 
-def as_gguf(adapter: Path, path: Path, architecture: str, heads: dict[str, int]) -> Path:
+def as_gguf(
+    adapter: Path, path: Path, architecture: str, heads: dict[str, int], invocation: list[int] | None = None
+) -> Path:
     """Write the adapter as llama.cpp's convert_lora_to_gguf.py does, which for Llama pairs adjacent channels of q and
     k."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"])
+    if invocation is not None:
+        writer.add_array("adapter.alora.invocation_tokens", invocation)
     for key, value in load_file(adapter / "adapter_model.safetensors").items():
         module, _, role = key.removeprefix("base_model.model.model.").removesuffix(".weight").rpartition(".lora_")
         if module == "embed_tokens":
@@ -110,3 +114,12 @@ def test_llama_cpps_form_gives_the_same(family: str, architecture: str, tmp_path
     files = model_files(tmp_path)
     found = [logits_of(load(files, ReferenceAttention()), one, PROMPT) for one in (adapter, written)]
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_llama_cpps_form_has_the_invocation_tokens(tmp_path: Path) -> None:
+    config = make_checkpoint("qwen2", tmp_path).config.to_dict()
+    adapter = save_adapter(tmp_path / "adapter", config, seed=3, targets=("q_proj", "up_proj"))
+    targets = load(model_files(tmp_path), ReferenceAttention()).worker._targets.targets
+    for invocation in (None, [7, 40]):
+        written = as_gguf(adapter, tmp_path / f"{invocation}.gguf", "qwen2", {}, invocation)
+        assert read_adapter(written, targets, 64).manifest.invocation == tuple(invocation or ())

@@ -298,10 +298,12 @@ def test_what_can_not_be_loaded_says_why(paths: dict[str, str], tmp_path: Path) 
         house.call("load", name="x", path=big)
     with pytest.raises(InvalidRequestError, match="need 10 KV blocks and 3 for what its features load"):
         house.ask("x", "c", tokens=20, max_tokens=20)
-    with pytest.raises(InvalidRequestError, match="'gain' has DoRA magnitudes, saved modules, .* can't be weighted or"):
+    with pytest.raises(
+        InvalidRequestError, match=r"'gain' has DoRA magnitudes, saved modules, .* can't be weighted or"
+    ):
         house.ask("x", "a", "gain")
     house.call("load", name="called", path=folders(tmp_path, {"called": 1})["called"])
-    with pytest.raises(InvalidRequestError, match="'called' has .* invocation tokens, so it can't be weighted or"):
+    with pytest.raises(InvalidRequestError, match=r"'called' has .* invocation tokens, so it can't be weighted or"):
         house.ask("x", ("called", 0.5))
     with pytest.raises(InvalidRequestError, match="'lora' has no method 'sing'"):
         house.call("sing")
