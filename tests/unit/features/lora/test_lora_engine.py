@@ -299,7 +299,7 @@ def test_what_can_not_be_loaded_says_why(paths: dict[str, str], tmp_path: Path) 
     with pytest.raises(InvalidRequestError, match="need 10 KV blocks and 3 for what its features load"):
         house.ask("x", "c", tokens=20, max_tokens=20)
     with pytest.raises(
-        InvalidRequestError, match=r"'gain' has DoRA magnitudes, saved modules, .* can't be weighted or"
+        InvalidRequestError, match=r"'gain' has DoRA magnitudes, .* can't be weighted or"
     ):
         house.ask("x", "a", "gain")
     house.call("load", name="called", path=folders(tmp_path, {"called": 1})["called"])
