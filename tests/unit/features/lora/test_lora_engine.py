@@ -298,9 +298,7 @@ def test_what_can_not_be_loaded_says_why(paths: dict[str, str], tmp_path: Path) 
         house.call("load", name="x", path=big)
     with pytest.raises(InvalidRequestError, match="need 10 KV blocks and 3 for what its features load"):
         house.ask("x", "c", tokens=20, max_tokens=20)
-    with pytest.raises(
-        InvalidRequestError, match=r"'gain' has DoRA magnitudes, .* can't be weighted or"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"'gain' has DoRA magnitudes, .* can't be weighted or"):
         house.ask("x", "a", "gain")
     house.call("load", name="called", path=folders(tmp_path, {"called": 1})["called"])
     with pytest.raises(InvalidRequestError, match=r"'called' has .* invocation tokens, so it can't be weighted or"):
