@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from examples import examples
 from hypothesis import settings
 
 # Without a GPU the tests run Triton's kernels in its interpreter, which must be asked for before they are defined.
@@ -55,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # On a machine with other work to do, a slow example says nothing about the code.
-settings.register_profile("octavo", deadline=None)
+settings.register_profile("octavo", deadline=None, max_examples=examples(160))
 settings.load_profile("octavo")
 
 

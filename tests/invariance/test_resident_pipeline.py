@@ -106,7 +106,7 @@ def run(asked: list[GenerateRequest], **settings: Any) -> Any:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 16},
         pytest.param({"policy": "priority", "max_num_seqs": 2}, marks=pytest.mark.slow),
         pytest.param({"async_scheduling": False}, marks=pytest.mark.slow),

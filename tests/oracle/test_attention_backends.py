@@ -9,6 +9,7 @@ import random
 import pytest
 import ragged
 import torch
+from examples import examples
 from levels import is_slow
 
 from octavo.native.build import NativeBuildError, load_library
@@ -83,7 +84,7 @@ def test_the_reference_follows_table_rows():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("trial", range(12))
+@pytest.mark.parametrize("trial", range(examples(12)))
 def test_random_batches(backend, dtype, trial):
     check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(backend)), backend)
 
@@ -106,7 +107,7 @@ def test_random_batches(backend, dtype, trial):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("trial", range(3))
+@pytest.mark.parametrize("trial", range(examples(4)))
 def test_windows_soft_caps_biases_and_sinks(backend, dtype, options, trial):
     check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(backend), **options), backend)
 
@@ -137,7 +138,7 @@ def test_long_contexts(backend, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("trial", range(6))
+@pytest.mark.parametrize("trial", range(examples(8)))
 def test_int8_random_batches(int8_backend, dtype, trial):
     check(ragged.make_case(fresh_seed(), dtype, block_size=block_size(int8_backend)), int8_backend)
 

@@ -72,7 +72,10 @@ def off(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF], ids=str)
 @pytest.mark.parametrize("form", INTEGERS)
 def test_packed_integers(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     bits, group, minima, outputs, inputs, (warps, span, depth), names = INTEGERS[form]
