@@ -86,12 +86,13 @@ def _forms() -> dict[str, list[Fragment]]:
 
 
 def _tokens(ctx: ServerContext) -> dict[str, list[Fragment]]:
-    token = bounded("integer", Range(0, ctx.frontend.info.vocab_size - 1))
+    size = ctx.frontend.preparer.num_token_ids
+    token = bounded("integer", Range(0, size - 1))
     several = {"type": "array", "items": token}
     absent: list[Fragment] = [{"anyOf": [{"type": "null"}]}]
     hooks = ctx.frontend.preparer.hooks
     return {name: [] if hook.present else absent for hook in hooks for name in hook.prompt_fields} | {
-        "CompletionBody.prompt": [prompts(ctx.frontend.info.vocab_size, ctx.config.max_prompts)],
+        "CompletionBody.prompt": [prompts(size, ctx.config.max_prompts)],
         "stop_token_ids": [several],
         "allowed_token_ids": [several | {"minItems": 1}],
         "logprob_token_ids": [several | {"maxItems": MAX_LOGPROB_TOKENS}],
@@ -104,10 +105,10 @@ def _tokens(ctx: ServerContext) -> dict[str, list[Fragment]]:
 
 
 def _inputs(ctx: ServerContext) -> dict[str, list[Fragment]]:
-    info, most = ctx.frontend.info, ctx.config.max_inputs
+    info, size, most = ctx.frontend.info, ctx.frontend.preparer.num_token_ids, ctx.config.max_inputs
     return {
         "truncate_prompt_tokens": [bounded("integer", Range(-1, info.max_model_len)) | {"not": {"const": 0}}],
-        "LabelsBody.items": [prompts(info.vocab_size, most)],
+        "LabelsBody.items": [prompts(size, most)],
         "documents": [{"type": "array", "maxItems": most}],
     }
 

@@ -201,6 +201,11 @@ class Preparer:
             raise InvalidRequestError(sentence, param="max_tokens", value=params.max_tokens)
         return params
 
+    @property
+    def num_token_ids(self) -> int:
+        """Return how many token ids there are for some request: the model's, and those that features add."""
+        return self.info.vocab_size + max((hook.added_tokens for hook in self.hooks), default=0)
+
     def _added_tokens(self, params: SamplingParams, options: Mapping[str, msgspec.Raw]) -> int:
         """Return how many token ids beyond the vocabulary a request may have at most, by the features that it uses."""
         used = {*options, *(params.feature_args or ())}

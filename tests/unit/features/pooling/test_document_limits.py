@@ -14,6 +14,7 @@ from server_kit import HELLO, VOCAB_SIZE, ask, make_house, saying
 
 from octavo.config import ServerConfig
 from octavo.features.pooling.params import PoolerInfo
+from octavo.text.hooks import TextHook
 
 POOLER = PoolerInfo(pooling="mean", normalize=True, size=8, matryoshka=[4])
 BASES: dict[str, dict[str, Any]] = {
@@ -182,6 +183,13 @@ def test_limits_are_those_of_this_server() -> None:
     other = make_house(saying("x"), max_logprobs=-1).app.openapi()["components"]["schemas"]
     assert other["ChatBody"]["properties"]["n"]["anyOf"][0]["maximum"] == 64, "documents share nothing"
     assert other["ChatBody"]["properties"]["prompt_logprobs"]["anyOf"][0]["minimum"] == -1
+
+
+def test_token_ids_that_features_add_are_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextHook, "added_tokens", 3)
+    schemas = make_house(saying("x")).app.openapi()["components"]["schemas"]
+    stops = schemas["CompletionBody"]["properties"]["stop_token_ids"]["anyOf"][0]
+    assert stops["items"]["maximum"] == VOCAB_SIZE + 2
 
 
 def test_streams_are_documented() -> None:
