@@ -26,19 +26,12 @@ def draft_files(config: DraftConfig, context: FeatureContext, download_dir: str 
 
 
 def check_layers(config: DraftConfig, groups: Sequence[CacheGroup]) -> None:
-    """Raise ConfigError if what drafts can't follow the rows of a target with these cache groups.
-
-    With recurrent layers, the row after rejected drafts computes the accepted ones again. Heads would pair them with
-    states a second time. A drafting model leaves them out (`Reach`), but needs a group with blocks for all positions.
-    """
-    kept = [group.grows for group in groups]
-    if all(kept) or (any(kept) and config.method == "draft_model"):
-        return
-    layers = "recurrent layers" if any(kept) or config.method != "draft_model" else "only recurrent layers"
-    raise ConfigError(
-        f"speculative_config: method={config.method} does not work with models that have {layers}. Set method=ngram or "
-        "method=suffix."
-    )
+    """Raise ConfigError if the target has no cache group with blocks for all positions, which what drafts follows."""
+    if not any(group.grows for group in groups):
+        raise ConfigError(
+            f"speculative_config: method={config.method} does not work with models that have only recurrent layers. "
+            "Set method=ngram or method=suffix."
+        )
 
 
 def check_vocabulary(files: ModelFiles, context: FeatureContext) -> None:

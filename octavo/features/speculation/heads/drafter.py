@@ -65,6 +65,7 @@ class HeadDrafter(CompanionDrafter):
         self._companion.prepare_kernels()
         self._companion.load()
         self._dtype = worker.dtype
+        self._rewinds = not all(group.grows for group in worker.cache_groups)
         tokens = max(limits) + 2
         states = tokens * (len(kept.places) * kept.target_size + 2 * kept.hidden_size) * worker.dtype.itemsize
         if not worker.device.resident:
@@ -105,7 +106,7 @@ class HeadDrafter(CompanionDrafter):
         self._head.reserve(tokens, device)
         self._target = model
         self._pairs = LastPairs(site.room.num_slots, site.device)
-        self._waiting = None if site.device.resident else Waiting()
+        self._waiting = None if site.device.resident else Waiting(rewinds=self._rewinds)
         self._most_tokens = site.room.max_step_tokens
 
     def detach(self) -> None:

@@ -21,7 +21,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.speculation.config import DraftConfig
-from octavo.features.speculation.draft_files import check_layers, draft_files
+from octavo.features.speculation.draft_files import draft_files
 from octavo.features.speculation.heads.pairs import LastPairs
 from octavo.features.speculation.payload import NAME, option_of
 from octavo.models.decoder import CausalLM
@@ -76,7 +76,6 @@ class MedusaDrafter(WorkerHook):
                 "speculative_config: method=medusa reads hidden states, which a model of another implementation does "
                 "not keep. Choose another method."
             )
-        check_layers(self._config, worker.cache_groups)
         self._worker = worker
         self._load(worker)
         states = (max(limits) + 2) * worker.spec.hidden_size * worker.dtype.itemsize

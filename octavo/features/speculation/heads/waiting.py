@@ -15,16 +15,24 @@ than for a single one."""
 
 
 class Waiting:
-    """States of each slot's last positions. A head that computes them only when it drafts costs nothing meanwhile."""
+    """States of each slot's last positions. A head that computes them only when it drafts costs nothing meanwhile.
 
-    def __init__(self) -> None:
+    Args:
+        rewinds: the target computes a row with a rejected draft again, as recurrent layers require.
+    """
+
+    def __init__(self, *, rewinds: bool) -> None:
+        self._rewinds = rewinds
+        self._next: dict[int, int] = {}
+        """Where the target's next row of each slot begins."""
         self._done: dict[int, int] = {}
         self._states: dict[int, list[Tensor]] = {}
         self._count: dict[int, int] = {}
 
     def begin(self, slot: int, num_computed: int) -> None:
         """Start a slot whose first positions the head has computed, for this request or another."""
-        self._done[slot], self._states[slot], self._count[slot] = num_computed, [], 0
+        self._next[slot] = self._done[slot] = num_computed
+        self._states[slot], self._count[slot] = [], 0
 
     def count(self, slot: int) -> int:
         """Return the positions of the slot that are not computed."""
@@ -35,7 +43,7 @@ class Waiting:
         return self._done[slot]
 
     def add(self, plan: StepPlan, states: Tensor, length: Tensor, left_out: set[int]) -> None:
-        """Keep the states of a step's tokens, without those of rejected drafts.
+        """Keep the states of a step's tokens, without those of rejected drafts and of tokens that have theirs.
 
         Args:
             states: [T, places, size], of all tokens of the step; overwritten by the next one.
@@ -45,10 +53,13 @@ class Waiting:
         begin = 0
         for slot, tokens, samples in zip(plan.slots, plan.num_tokens, plan.samples, strict=True):
             if slot not in left_out:
-                before = self._done[slot] + self._count[slot]
-                kept = int(length[slot]) - 1 - before if samples else tokens
-                self._states[slot].append(states[begin : begin + kept].clone())
-                self._count[slot] += kept
+                first, have = self._next[slot], self._done[slot] + self._count[slot]
+                end = int(length[slot]) - 1 if samples else first + tokens
+                if end > have:
+                    self._states[slot].append(states[begin + have - first : begin + end - first].clone())
+                    self._count[slot] += end - have
+                if not self._rewinds or end - first == tokens:
+                    self._next[slot] = end
             begin += tokens
 
     def take(self, slots: Sequence[int], counts: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drafts by lookup change no token of models with recurrent layers; heads that draft are refused."""
+"""Drafts by lookup and by heads change no token of models with recurrent layers."""
 
 from __future__ import annotations
 
@@ -82,17 +82,56 @@ def test_lookup_changes_nothing(config: dict[str, Any], monkeypatch: pytest.Monk
         assert drafts - accepted > 0, name
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
-def test_heads_are_refused(method: str, tmp_path: Path) -> None:
-    head = {"medusa_num_heads": 2, "medusa_num_layers": 1} if method == "medusa" else {}
-    own = {"method": method, "model": folder_of(LLAMA | head, tmp_path / "head")}
-    config = FAMILIES["Lfm2ForCausalLM"] | {"architectures": ["Lfm2ForCausalLM"], "model_type": "any"}
-    with pytest.raises(ConfigError, match=f"method={method} does not work with .* recurrent layers. Set method=ngram"):
-        engine(config, speculative_config=own)
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"num_hidden_layers": 1},
+    "eagle3": {"num_hidden_layers": 1, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+    "medusa": {"medusa_num_heads": 2, "medusa_num_layers": 1},
+}
+AROUND_HEADS: dict[str, dict[str, Any]] = {
+    "": {},
+    "chunked prefill": {"max_num_batched_tokens": 24, "max_num_seqs": 6, "async_scheduling": True},
+    "preemption": {"num_blocks": 12},
+}
+SLOW = ("BambaForCausalLM", "JambaForCausalLM")
 
 
-def test_a_model_that_drafts_needs_layers_of_attention_in_the_target(tmp_path: Path) -> None:
-    own = {"method": "draft_model", "model": folder_of(NEAR, tmp_path / "drafting")}
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in FAMILIES]
+)
+def test_heads_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Medusa's heads also draft for models without any attention."""
+    monkeypatch.setattr("octavo.nn.state.SNAPSHOT_TOKENS", 32)
+    config = FAMILIES[family] | {"architectures": [family], "model_type": "any", "initializer_range": 0.3}
+    asked = [few_tokens(one) for one in requests()]
+    plain = engine(config, enable_prefix_caching=False, async_scheduling=False)
+    expected = news_of(list(one_by_one(plain, asked)))
+    plain.close()
+    for kind, fields in HEADS.items() if family != "Mamba2ForCausalLM" else [("medusa", HEADS["medusa"])]:
+        head = folder_of(LLAMA | fields, tmp_path / kind)
+        own = {"method": kind, "model": head, "num_speculative_tokens": 3, "adaptive": False}
+        for name, settings in AROUND_HEADS.items():
+            loop = engine(config, speculative_config=own, **settings)
+            check_same(news_of(list(drive(loop, asked))), expected)
+            found = {one.name: sum(one.values.values()) for one in loop.stats().features}
+            assert (loop.stats().num_preemptions > 0) == (name == "preemption")
+            loop.close()
+            drafts, accepted = found["spec_decode_num_draft_tokens"], found["spec_decode_num_accepted_tokens"]
+            assert accepted > 5 or kind == "medusa", (kind, name)
+            assert drafts - accepted > 20, (kind, name)
+
+
+def few_tokens(request: GenerateRequest) -> GenerateRequest:
+    """The request with so few tokens allowed that a random head is sometimes right, unless it drafts the likeliest of
+    all tokens, as Medusa does."""
+    params = request.params.replace(allowed_token_ids=[20, 50, 90])
+    return msgspec.structs.replace(request, params=params)
+
+
+@pytest.mark.parametrize(("method", "model"), [("draft_model", NEAR), ("eagle", LLAMA | HEADS["eagle"])])
+def test_what_has_keys_of_its_own_needs_attention_in_the_target(
+    method: str, model: dict[str, Any], tmp_path: Path
+) -> None:
+    own = {"method": method, "model": folder_of(model, tmp_path / "drafting")}
     config = FAMILIES["Mamba2ForCausalLM"] | {"architectures": ["Mamba2ForCausalLM"], "model_type": "any"}
-    with pytest.raises(ConfigError, match=r"method=draft_model does not work with .* only recurrent layers"):
+    with pytest.raises(ConfigError, match=rf"method={method} does not work with .* only recurrent layers"):
         engine(config, speculative_config=own)
