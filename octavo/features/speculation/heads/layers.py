@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 from torch import Tensor
 
 from octavo.features.speculation.heads.model import MODELS, HeadModel
-from octavo.features.speculation.heads.spec import HeadSpec, Kind, head_spec
+from octavo.features.speculation.heads.spec import QWEN, HeadSpec, Kind, head_spec
 from octavo.models.attention import attention_spec, latent_spec
 from octavo.models.decoder import CausalLM
 from octavo.models.hf_config import Config
@@ -29,8 +29,8 @@ class HeadLayers:
 
     Tensors of an EAGLE head: `fc`, `layers.0.*` (EAGLE) or `midlayer.*` (EAGLE-3), `norm`, `lm_head`, `d2t`, and
     `embed_tokens`; with or without the prefix "model.". Those of multi-token prediction are the target's own:
-    `model.layers.N.*` with `enorm`, `hnorm`, `eh_proj` and `shared_head`. What a head lacks of embedding and output
-    head is the target's.
+    `model.layers.N.*` with `enorm`, `hnorm`, `eh_proj` and `shared_head`, or Qwen's `mtp.*`. What a head lacks of
+    embedding and output head is the target's.
     """
 
     name = ""
@@ -44,11 +44,11 @@ class HeadLayers:
         """
         self._kind: Kind = kind
         self._target, self._model = target, model
-        self._bias = any(name.removeprefix("model.") == "fc.bias" for name in names)
+        self._names = names
         self._source = source
 
     def spec_of(self, config: Config) -> HeadSpec:
-        return head_spec(self._kind, config, self._target, bias=self._bias)
+        return head_spec(self._kind, config, self._target, self._names)
 
     def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
         assert isinstance(spec, HeadSpec)
@@ -63,11 +63,26 @@ class HeadLayers:
     def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> Checkpoint:
         assert isinstance(spec, HeadSpec)
         if spec.kind == "mtp":
-            checkpoint, rename = OWN.named(checkpoint, spec.decoder), _of_last_layer(spec.decoder.num_layers - 1)
+            last = spec.decoder.num_layers - 1
+            found = RenamedCheckpoint(checkpoint, _of_qwen(last)) if spec.qwen else checkpoint
+            checkpoint, rename = OWN.named(found, spec.decoder), _of_last_layer(last)
         else:
             rename = _eagle3_name if spec.kind == "eagle3" else _eagle_name
         head = RenamedCheckpoint(checkpoint, rename) if checkpoint.names() else checkpoint
         return WithTables(head, OWN.named(self._source, self._target), tied=self._target.tied)
+
+
+def _of_qwen(last: int) -> Callable[[str], str | None]:
+    """Return the renaming of Qwen's layer for multi-token prediction to that of DeepSeek's form."""
+    at = f"model.layers.{last}."
+    names = {
+        f"{QWEN}fc.weight": f"{at}eh_proj.weight",
+        f"{QWEN}norm.weight": f"{at}shared_head.norm.weight",
+        f"{QWEN}pre_fc_norm_embedding.weight": f"{at}enorm.weight",
+        f"{QWEN}pre_fc_norm_hidden.weight": f"{at}hnorm.weight",
+    }
+    layer = f"{QWEN}layers.0."
+    return lambda name: at + name.removeprefix(layer) if name.startswith(layer) else names.get(name)
 
 
 def _of_last_layer(last: int) -> Callable[[str], str | None]:

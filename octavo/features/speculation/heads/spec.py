@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from octavo.core.errors import ConfigError
 from octavo.models.families.llama import llama
 from octavo.models.hf_config import Config, value_or, whole
+from octavo.models.mixers.spec import LatentSelfAttention, SelfAttention
 from octavo.models.spec import DecoderSpec, LayerNorms
 
 Kind = Literal["eagle", "eagle3", "mtp"]
+QWEN = "mtp."
+"""How the names of Qwen's layer for multi-token prediction begin."""
+_ATTENTION = (SelfAttention, LatentSelfAttention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class HeadSpec:
         target_size: hidden size of the target.
         draft_vocab: tokens that the head can draw; 0 for all of the target's.
         bias: the product that joins states and embeddings has a bias.
+        qwen: `mtp` in Qwen's form, see `model.py`, in place of DeepSeek's.
     """
 
     kind: Kind
@@ -34,6 +39,7 @@ class HeadSpec:
     vocab_size: int
     draft_vocab: int = 0
     bias: bool = False
+    qwen: bool = False
     windows: Sequence[int | None] = field(default=(None,))
 
     @property
@@ -75,16 +81,27 @@ class HeadSpec:
         return self
 
 
-def head_spec(kind: Kind, config: Config, target: DecoderSpec, *, bias: bool) -> HeadSpec:
+def head_spec(kind: Kind, config: Config, target: DecoderSpec, names: Set[str]) -> HeadSpec:
     """Return the spec of an EAGLE head's configuration, or of the layers for multi-token prediction of the target's.
+
+    Args:
+        names: tensors of the checkpoint; empty for random ones.
 
     Raises:
         ConfigError: the head does not fit the target.
         ModelFileError: a field of the configuration is missing.
     """
     last = target.num_layers
+    bias = any(name.removeprefix("model.") == "fc.bias" for name in names)
     if kind == "mtp":
-        return HeadSpec("mtp", _with_layer(config, target), (last,), target.hidden_size, target.vocab_size)
+        qwen = any(name.startswith(QWEN) for name in names)
+        if not qwen and not value_or(config, "num_nextn_predict_layers", 0):
+            raise ConfigError(
+                "speculative_config: method=mtp needs a model with layers for multi-token prediction "
+                f"(num_nextn_predict_layers in its config, or tensors {QWEN}*). Choose another method."
+            )
+        decoder = _with_layer(target)
+        return HeadSpec("mtp", decoder, (last,), target.hidden_size, target.vocab_size, qwen=qwen)
     limits = {"max_position_embeddings": target.max_position}
     decoder = llama({**config, **limits, "tie_word_embeddings": False})
     stated = _stated_size(config, decoder)
@@ -116,20 +133,16 @@ def _draft_vocab(config: Config) -> int:
     return 0 if draft == config.get("vocab_size") else int(draft)
 
 
-def _with_layer(config: Config, target: DecoderSpec) -> DecoderSpec:
-    """Return the target's spec with one more layer, like its last."""
-    count = value_or(config, "num_nextn_predict_layers", 0)
-    if not count:
-        raise ConfigError(
-            "speculative_config: method=mtp needs a model with layers for multi-token prediction "
-            "(num_nextn_predict_layers in its config). Choose another method."
-        )
+def _with_layer(target: DecoderSpec) -> DecoderSpec:
+    """Return the target's spec with one more layer, like its last with attention."""
+    attention = [i for i in range(target.num_layers) if isinstance(target.mixer_of(i), _ATTENTION)]
+    like = attention[-1] if attention else target.num_layers - 1
     return replace(
         target,
         num_layers=target.num_layers + 1,
-        mlps=(*target.mlps, target.mlps[-1]),
-        windows=(*target.windows, target.windows[-1]),
-        mixers=(*target.mixers, target.mixers[-1]) if target.mixers else (),
-        ropes=(*target.ropes, target.ropes[-1]) if target.ropes else (),
+        mlps=(*target.mlps, target.mlps[like]),
+        windows=(*target.windows, target.windows[like]),
+        mixers=(*target.mixers, target.mixers[like]) if target.mixers else (),
+        ropes=(*target.ropes, target.ropes[like]) if target.ropes else (),
         tied=False,
     )

@@ -24,19 +24,22 @@ from octavo.hub.resolve import resolve
 from octavo.worker.drafts import Drafting, Drafts
 
 LAYERS = 2
+QWEN = ("qwen3-next-moe",)
 
 
 def saved(family: str, folder: Path) -> tuple[Any, Any, dict[str, Tensor]]:
     """Save a model with such a layer; return it, a model that has the layer as its last, and the head's own tensors."""
     import transformers
 
-    config_type, settings = {**tiny_families.MOE}[family]
+    config_type, settings = {**tiny_families.MOE, **tiny_families.HYBRID_MOE}[family]
     settings = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, **settings}
     torch.manual_seed(7)
-    longer = config_type(**{**settings, "num_hidden_layers": LAYERS + 1, "initializer_range": 0.2})
+    kinds = {"layer_types": ["linear_attention", *["full_attention"] * LAYERS]} if family in QWEN else {}
+    longer = config_type(**{**settings, **kinds, "num_hidden_layers": LAYERS + 1, "initializer_range": 0.2})
+    kinds = {name: kind[:LAYERS] for name, kind in kinds.items()}
     long = transformers.AutoModelForCausalLM.from_config(longer, attn_implementation="eager").eval()
     short = transformers.AutoModelForCausalLM.from_config(
-        config_type(**{**settings, "num_hidden_layers": LAYERS}), attn_implementation="eager"
+        config_type(**{**settings, **kinds, "num_hidden_layers": LAYERS}), attn_implementation="eager"
     ).eval()
     short.load_state_dict({k: v for k, v in long.state_dict().items() if f"layers.{LAYERS}." not in k})
     long.save_pretrained(folder)
@@ -48,21 +51,39 @@ def saved(family: str, folder: Path) -> tuple[Any, Any, dict[str, Tensor]]:
         f"{at}.shared_head.norm.weight": 1 + 0.2 * torch.randn(size),
     }
     file = folder / "model.safetensors"
-    save_file({**load_file(file), **own}, file)
+    tensors = {**load_file(file), **own}
     path = folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}))
+    config = json.loads(path.read_text()) | kinds | {"num_hidden_layers": LAYERS}
+    if family in QWEN:
+        tensors = {qwen_name(name, at): tensor for name, tensor in tensors.items()}
+    else:
+        config["num_nextn_predict_layers"] = 1
+    save_file(tensors, file)
+    path.write_text(json.dumps(config))
     return short, long, own
 
 
+def qwen_name(name: str, at: str) -> str:
+    """The name in Qwen3-Next's checkpoints of a tensor that DeepSeek's would call `name`."""
+    own = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
+    if not name.startswith(f"{at}."):
+        return name
+    inner = name.removeprefix(f"{at}.")
+    module = inner.removesuffix(".weight")
+    return f"mtp.{own[module]}.weight" if module in own else f"mtp.layers.0.{inner}"
+
+
 def reference(short: Any, long: Any, own: dict[str, Tensor], tokens: list[int], count: int) -> list[int]:
-    """DeepSeek-V3's section 2.2 (https://arxiv.org/abs/2412.19437), over the whole sequence for each draft."""
-    at, eps = f"model.layers.{LAYERS}", long.config.rms_norm_eps
+    """DeepSeek-V3's section 2.2 (https://arxiv.org/abs/2412.19437), over the whole sequence for each draft. Qwen goes
+    on with states behind the norm, whose weights are stored less 1, and has an embedding in the first pair."""
+    at, eps, qwen = f"model.layers.{LAYERS}", long.config.rms_norm_eps, long.config.model_type == "qwen3_next"
+    own = {name: weight + 1 if qwen and "norm" in name else weight for name, weight in own.items()}
     h = short(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0][:-1]
     following, drafts = tokens[1:], []
     for _ in range(count):
         embedded = long.model.embed_tokens.weight[torch.tensor(following)].clone()
-        embedded[0] = 0
+        if not qwen:
+            embedded[0] = 0
         pair = [_norm(embedded, own[f"{at}.enorm.weight"], eps), _norm(h, own[f"{at}.hnorm.weight"], eps)]
         x = F.linear(torch.cat(pair, -1), own[f"{at}.eh_proj.weight"])[None]
         places = torch.arange(len(following))[None]
@@ -71,10 +92,11 @@ def reference(short: Any, long: Any, own: dict[str, Tensor], tokens: list[int], 
             x, attention_mask=mask, position_ids=places, position_embeddings=long.model.rotary_emb(x, places)
         )
         out = (out[0] if isinstance(out, tuple) else out)[0, -1:]
-        logits = F.linear(_norm(out, own[f"{at}.shared_head.norm.weight"], eps), long.lm_head.weight)
+        normed = _norm(out, own[f"{at}.shared_head.norm.weight"], eps)
+        logits = F.linear(normed, long.lm_head.weight)
         drafts.append(int(logits[0].argmax()))
         following.append(drafts[-1])
-        h = torch.cat([h, out])
+        h = torch.cat([h, normed if qwen else out])
     return drafts
 
 
@@ -82,7 +104,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms(x, weight, eps)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", *QWEN])
 def test_drafts_are_the_references(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long, own = saved(family, tmp_path)
     proposed: list[tuple[list[int], list[int]]] = []
@@ -99,6 +121,7 @@ def test_drafts_are_the_references(family: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(HeadDrafter, "propose", noting)
     config = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    settings |= {"device": "cpu"} if family in QWEN else {}  # a GPU has no drafts beside recurrent layers
     loop, _ = build_core(tiny_config(**settings, speculative_config=config), resolve(str(tmp_path)))
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     asked = [GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + n + n * 9)), params=params) for n in (1, 2)]
