@@ -29,6 +29,7 @@ NOT_IN_TRANSFORMERS = {
     "ExaoneForCausalLM": "Llama's",
     "InternLM2ForCausalLM": "Llama's",
     "InternLM3ForCausalLM": "Llama's",
+    "MiMoForCausalLM": "Qwen2's",
     "MiniCPMForCausalLM": "Granite's",
     "QWenLMHeadModel": "Qwen2's",
 }

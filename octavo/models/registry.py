@@ -39,7 +39,7 @@ from octavo.models.families.moe import (
 from octavo.models.families.olmo import olmo, olmo2, olmo3
 from octavo.models.families.phi import phi, phi3
 from octavo.models.families.qwen import qwen1
-from octavo.models.families.qwen2 import qwen2
+from octavo.models.families.qwen2 import mimo, qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.qwen3_next import qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
@@ -90,6 +90,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
     "Mamba2ForCausalLM": mamba2,
     "MambaForCausalLM": mamba,
+    "MiMoForCausalLM": mimo,
     "MiniCPM3ForCausalLM": minicpm3,
     "MiniCPMForCausalLM": minicpm,
     "MistralForCausalLM": mistral,

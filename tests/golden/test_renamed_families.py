@@ -85,6 +85,11 @@ def qwen1(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
+def with_prediction(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With a tensor for multi-token prediction, which the model itself does not read."""
+    return {**tensors, "model.mtp_layers.0.input_proj.weight": torch.zeros(2, 4)}
+
+
 def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     def other(name: str) -> str:
         for theirs, ours in names.items():
@@ -111,6 +116,7 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str
             dict,
             {"scale_emb": 3.0, "scale_depth": 0.3 * 3**0.5, "dim_model_base": 16},
         ),
+        ("qwen2", "MiMoForCausalLM", with_prediction, {"num_nextn_predict_layers": 1}),
         (
             "qwen1",
             "QWenLMHeadModel",

@@ -38,7 +38,7 @@ def qwen3_next(config: Config) -> DecoderSpec:
         rope=rope_spec(config, head_dim, rotated=0.25),
         mixers=layer_mixers(kinds, delta, SelfAttention(gated=True)),
         mlps=_feed_forwards(config, layers),
-        stored=StoredNames(modules=_modules(delta, head_dim), stacks=FUSED),
+        stored=StoredNames(modules=_modules(delta, head_dim), stacks=FUSED, foreign=("mtp.",)),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 from torch import Tensor
 
 from octavo.features.speculation.heads.model import MODELS, HeadModel
-from octavo.features.speculation.heads.spec import QWEN, HeadSpec, Kind, head_spec
+from octavo.features.speculation.heads.spec import HeadSpec, Kind, head_spec
 from octavo.models.attention import attention_spec, latent_spec
 from octavo.models.decoder import CausalLM
 from octavo.models.hf_config import Config
@@ -28,9 +28,8 @@ class HeadLayers:
     """An `Implementation` of the heads of one kind, for one target.
 
     Tensors of an EAGLE head: `fc`, `layers.0.*` (EAGLE) or `midlayer.*` (EAGLE-3), `norm`, `lm_head`, `d2t`, and
-    `embed_tokens`; with or without the prefix "model.". Those of multi-token prediction are the target's own:
-    `model.layers.N.*` with `enorm`, `hnorm`, `eh_proj` and `shared_head`, or Qwen's `mtp.*`. What a head lacks of
-    embedding and output head is the target's.
+    `embed_tokens`; with or without the prefix "model.". Those of multi-token prediction are in the target's checkpoint:
+    see `forms.py`. What a head lacks of embedding and output head is the target's.
     """
 
     name = ""
@@ -64,25 +63,12 @@ class HeadLayers:
         assert isinstance(spec, HeadSpec)
         if spec.kind == "mtp":
             last = spec.decoder.num_layers - 1
-            found = RenamedCheckpoint(checkpoint, _of_qwen(last)) if spec.qwen else checkpoint
+            found = RenamedCheckpoint(checkpoint, spec.form.renaming(last)) if spec.form.marks else checkpoint
             checkpoint, rename = OWN.named(found, spec.decoder), _of_last_layer(last)
         else:
             rename = _eagle3_name if spec.kind == "eagle3" else _eagle_name
         head = RenamedCheckpoint(checkpoint, rename) if checkpoint.names() else checkpoint
         return WithTables(head, OWN.named(self._source, self._target), tied=self._target.tied)
-
-
-def _of_qwen(last: int) -> Callable[[str], str | None]:
-    """Return the renaming of Qwen's layer for multi-token prediction to that of DeepSeek's form."""
-    at = f"model.layers.{last}."
-    names = {
-        f"{QWEN}fc.weight": f"{at}eh_proj.weight",
-        f"{QWEN}norm.weight": f"{at}shared_head.norm.weight",
-        f"{QWEN}pre_fc_norm_embedding.weight": f"{at}enorm.weight",
-        f"{QWEN}pre_fc_norm_hidden.weight": f"{at}hnorm.weight",
-    }
-    layer = f"{QWEN}layers.0."
-    return lambda name: at + name.removeprefix(layer) if name.startswith(layer) else names.get(name)
 
 
 def _of_last_layer(last: int) -> Callable[[str], str | None]:

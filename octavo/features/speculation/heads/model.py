@@ -10,9 +10,7 @@ it can't draw.
 - EAGLE-3 (https://arxiv.org/abs/2503.01840): state = fc([states of three layers]); one layer attends over
   [norm(embedding), norm(state)]; an own norm and head, often over fewer tokens.
 - Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): x = eh_proj([norm(embedding), norm(state)]),
-  through one layer like the target's last, with a norm of its own before the target's head. Qwen's form
-  (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct) goes on with states behind that norm, and computes the first
-  pair of a sequence like all others; DeepSeek's has no embedding there, as in its training.
+  through one layer like the target's last, with a norm of its own before the target's head; `forms.py` has variants.
 """
 
 from __future__ import annotations
@@ -220,23 +218,25 @@ class MtpModel(HeadModel):
         self.fc = at.linear("eh_proj", inputs=2 * size, outputs=size, shard=NONE)
         self.rope = b.rope(own.rope_of(last))
         self.layers = nn.ModuleList([DecoderLayer(at, own, last, self.rope)])
-        self.norm = make_norm(at.at("shared_head"), "norm", size, own.norm)
-        self._qwen = spec.qwen
+        self.norm = make_norm(at.at("shared_head"), "norm", size, own.norm) if spec.form.final_norm else None
+        self._form = spec.form
         self.finish()
 
     def states(self, kept: Tensor, target: CausalLM) -> Tensor:
         return target.final(kept[:, 0].to(_stream_dtype(target)))
 
     def final(self, hidden: Tensor) -> Tensor:
-        return hidden if self._qwen else self.norm(hidden)
+        return hidden if self.norm is None or self._form.normed else self.norm(hidden)
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """See `CausalLM.forward`."""
-        x = (x if self._qwen else torch.where(step.positions[:, None] == 0, 0, x)).to(self.residual_dtype)
-        pair = torch.cat([self.embedding_norm(x), self.state_norm(self.given[: len(x)])], 1)
-        stream = Stream(self.fc(pair).to(self.residual_dtype))
+        form, given = self._form, self.given[: len(x)]
+        x = (torch.where(step.positions[:, None] == 0, 0, x) if form.masks_first else x).to(self.residual_dtype)
+        pair = [self.embedding_norm(x), self.state_norm(given)]
+        stream = Stream(self.fc(torch.cat(pair[::-1] if form.state_first else pair, 1)).to(self.residual_dtype))
         self.layers[0](stream, step, step.hidden_rows)
-        return self.norm(stream.total()) if self._qwen else stream.total()
+        hidden = stream.total()
+        return self.norm(hidden) if form.normed and self.norm is not None else hidden
 
 
 def _stream_dtype(target: CausalLM) -> torch.dtype:

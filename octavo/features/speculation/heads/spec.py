@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from octavo.core.errors import ConfigError
+from octavo.features.speculation.heads.forms import DEEPSEEK, MtpForm, form_of
 from octavo.models.families.llama import llama
 from octavo.models.hf_config import Config, value_or, whole
 from octavo.models.mixers.spec import LatentSelfAttention, SelfAttention
 from octavo.models.spec import DecoderSpec, LayerNorms
 
 Kind = Literal["eagle", "eagle3", "mtp"]
-QWEN = "mtp."
-"""How the names of Qwen's layer for multi-token prediction begin."""
 _ATTENTION = (SelfAttention, LatentSelfAttention)
 
 
@@ -29,7 +28,7 @@ class HeadSpec:
         target_size: hidden size of the target.
         draft_vocab: tokens that the head can draw; 0 for all of the target's.
         bias: the product that joins states and embeddings has a bias.
-        qwen: `mtp` in Qwen's form, see `model.py`, in place of DeepSeek's.
+        form: of `mtp`.
     """
 
     kind: Kind
@@ -39,7 +38,7 @@ class HeadSpec:
     vocab_size: int
     draft_vocab: int = 0
     bias: bool = False
-    qwen: bool = False
+    form: MtpForm = DEEPSEEK
     windows: Sequence[int | None] = field(default=(None,))
 
     @property
@@ -94,14 +93,14 @@ def head_spec(kind: Kind, config: Config, target: DecoderSpec, names: Set[str]) 
     last = target.num_layers
     bias = any(name.removeprefix("model.") == "fc.bias" for name in names)
     if kind == "mtp":
-        qwen = any(name.startswith(QWEN) for name in names)
-        if not qwen and not value_or(config, "num_nextn_predict_layers", 0):
+        form = form_of(names)
+        if form is DEEPSEEK and not value_or(config, "num_nextn_predict_layers", 0):
             raise ConfigError(
                 "speculative_config: method=mtp needs a model with layers for multi-token prediction "
-                f"(num_nextn_predict_layers in its config, or tensors {QWEN}*). Choose another method."
+                "(num_nextn_predict_layers in its config, or tensors of such layers). Choose another method."
             )
-        decoder = _with_layer(target)
-        return HeadSpec("mtp", decoder, (last,), target.hidden_size, target.vocab_size, qwen=qwen)
+        decoder = _with_layer(target, form)
+        return HeadSpec("mtp", decoder, (last,), target.hidden_size, target.vocab_size, form=form)
     limits = {"max_position_embeddings": target.max_position}
     decoder = llama({**config, **limits, "tie_word_embeddings": False})
     stated = _stated_size(config, decoder)
@@ -133,14 +132,14 @@ def _draft_vocab(config: Config) -> int:
     return 0 if draft == config.get("vocab_size") else int(draft)
 
 
-def _with_layer(target: DecoderSpec) -> DecoderSpec:
+def _with_layer(target: DecoderSpec, form: MtpForm) -> DecoderSpec:
     """Return the target's spec with one more layer, like its last with attention."""
     attention = [i for i in range(target.num_layers) if isinstance(target.mixer_of(i), _ATTENTION)]
     like = attention[-1] if attention else target.num_layers - 1
     return replace(
         target,
         num_layers=target.num_layers + 1,
-        mlps=(*target.mlps, target.mlps[like]),
+        mlps=(*target.mlps, target.mlps[0 if form.dense else like]),
         windows=(*target.windows, target.windows[like]),
         mixers=(*target.mixers, target.mixers[like]) if target.mixers else (),
         ropes=(*target.ropes, target.ropes[like]) if target.ropes else (),
