@@ -223,11 +223,15 @@ def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
 
 
 def settings_digest(config: EngineConfig, files: ModelFiles) -> str:
-    """Return a digest of what is equal on all machines of a model: Octavo, the model, the settings, the key."""
+    """Return a digest of what is equal on all machines of a model: Octavo, the model, the settings, the key.
+
+    Of features, only which ones have settings: these may name files, which each machine has in its own place.
+    """
     alike = dataclasses.replace(config.parallel, node_rank=0, master_addr="", master_port=0)
     model = dataclasses.replace(config.model, model="")
+    features = sorted(name for name, own in config.features.items() if own != type(own)())
     data = msgspec.json.encode(
-        [__version__, files.config, alike, model, config.cache, config.scheduler], order="sorted"
+        [__version__, files.config, alike, model, config.cache, config.scheduler, features], order="sorted"
     )
     return blake2b(data, digest_size=16).hexdigest()
 

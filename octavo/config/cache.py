@@ -22,7 +22,7 @@ class CacheConfig:
     block_size: int | None = setting(
         None,
         "tokens in one block of the KV cache",
-        shown="16, or as many as make room for a recurrent layer's state",
+        shown="16, or more if a recurrent layer's state needs it",
         read=quantities.count,
         metavar="TOKENS",
     )

@@ -21,7 +21,7 @@ class DeviceConfig:
 
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs")
     threads: int | None = setting(
-        None, "compute threads on a CPU", shown="its cores", read=quantities.count, metavar="N"
+        None, "compute threads on a CPU", shown="its physical cores", read=quantities.count, metavar="N"
     )
     cpu_bind: str = setting(
         "auto",
@@ -30,7 +30,7 @@ class DeviceConfig:
         env="OCTAVO_CPU_OMP_THREADS_BIND",
     )
     attention_backend: str | None = setting(
-        None, "attention kernels to use (docs/gpu.md lists the names)", shown="the fastest that fits"
+        None, "attention kernels to use (docs/gpu.md and docs/cpu.md list the names)", shown="the fastest that fits"
     )
     cpu_isa: str = setting("auto", "instruction set of the CPU kernels")
     enforce_eager: bool = setting(
@@ -52,7 +52,10 @@ class DeviceConfig:
         metavar="FILE",
     )
     record_steps_limit: int = setting(
-        1 << 30, "maximum size of that file; the engine goes on without recording", read=quantities.size, metavar="SIZE"
+        1 << 30,
+        "maximum size of that file; at this size, recording ends and the engine continues",
+        read=quantities.size,
+        metavar="SIZE",
     )
     profiler_config: dict[str, Any] = setting(
         {},

@@ -76,9 +76,19 @@ _MODEL: dict[str, Missing | Needless] = {
     "calculate-kv-scales": Needless("scales of an FP8 KV cache are measured if the checkpoint has none"),
 }
 _ENGINE: dict[str, Missing | Needless] = {
-    "data-parallel-backend": _value("data parallelism is"),
-    "data-parallel-rank": _value("data parallelism is", "0"),
-    "data-parallel-size-local": _one("data parallelism"),
+    "data-parallel-backend": Missing(
+        "this flag is not supported: --distributed-executor-backend ray starts replicas on a Ray cluster",
+        frozenset({"mp"}),
+    ),
+    "data-parallel-rank": Missing(
+        "a server that is one of several replicas is not supported: one server starts them all (--data-parallel-size)",
+        frozenset({"0"}),
+    ),
+    "data-parallel-size-local": Missing(
+        "this flag is not supported: replicas are on one machine, or where a Ray cluster has devices "
+        "(--distributed-executor-backend ray)",
+        frozenset({"1"}),
+    ),
     "dbo-decode-token-threshold": Needless("--enable-dbo divides steps with prompts only", takes_value=True),
     "enable-eplb": _switch("balancing experts over ranks is"),
     "max-parallel-loading-workers": Needless("each device's process reads its own part", takes_value=True),
@@ -102,11 +112,11 @@ _ENGINE: dict[str, Missing | Needless] = {
     "use-v2-block-manager": Needless(_ONE_ENGINE),
     "disable-async-output-proc": Needless("see --no-async-scheduling"),
     "max-seq-len-to-capture": Needless("graphs are captured for decoding of any length", takes_value=True),
-    "cudagraph-capture-sizes": Needless("graphs are captured for the batch sizes that occur", takes_value=True),
+    "cudagraph-capture-sizes": Needless("graphs are recorded at fixed batch sizes, up to 1,024", takes_value=True),
     "tokenizer-pool-size": Needless("long texts are tokenized in threads", takes_value=True),
     "tokenizer-pool-type": Needless("long texts are tokenized in threads", takes_value=True),
     "additional-config": _value("additional settings are", "{}"),
-    "speculative-model": _value("a draft model is"),
+    "speculative-model": _value("this flag (another name of --spec-model) is"),
     "num-speculative-tokens": _value("this flag (another name of --spec-tokens) is"),
     "kv-offloading-backend": _value("offloading of the KV cache is", "native"),
     "collect-detailed-traces": Needless("a trace always contains queue, prefill and decode", takes_value=True),
@@ -114,7 +124,10 @@ _ENGINE: dict[str, Missing | Needless] = {
     "disable-hybrid-kv-cache-manager": Needless(_ONE_ENGINE),
 }
 _SERVER: dict[str, Missing | Needless] = {
-    "headless": _switch("an engine without a server is"),
+    "headless": Missing(
+        "an engine without a server is not supported; --node-rank starts the other machines of a model",
+        takes_value=False,
+    ),
     "exclude-tools-when-tool-choice-none": Needless("the prompt never contains tools that may not be called"),
     "tool-strict-level": Needless("calls always match the tools' schemas", takes_value=True),
     "tool-server": _value("tools run by the server are"),
@@ -125,7 +138,7 @@ _SERVER: dict[str, Missing | Needless] = {
     "log-error-stack": Needless("unexpected errors are always logged with their stack trace"),
     "h11-max-incomplete-event-size": Needless("headers are bounded by another parser of HTTP", takes_value=True),
     "h11-max-header-count": Needless("headers are bounded by another parser of HTTP", takes_value=True),
-    "disable-frontend-multiprocessing": Needless("server and engine are always two processes"),
+    "disable-frontend-multiprocessing": Needless("server and engine are always separate processes"),
 }
 
 FLAGS: dict[str, Missing | Needless] = {

@@ -41,7 +41,7 @@ class LogConfig:
     enable_log_deltas: bool = setting(True, "with --enable-log-outputs, also log each piece of a stream as it comes")
     max_log_len: int | None = setting(
         None,
-        "characters or token ids of a prompt or an output that are logged",
+        "most characters or token ids of a prompt or an output that are logged",
         shown="no limit",
         read=quantities.natural,
         metavar="N",
@@ -54,13 +54,13 @@ class LogConfig:
     )
     configure_logging: bool = setting(
         True,
-        "set up logging at all; without, that is left to the program or the middleware around the server",
+        "set up logging; --no-configure-logging leaves that to the program or the middleware around the server",
         env="OCTAVO_CONFIGURE_LOGGING",
     )
-    disable_uvicorn_access_log: bool = setting(False, "no line for each HTTP request at log level debug")
+    disable_uvicorn_access_log: bool = setting(False, "at log level debug, do not log a line for each HTTP request")
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
         (),
-        "paths, separated by commas, whose HTTP requests get no such line: /health,/metrics",
+        "paths, separated by commas, whose HTTP requests are not logged at log level debug: /health,/metrics",
         read=parsing.paths,
         metavar="PATHS",
         many=False,

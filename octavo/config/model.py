@@ -80,7 +80,8 @@ class ModelConfig:
     )
     quantization: str | None = setting(
         None,
-        "round weights when they are loaded, on a GPU: fp8, w8a8, w8a16 or w4a16; a quantized checkpoint needs no flag",
+        "on a GPU, quantize unquantized weights as they are loaded: fp8, w8a8, w8a16 or w4a16; a quantized checkpoint "
+        "needs no flag",
         shown="none",
         read=parsing.method,
         metavar="METHOD",
@@ -88,18 +89,18 @@ class ModelConfig:
     )
     head_dtype: Literal["auto", "int8"] = setting(
         "auto",
-        "on a CPU, int8 rounds the output head (and embeddings that it shares) to 8-bit integers: beside quantized "
-        "layers, reading it is a large part of each step",
+        "on a CPU, int8 quantizes the output head (and embeddings tied to it) to 8-bit integers: with quantized "
+        "layers, reading the head is a large part of each step",
     )
     self_check: bool | None = setting(
         None,
-        "compare some products of each kind of packed weights with the dequantized weights before serving; by default "
-        "of layers of up to 32M weights, which takes less than 0.2 s",
+        "before serving, compare some products of each form of packed weights with those of the dequantized weights; "
+        "by default in layers of up to 32M weights, which takes less than 0.2 s",
         shown="small layers",
         switch=True,
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = setting(
-        "auto", "how to read the weights; dummy fills in random ones"
+        "auto", "how to read the weights; dummy makes random ones"
     )
     max_model_len: int | None = setting(
         None,

@@ -80,7 +80,7 @@ class ParallelConfig:
     )
     disable_custom_all_reduce: bool = setting(
         False,
-        "sum over GPUs with NCCL only, not in the memory of peers",
+        "sum over GPUs with NCCL only, not through the memory of peers",
     )
     nnodes: int = setting(
         1,

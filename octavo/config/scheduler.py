@@ -18,12 +18,16 @@ class SchedulerConfig:
     """
 
     max_num_seqs: int | None = setting(
-        None, "sequences that run at once", shown="256; on a GPU of 60 GiB 1024", read=quantities.count, metavar="N"
+        None,
+        "most sequences that run at once",
+        shown="256; on a GPU of 60 GiB or more 1024",
+        read=quantities.count,
+        metavar="N",
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "tokens computed in one step; longer prompts are computed in chunks",
-        shown="2048; on a GPU of 60 GiB 8192",
+        "most tokens computed in one step; longer prompts are computed in chunks",
+        shown="2048; on a GPU of 60 GiB or more 8192",
         read=quantities.count,
         metavar="TOKENS",
     )
@@ -35,7 +39,8 @@ class SchedulerConfig:
     )
     policy: str = setting(
         "fcfs",
-        "which request goes first: the earliest, the one with the lowest `priority`, or with the largest `max_tokens`",
+        "which request runs first: the earliest, the one with the lowest `priority`, or the one with the largest "
+        "`max_tokens`",
         flag="scheduling-policy",
     )
     depth: int | None = setting(

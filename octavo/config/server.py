@@ -28,7 +28,7 @@ class ServerConfig(LogConfig):
     uds: str | None = setting(None, "a socket file to listen on instead of host and port", metavar="PATH")
     api_server_count: int = setting(
         1,
-        "processes that answer HTTP, for when one CPU core can't keep up with the streams",
+        "processes that answer HTTP; use more if one CPU core can't keep up with the streams",
         read=quantities.count,
         metavar="N",
         aliases=("-asc",),
@@ -38,7 +38,7 @@ class ServerConfig(LogConfig):
         None, "PEM file with the certificate's key", shown="in the certificate's file", metavar="FILE"
     )
     ssl_keyfile_password: str | None = setting(
-        None, "password of the key file", shown="nothing", metavar="TEXT", env="OCTAVO_SSL_KEYFILE_PASSWORD"
+        None, "password of the key file", shown="none", metavar="TEXT", env="OCTAVO_SSL_KEYFILE_PASSWORD"
     )
     ssl_ca_certs: str | None = setting(
         None, "PEM file with the authorities that sign client certificates", metavar="FILE"
@@ -53,14 +53,14 @@ class ServerConfig(LogConfig):
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        "keys, one of which clients must send",
+        "API keys; with any, clients must send one of them",
         flag="api-key",
-        shown="none asked",
+        shown="none",
         read=parsing.word,
         metavar="KEY",
         env="OCTAVO_API_KEY",
     )
-    api_key_file: str | None = setting(None, "a file with more keys, one per line", metavar="FILE")
+    api_key_file: str | None = setting(None, "a file with more API keys, one per line", metavar="FILE")
     allowed_origins: tuple[str, ...] = setting(
         (),
         "origins whose pages may call the server (CORS); * for all",
@@ -82,14 +82,14 @@ class ServerConfig(LogConfig):
     )
     max_num_queued_reqs: int | None = setting(
         None,
-        "sequences that may wait; further requests get a 429",
+        "most sequences that may wait; further requests get a 429",
         shown="no limit",
         read=quantities.natural,
         metavar="N",
     )
     max_num_queued_tokens: int | None = setting(
         None,
-        "prompt tokens that may wait; further requests get a 429",
+        "most prompt tokens that may wait; further requests get a 429",
         shown="no limit",
         read=quantities.count,
         metavar="TOKENS",
@@ -112,7 +112,7 @@ class ServerConfig(LogConfig):
         "auto", "how the model writes tool calls: auto (by its chat template)", metavar="NAME"
     )
     tool_parser_plugin: str | None = setting(
-        None, "a Python file of yours that declares more formats for --tool-call-parser", metavar="FILE"
+        None, "your own Python file that declares more formats for --tool-call-parser", metavar="FILE"
     )
     reasoning_parser: str = setting(
         "auto",
@@ -124,7 +124,11 @@ class ServerConfig(LogConfig):
     )
     root_path: str = setting("", "path under which a proxy publishes the server", shown="/", metavar="PATH")
     max_concurrent_requests: int | None = setting(
-        None, "requests answered at once; further ones get a 503", shown="no limit", read=quantities.count, metavar="N"
+        None,
+        "most requests answered at once; further ones get a 503",
+        shown="no limit",
+        read=quantities.count,
+        metavar="N",
     )
     keep_alive_s: int = setting(
         65,
@@ -136,8 +140,8 @@ class ServerConfig(LogConfig):
     )
     body_timeout_s: float = setting(
         60.0,
-        "time for a request's headers to arrive, and for its body, plus a second for each 16 KiB of that; "
-        "after that it gets a 408",
+        "time in which a request's headers must arrive, and its body, which has a second more for each 16 KiB; then it "
+        "gets a 408",
         flag="body-timeout",
         read=quantities.duration,
         metavar="SECONDS",
@@ -150,19 +154,19 @@ class ServerConfig(LogConfig):
         env="OCTAVO_HTTP_MAX_REQUEST_BODY_SIZE",
     )
     max_stop_strings: int = setting(
-        4, "stop strings in one request", read=quantities.count, metavar="N", env="OCTAVO_MAX_STOP_STRINGS"
+        4, "most stop strings in one request", read=quantities.count, metavar="N", env="OCTAVO_MAX_STOP_STRINGS"
     )
     max_n: int = setting(
         64, "largest `n` of a request", read=quantities.count, metavar="N", env="OCTAVO_MAX_N_SEQUENCES"
     )
-    max_prompts: int = setting(1024, "prompts in one completions request", read=quantities.count, metavar="N")
-    max_inputs: int = setting(2048, "inputs in one embeddings request", read=quantities.count, metavar="N")
+    max_prompts: int = setting(1024, "most prompts in one completions request", read=quantities.count, metavar="N")
+    max_inputs: int = setting(2048, "most inputs in one embeddings request", read=quantities.count, metavar="N")
     max_schema_bytes: int = setting(
         1024 * 1024, "largest JSON schema or grammar of a request", read=quantities.size, metavar="BYTES"
     )
     max_unread_tokens: int = setting(
         4096,
-        "tokens that may wait for a slow reader before its request is ended",
+        "most tokens that may wait for a slow reader; beyond that its request is ended",
         read=quantities.count,
         metavar="TOKENS",
     )
@@ -175,7 +179,7 @@ class ServerConfig(LogConfig):
     )
     sse_keep_alive_s: float = setting(
         0.0,
-        "send a comment in streams that have been silent for this time, so that proxies don't close them; 0 for never",
+        "send a comment in streams that have been silent for this long, so that proxies don't close them; 0 for never",
         flag="sse-keep-alive-interval",
         read=quantities.seconds,
         metavar="SECONDS",
@@ -184,7 +188,7 @@ class ServerConfig(LogConfig):
     max_file_bytes: int = setting(
         200 * 1024 * 1024, "largest file that may be uploaded", read=quantities.size, metavar="BYTES"
     )
-    max_batch_lines: int = setting(50_000, "requests in one batch", read=quantities.count, metavar="N")
+    max_batch_lines: int = setting(50_000, "most requests in one batch", read=quantities.count, metavar="N")
     batch_concurrency: int | None = setting(
         None,
         "batch requests that run at once, in capacity that other requests leave free",
@@ -218,7 +222,7 @@ class ServerConfig(LogConfig):
     )
     enable_docs: bool = setting(
         True,
-        "do not serve /docs, /redoc and /openapi.json, nor a page at /",
+        "do not serve /docs, /redoc and /openapi.json, nor the chat page at /",
         flag="disable-fastapi-docs",
         shown="served",
         convert=operator.not_,

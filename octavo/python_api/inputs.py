@@ -27,7 +27,7 @@ _REMEDIES = {
     "lora_request": "adapters are not supported; merge the adapter into the weights and load the result",
     "mm_processor_kwargs": "images, audio and video are not supported; leave it out",
     "trace_headers": "only a server traces requests; leave it out",
-    "data_parallel_rank": "there is one engine; leave it out",
+    "data_parallel_rank": "a request can't choose its replica; leave it out",
     "timeout": "a call in this process can't be interrupted; leave it out",
 }
 _WRITTEN = (

@@ -110,7 +110,7 @@ def test_values_that_are_fine() -> None:
     [
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2: context parallelism is for prompts"),
         ({"enable_eplb": True}, "enable_eplb=True: balancing experts over ranks is not supported"),
-        ({"speculative_model": "m"}, "a draft model is not supported"),
+        ({"speculative_model": "m"}, "another name of --spec-model) is not supported"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False: long prompts are always computed in chunks"),
     ],
 )

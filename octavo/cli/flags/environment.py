@@ -24,17 +24,16 @@ OTHER_WORDS: Mapping[str, Mapping[str, Callable[[str], str]]] = {
 }
 """Flag -> variable -> function that converts its value to the flag's form; an empty text means no value."""
 
-_ONE_PROCESS = "the engine always runs in one separate process"
-_NO_COMPILE = "models are not compiled"
+_NO_COMPILE = "only --compilation uses torch.compile"
 _NO_TELEMETRY = "there is no telemetry"
 _NEEDLESS: Mapping[str, str] = {
     "NO_USAGE_STATS": _NO_TELEMETRY,
     "DO_NOT_TRACK": _NO_TELEMETRY,
     "USAGE_SOURCE": _NO_TELEMETRY,
     "USE_V1": "there is one engine",
-    "WORKER_MULTIPROC_METHOD": _ONE_PROCESS,
-    "ENABLE_V1_MULTIPROCESSING": _ONE_PROCESS,
-    "HOST_IP": "there is one host; --host says where the server listens",
+    "WORKER_MULTIPROC_METHOD": "processes are always started anew, never forked",
+    "ENABLE_V1_MULTIPROCESSING": "the engine of a server always has a process of its own",
+    "HOST_IP": "--host says where the server listens, --master-addr where other nodes reach node 0",
     "PORT": "it does not set the server's port; use --port",
     "DISABLE_COMPILE_CACHE": _NO_COMPILE,
     "TORCH_COMPILE_LEVEL": _NO_COMPILE,
@@ -50,7 +49,7 @@ _NEEDLESS: Mapping[str, str] = {
     "IMAGE_FETCH_TIMEOUT": "images are not supported by this version",
     "AUDIO_FETCH_TIMEOUT": "audio is not supported by this version",
     "VIDEO_FETCH_TIMEOUT": "video is not supported by this version",
-    "BATCH_INVARIANT": "see docs/gpu.md about repeatable answers",
+    "BATCH_INVARIANT": "on a CPU, answers never depend on the batch (docs/cpu.md); on a GPU they may",
 }
 
 

@@ -467,11 +467,6 @@ class _Matcher:
         return f"The adapter was made for another base model{stated} than the one served."
 
     def _unknown(self, name: str) -> ModelFileError:
-        if "experts" in name.split("."):
-            return ModelFileError(
-                f"{self._path}: tensor {name} belongs to experts, which adapters can't change here, since they are "
-                "quantized on a GPU. Merge the adapter into its base model."
-            )
         return ModelFileError(
             f"{self._path}: tensor {name} belongs to no layer of the model that adapters can change. {self._other_base}"
         )

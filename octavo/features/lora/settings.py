@@ -49,12 +49,10 @@ class LoraSettings(FeatureSettings):
             their requests with 404.
     """
 
-    enable_lora: bool = setting(
-        False, "answer with LoRA adapters beside the model; implied by --lora-modules and --lora-dir"
-    )
+    enable_lora: bool = setting(False, "serve LoRA adapters of the model; implied by --lora-modules and --lora-dir")
     lora_modules: tuple[Any, ...] = setting(
         (),
-        'adapters to know from the start, each as NAME=PATH or as JSON: {"name": "a", "path": "/a", '
+        'adapters to register at the start, each as NAME=PATH or as JSON: {"name": "a", "path": "/a", '
         '"base_model_name": "b"}',
         metavar="NAME=PATH",
     )
@@ -80,7 +78,7 @@ class LoraSettings(FeatureSettings):
     )
     lora_extra_vocab_size: int = setting(
         0,
-        "most tokens that an adapter may add to the vocabulary; on a CPU only, and without ranks and drafts",
+        "most tokens that an adapter may add to the vocabulary; only on a CPU, with one rank, and without drafts",
         read=quantities.natural,
         metavar="N",
     )

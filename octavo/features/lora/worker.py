@@ -420,7 +420,7 @@ def _check_extensible(layers: nn.Module, site: Site) -> None:
     elif not isinstance(layers, CausalLM) or not layers.is_whole or mesh.size > 1 or mesh.context is not None:
         reason = "the model is divided over ranks"
     elif room is not None and room.max_drafts:
-        reason = "drafters have the model's vocabulary"
+        reason = "drafters have the model's vocabulary, so turn speculative decoding off"
     if reason is not None:
         raise ConfigError(
             f"--lora-extra-vocab-size can't be used here: {reason}. Leave it out, and resize the base model instead "

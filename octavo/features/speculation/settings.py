@@ -36,6 +36,7 @@ class SpeculationSettings(FeatureSettings):
     spec_tokens: int | None = setting(
         None,
         "most drafts after one token: the key num_speculative_tokens of --speculative-config",
+        shown="3 or 7, by method and device",
         read=quantities.count,
         metavar="N",
     )

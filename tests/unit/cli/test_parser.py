@@ -32,6 +32,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--decode_context_parallel_size=8"], "--decode-context-parallel-size 8: context parallelism"),
         (["--enable-eplb"], "balancing experts over ranks is not supported"),
         (["--num-speculative-tokens", "3"], "another name of --spec-tokens"),
+        (["--speculative-model", "m"], "another name of --spec-model"),
+        (["--data-parallel-backend", "ray"], "--distributed-executor-backend ray starts replicas"),
+        (["--data-parallel-rank", "1"], "one server starts them all (--data-parallel-size)"),
+        (["--headless"], "--node-rank starts the other machines"),
         (["--kv-transfer-config.kv_role", "x"], "transfer of KV cache between servers is not supported"),
         (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools run by the server are not supported"),
         (["--hf-token", "t"], "set the variable HF_TOKEN"),
@@ -50,6 +54,7 @@ def test_missing_features_are_refused_with_the_reason(
         ["-dcp", "1"],
         ["--no-enable-eplb"],
         ["--tokenizer-mode", "auto"],
+        ["--data-parallel-backend", "mp"],
     ],
 )
 def test_neutral_values_pass_silently(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:

@@ -9,6 +9,7 @@ import toy_models
 import transformers
 
 from octavo.build import build_core
+from octavo.build_worker import settings_digest
 from octavo.config import EngineConfig, ParallelConfig
 from octavo.core.errors import ConfigError
 from octavo.engine.rank_group import RankGroup
@@ -68,3 +69,15 @@ def test_replicas_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--data-parallel-size 2 --tensor-parallel-size 2 needs 4 GPUs"):
         check_replicas(asked)
     check_replicas(EngineConfig.of(device="cpu", data_parallel_size=4))
+
+
+@pytest.mark.features("lora")
+@pytest.mark.parametrize("settings", [{"enable_lora": True}, {"max_num_seqs": 3}, {"node_key": "k"}])
+def test_machines_with_other_settings_do_not_join(settings: dict[str, Any]) -> None:
+    """Without the feature's half, a rank would compute other layers than its fellows."""
+    files = toy_models.model_files(toy_models.LLAMA)
+    two = settings_digest(EngineConfig.of(nnodes=2), files)
+    assert settings_digest(EngineConfig.of(nnodes=2, **settings), files) != two
+    assert (
+        settings_digest(EngineConfig.of(nnodes=2, node_rank=1, master_addr="10.0.0.1", model="elsewhere"), files) == two
+    )
