@@ -33,7 +33,7 @@ def make_parser() -> OctavoParser:
         "octavo eval",
         words="[MODEL]",
         description="Print how well a model predicts a text: its perplexity, and with --reference how far its "
-        "distributions are from another model's. With --choices, how many questions it answers rightly.",
+        "distributions are from another model's. With --choices, how many questions it answers correctly.",
     )
     parser.add_argument("--reference", metavar="MODEL", help="compare with this model, of the same tokenizer")
     parser.add_argument("--text", metavar="FILE", help="text in UTF-8 (default: some 1,100 words of plain English)")

@@ -102,6 +102,11 @@ class EngineConfig:
                     f"--{flag} {given}: with --nnodes 1 no other machine joins. Set --nnodes to the number of "
                     f"machines, or leave --{flag} out."
                 )
+        limit = self.device.record_steps_limit
+        if self.device.record_steps is None and limit != DeviceConfig().record_steps_limit:
+            raise ConfigError(
+                f"--record-steps-limit {limit} is for --record-steps. Set that flag, or leave this one out."
+            )
         if self.device.record_steps is not None and self.parallel.replicas > 1:
             raise ConfigError(
                 f"--record-steps {self.device.record_steps}: a file has the steps of one engine, and with "

@@ -29,6 +29,8 @@ from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank_group import RankGroup, ranks_of
 
+_APART = "The model is in separate processes (several devices, or --distributed-executor-backend)"
+
 
 @dataclass(slots=True)
 class RankStep:
@@ -183,8 +185,8 @@ class RankWorker:
 
     def take_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
         raise UnsupportedError(
-            "The model is in separate processes (--distributed-executor-backend mp), which can't use tensors of this "
-            'process: send {"path": FILE}. A file in /dev/shm stays in memory.'
+            f"{_APART}, which can't use tensors of this one: send "
+            '{"path": FILE}. A file in /dev/shm stays in memory.'
         )
 
     def stage_received(self) -> RankStaged:
@@ -215,8 +217,7 @@ class RankWorker:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise UnsupportedError(
-            "The model is in separate processes (--distributed-executor-backend mp), which can't call functions of "
-            "this one; leave that setting out."
+            f"{_APART}, which can't call functions of this one. Run it on one device without that flag."
         )
 
     def call_hook(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:

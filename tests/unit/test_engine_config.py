@@ -144,6 +144,12 @@ def test_replicas_do_not_record_their_steps_in_one_file() -> None:
         EngineConfig.of(model="m", data_parallel_size=2, record_steps="steps").check()
 
 
+def test_a_limit_of_a_record_that_is_not_written_is_refused() -> None:
+    EngineConfig.of(record_steps="steps", record_steps_limit="1M").check()
+    with pytest.raises(ConfigError, match=r"--record-steps-limit 1048576 is for --record-steps\. Set that flag"):
+        EngineConfig.of(record_steps_limit="1M").check()
+
+
 def test_replicas_that_need_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     config = EngineConfig.of(model="m", device="cuda", data_parallel_size=2, tensor_parallel_size=2)

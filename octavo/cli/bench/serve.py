@@ -78,7 +78,7 @@ def make_parser() -> OctavoParser:
 
 def add_request_flags(parser: OctavoParser) -> None:
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--ignore-eos", action="store_true", help="always generate as many tokens as asked for")
+    sampling.add_argument("--ignore-eos", action="store_true", help="always generate the requested number of tokens")
     sampling.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
     sampling.add_argument("--top-p", type=float)
     sampling.add_argument("--top-k", type=int)

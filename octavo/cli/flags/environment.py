@@ -31,7 +31,7 @@ _NEEDLESS: Mapping[str, str] = {
     "DO_NOT_TRACK": _NO_TELEMETRY,
     "USAGE_SOURCE": _NO_TELEMETRY,
     "USE_V1": "there is one engine",
-    "WORKER_MULTIPROC_METHOD": "processes are always started anew, never forked",
+    "WORKER_MULTIPROC_METHOD": "processes are always spawned, never forked",
     "ENABLE_V1_MULTIPROCESSING": "the engine of a server always has a process of its own",
     "HOST_IP": "--host says where the server listens, --master-addr where other nodes reach node 0",
     "PORT": "it does not set the server's port; use --port",

@@ -354,7 +354,7 @@ class LoraEngine(EngineHook):
         return (
             _gauge("lora_adapters", "LoRA adapters in the device's memory, in the host's, and known.", places, "place"),
             _gauge("lora_blocks", "KV blocks that hold LoRA adapters.", residency.num_blocks),
-            _counter(CHANGES, "Times that the name of a LoRA adapter came, went or was replaced.", self._names.changes),
+            _counter(CHANGES, "Times that an adapter's name was added, removed or replaced.", self._names.changes),
             _counter("lora_reads", "LoRA adapters read from disk.", residency.reads),
             _counter("lora_loads", "LoRA adapters loaded into the device's memory.", residency.loads),
             _counter("lora_evictions", "LoRA adapters evicted from the device's memory.", residency.evictions),
