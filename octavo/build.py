@@ -235,7 +235,7 @@ def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -
     """Return the tasks that requests may use.
 
     Raises:
-        ConfigError: the model has no task, because the pooling feature is missing.
+        ConfigError: the model has no task, because the feature that would give it one is missing.
     """
     tasks = [*(["generate"] if generates else []), *(task for hook in hooks for task in hook.tasks)]
     if not tasks:

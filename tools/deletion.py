@@ -149,7 +149,6 @@ PUBLIC = (
     public("features/pooling/online.py", "lora", "lora_request", "an argument of vLLM's methods"),
     public("config/model.py", "pooling", "pooling", "a value of --runner"),
     public("features/speculation/eagle/corpus.py", "pooling", "pooling", "a value of --runner"),
-    public("build_worker.py", "pooling", "pooling", "a value of --runner"),
     public("models/encoders/modernbert.py", "pooling", "classifier_pooling", "a field of checkpoints' configs"),
     public(
         "hub/catalogue.py",
