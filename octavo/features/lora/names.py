@@ -81,7 +81,7 @@ class Names:
     Args:
         blocks_of: returns the blocks that an adapter takes.
         num_blocks: blocks of the KV cache.
-        replaceable: see `payload.Targets`.
+        replaceable: see `payload.RankTargets`.
         retire: called with weights that no name leads to any more.
 
     Attributes:

@@ -13,7 +13,7 @@ from octavo.core.plan import SampledRow, StepPlan
 from octavo.device.transfer import upload
 from octavo.nn.attention.whole import LengthGroup, groups_of
 from octavo.nn.step import StepInput
-from octavo.worker.drafts import Drafting, Drafts, Following, Stored
+from octavo.worker.drafts import Drafting, Drafts, Following, StoredDrafts
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
 
@@ -71,7 +71,7 @@ class PromptSlots:
     def known(self) -> tuple[Tensor, Tensor]:
         raise AssertionError("an encoder keeps no tokens")
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], StoredDrafts]:
         raise AssertionError("an encoder samples no tokens")
 
 

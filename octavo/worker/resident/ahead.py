@@ -56,7 +56,7 @@ _PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_pen
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModelShare:
     """What one rank computes of a model; by default everything.
 
     Attributes:
@@ -76,7 +76,7 @@ class Share:
     turn: tuple[int, int] = (0, 1)
 
     @classmethod
-    def of(cls, model: LayeredModel, mesh: Mesh, parallel: ParallelConfig, place: RankPlace) -> Share:
+    def of(cls, model: LayeredModel, mesh: Mesh, parallel: ParallelConfig, place: RankPlace) -> ModelShare:
         return cls(
             mesh,
             ALONE if parallel.divides_requests else mesh,
@@ -87,7 +87,7 @@ class Share:
         )
 
 
-WHOLE = Share()
+WHOLE = ModelShare()
 
 
 @torch.inference_mode()
@@ -102,7 +102,7 @@ def compile_ahead(
     block_size: int,
     max_model_len: int,
     groups: Sequence[CacheGroup],
-    share: Share = WHOLE,
+    share: ModelShare = WHOLE,
 ) -> Ahead:
     """Start to compile; return the handle to wait for."""
     if isinstance(attention, LibraryAttention):
@@ -138,7 +138,9 @@ def compile_ahead(
     return ahead
 
 
-def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device, share: Share) -> None:
+def _layers(
+    spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device, share: ModelShare
+) -> None:
     """Launch the kernels of norms, experts and sums over ranks."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -159,7 +161,7 @@ def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device
 
 
 def _experts(
-    spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None, share: Share
+    spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None, share: ModelShare
 ) -> None:
     """Launch the kernels of a mixture of experts, in all forms that depend on the number of tokens."""
     width, alone = stream.shape[1], share.mesh.size == 1
