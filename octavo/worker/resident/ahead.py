@@ -229,7 +229,6 @@ def _step(slots: DeviceSlots, counts: Sequence[int], context: int) -> StepInput:
         samples=[True] * len(counts),
         block_writes=[(0, 0, 0, 0)],
         copies=[],
-        freed=[],
     )
     slots.apply(plan)
     layout = slots.lay_out(plan)
