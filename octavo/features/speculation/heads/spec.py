@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from octavo.core.errors import ConfigError
@@ -34,7 +33,6 @@ class HeadSpec:
     vocab_size: int
     draft_vocab: int = 0
     bias: bool = False
-    windows: Sequence[int | None] = field(default=(None,))
 
     @property
     def hidden_size(self) -> int:
@@ -43,18 +41,6 @@ class HeadSpec:
     @property
     def num_layers(self) -> int:
         return self.decoder.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.decoder.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.decoder.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.decoder.head_dim
 
     @property
     def intermediate_size(self) -> int:
