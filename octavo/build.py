@@ -6,7 +6,6 @@ takes seconds.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -46,8 +45,6 @@ from octavo.schedule.pages import PageShape
 from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
 from octavo.version import __version__
-
-log = logging.getLogger(__name__)
 
 
 def build_core(
