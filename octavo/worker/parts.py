@@ -50,8 +50,6 @@ class Layout(Generic[B]):
 class Slots(Protocol):
     """The state of running requests, one fixed row each: tokens, positions computed, block tables, sampling."""
 
-    num_slots: int
-
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's changes: requests that took a slot, then changed block tables."""
         ...

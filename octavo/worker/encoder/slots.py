@@ -21,8 +21,7 @@ from octavo.worker.step import PromptRow
 class PromptSlots:
     """The prompts of the current step."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.num_slots = num_slots
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._prompts: dict[int, list[int]] = {}
 
