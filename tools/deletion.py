@@ -105,7 +105,6 @@ PUBLIC = (
     public("server/openai/chat.py", "thinking", "enable_thinking", "a variable of chat templates"),
     public("server/openai/decide/route.py", "thinking", "enable_thinking", "a variable of chat templates"),
     public("server/extras.py", "beams", "num_beams", "a field of other engines' requests"),
-    public("server/routes/invocations.py", "pooling", "/pooling", "a path of the HTTP API"),
     public(
         "cli/flags/environment.py",
         "lora",
