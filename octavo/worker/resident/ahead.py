@@ -31,7 +31,6 @@ from octavo.nn.attention.recordable import Recordable
 from octavo.nn.attention.triton import MANY_WRITTEN, TritonAttention
 from octavo.nn.build import AnyBackend, own_form
 from octavo.nn.divided import DividedLogits
-from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.ops import expert_products, expert_rows, few_rows, triton_norm
 from octavo.nn.ops.expert_weights import StackedWeights
@@ -165,17 +164,7 @@ def _experts(
 ) -> None:
     """Launch the kernels of a mixture of experts, in all forms that depend on the number of tokens."""
     width, alone = stream.shape[1], share.mesh.size == 1
-    whole = ExpertsForm(
-        num_experts=spec.num_experts,
-        hidden_size=width,
-        size=spec.size,
-        activation=spec.activation,
-        gated=spec.gated,
-        clamped=spec.clamped,
-        bias=spec.bias,
-        on_inputs=spec.routing.on_inputs,
-    )
-    form = own_form(whole, share.mesh, whole=share.whole_experts)
+    form = own_form(spec.form(width), share.mesh, whole=share.whole_experts)
     outputs = 2 * form.size if spec.gated else form.size
 
     def stacked(*shape: int) -> torch.Tensor:
