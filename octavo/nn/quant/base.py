@@ -133,7 +133,7 @@ class QuantizingAtLoad(Protocol):
 
 
 @runtime_checkable
-class Rounding(Protocol):
+class RoundingScheme(Protocol):
     """A scheme that can multiply activations in 8 bits, rounded by the operation before it."""
 
     def takes_rounded(self, rows: int) -> bool:
