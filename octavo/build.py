@@ -6,7 +6,6 @@ takes seconds.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -46,8 +45,6 @@ from octavo.schedule.pages import PageShape
 from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
 from octavo.version import __version__
-
-log = logging.getLogger(__name__)
 
 
 def build_core(
@@ -235,7 +232,7 @@ def _tasks(files: ModelFiles, hooks: Sequence[EngineHook], *, generates: bool) -
     """Return the tasks that requests may use.
 
     Raises:
-        ConfigError: the model has no task, because the pooling feature is missing.
+        ConfigError: the model has no task, because the feature that would give it one is missing.
     """
     tasks = [*(["generate"] if generates else []), *(task for hook in hooks for task in hook.tasks)]
     if not tasks:

@@ -293,7 +293,9 @@ def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
             else f"{files.name} has no head that could generate text"
         )
         raise ConfigError(f"--runner generate: {why}. Leave it out.")
-    return not (asked == "pooling" or (asked == "auto" and (embeds or bare or is_sentence_transformer(files))))
+    if asked != "auto":
+        return asked == "generate"
+    return not (embeds or bare or is_sentence_transformer(files))
 
 
 def _facts(worker: Worker | EncoderWorker) -> WorkerFacts:

@@ -6,12 +6,12 @@ import logging
 import os
 import sys
 from functools import partial
-from pathlib import Path
 
 from octavo.config import DeviceConfig, EngineConfig
 from octavo.core.info import ModelInfo
 from octavo.core.log import FORM
 from octavo.core.memory import check_address_space, memory_errors
+from octavo.device.early import is_cpu
 from octavo.engine.core_server import LOST, CoreServer
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase
@@ -33,7 +33,7 @@ def main() -> int:
 def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[EngineLoop, ModelInfo]:
     with memory_errors():
         check_address_space()
-        if _on_cpu(config.device):  # while torch is imported and the weights are read
+        if _uses_cpu_kernels(config.device):  # while torch is imported and the weights are read
             model, kv_cache = config.model, config.cache.kv_cache_dtype
             needed = partial(needed_libraries, files, model.dtype, model.load_format, kv_cache, model.activation_dtype)
             build_ahead(config.device.cpu_isa, needed)
@@ -52,11 +52,11 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _on_cpu(device: DeviceConfig) -> bool:
+def _uses_cpu_kernels(device: DeviceConfig) -> bool:
     """Return whether Octavo's CPU kernels will probably run, judged without importing torch."""
     if (device.attention_backend or "native").lower() not in ("native", "cpu_attn"):
         return False
-    return device.device == "cpu" or (device.device == "auto" and not Path("/dev/nvidiactl").exists())
+    return is_cpu(device.device)
 
 
 if __name__ == "__main__":

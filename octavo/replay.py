@@ -169,7 +169,7 @@ class _Player:
 
 def _asking(number: int, ticket: int) -> StepPlan:
     """A plan without rows, which asks how far a transfer is."""
-    return PlanDraft(transfers=Transfers(doubted=[ticket])).freeze(number, [])
+    return PlanDraft(transfers=Transfers(doubted=[ticket])).freeze(number)
 
 
 def _of(output: StepOutput, row: int) -> list[int] | str:

@@ -93,7 +93,7 @@ class Adapted:
         """Compute the next tokens of each row; return the logits of their last ones, or of all."""
         plan = PlanDraft(slots=list(range(len(rows))), num_tokens=list(counts), samples=[True] * len(rows))
         plan.num_drafts = [count - 1 if all_logits else 0 for count in counts]
-        self.worker.lay_out(plan.freeze(0, []), payload)
+        self.worker.lay_out(plan.freeze(0), payload)
         self.worker.select(self.worker.variant(payload))
         try:
             step = self.runner.input(rows, counts, all_logits=all_logits)

@@ -20,7 +20,7 @@ from octavo.engine.toy import VOCAB, ToyStep
 from octavo.features.lora import names
 from octavo.features.lora.adapter_file import AdapterFile
 from octavo.features.lora.layout import Manifest, Piece, Target, TargetPart
-from octavo.features.lora.payload import NAME, Targets, page_names, pages_of
+from octavo.features.lora.payload import NAME, RankTargets, page_names, pages_of
 from octavo.features.lora.requests import Part, encode
 from octavo.schedule.pages import PageShape
 
@@ -79,7 +79,9 @@ class ToyWorker:
         assert feature == NAME
         args = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
         if method == "targets":
-            return done([msgspec.to_builtins(Targets((LAYER, HEAD), (0, 1), SHAPE.num_slices, SHAPE.slice_bytes, 4))])
+            return done(
+                [msgspec.to_builtins(RankTargets((LAYER, HEAD), (0, 1), SHAPE.num_slices, SHAPE.slice_bytes, 4))]
+            )
         if method == "drop":
             self.host.remove(args["uid"])
             return done([{}])

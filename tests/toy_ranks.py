@@ -79,7 +79,7 @@ class ToyRank(FixedWorker):
 
 
 def plan(number: int) -> StepPlan:
-    return StepPlan(number, [], [], [], [], [], [], [], [])
+    return StepPlan(number, [], [], [], [], [], [], [])
 
 
 def toy_group(

@@ -105,7 +105,6 @@ PUBLIC = (
     public("server/openai/chat.py", "thinking", "enable_thinking", "a variable of chat templates"),
     public("server/openai/decide/route.py", "thinking", "enable_thinking", "a variable of chat templates"),
     public("server/extras.py", "beams", "num_beams", "a field of other engines' requests"),
-    public("server/routes/invocations.py", "pooling", "/pooling", "a path of the HTTP API"),
     public(
         "cli/flags/environment.py",
         "lora",
@@ -149,7 +148,6 @@ PUBLIC = (
     public("features/pooling/online.py", "lora", "lora_request", "an argument of vLLM's methods"),
     public("config/model.py", "pooling", "pooling", "a value of --runner"),
     public("features/speculation/eagle/corpus.py", "pooling", "pooling", "a value of --runner"),
-    public("build_worker.py", "pooling", "pooling", "a value of --runner"),
     public("models/encoders/modernbert.py", "pooling", "classifier_pooling", "a field of checkpoints' configs"),
     public(
         "hub/catalogue.py",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
+
+T = TypeVar("T")
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +87,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         if self.kv_longest:
             return self.num_blocks * self.max_model_len // self.kv_longest
         return self.num_blocks * self.block_size // max(self.kv_groups, 1)
+
+    def facts(self, feature: str, kind: type[T]) -> T | None:
+        """Return a feature's entry in `feature_info`, decoded as this type; None if there is none."""
+        found = self.feature_info.get(feature)
+        return None if found is None else msgspec.msgpack.decode(found, type=kind)
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

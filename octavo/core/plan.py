@@ -107,7 +107,6 @@ class StepPlan(msgspec.Struct, frozen=True):
         slots, num_tokens, num_drafts, samples: the rows, as parallel lists.
         block_writes: (slot, group, index, block) changes of block tables, applied after `new`, which has whole tables.
         copies: (source, destination) blocks, copied before this step writes any KV.
-        freed: slots that no later step uses until they are in `new` again.
         payload: feature name -> input of its worker half for this step.
         needs_feedback: the rows can't be sampled before the previous step's tokens are known on the host.
         repeats: the rows equal those of the previous plan, which was launched, and `new` is empty; a worker may reuse
@@ -127,7 +126,6 @@ class StepPlan(msgspec.Struct, frozen=True):
     samples: list[bool]
     block_writes: list[tuple[int, int, int, int]]
     copies: list[tuple[int, int]]
-    freed: list[int]
     payload: dict[str, Any] = msgspec.field(default_factory=dict)
     needs_feedback: bool = False
     repeats: bool = False
@@ -167,7 +165,7 @@ class PlanDraft:
     reports_drafts: bool = False
     transfers: Transfers | None = None
 
-    def freeze(self, step_id: int, freed: list[int]) -> StepPlan:
+    def freeze(self, step_id: int) -> StepPlan:
         return StepPlan(
             id=step_id,
             new=self.new,
@@ -177,7 +175,6 @@ class PlanDraft:
             samples=self.samples,
             block_writes=self.block_writes,
             copies=self.copies,
-            freed=freed,
             payload=self.payload,
             needs_feedback=self.needs_feedback,
             repeats=self.repeats,

@@ -1,4 +1,4 @@
-"""What makes imports of torch cost less time. No torch here."""
+"""What is known or done before torch is imported: the kind of device, a GPU's context. No torch here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 DRIVER = Path("/dev/nvidiactl")
+
+
+def is_cpu(device: str) -> bool:
+    """Return whether the model will probably run on a CPU.
+
+    Args:
+        device: as for `select_device`.
+    """
+    return device == "cpu" or (device == "auto" and not DRIVER.exists())
 
 
 def begin_context(device: str) -> threading.Thread | None:

@@ -7,14 +7,10 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.output import StepOutput
 from octavo.core.plan import StepPlan
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_payload = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
-
-encode_output = _encode
-decode_output = msgspec.msgpack.Decoder(StepOutput).decode
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import queue
 import threading
 import time
@@ -21,8 +20,6 @@ from octavo.engine.failure import Failure
 from octavo.engine.frames import frame
 from octavo.engine.rank_moves import RankMoves
 from octavo.engine.ring import RingHandles, RingWriter
-
-log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _STOPPED_S = 1.0
@@ -43,9 +40,6 @@ class AnyRank(Protocol):
 
     @property
     def pid(self) -> int: ...
-
-    @property
-    def code(self) -> int | None: ...
 
     @property
     def stopped(self) -> bool: ...

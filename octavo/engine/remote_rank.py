@@ -134,11 +134,6 @@ class RemoteRank:
         self._sender = threading.Thread(target=self._send, name=f"octavo-to-rank-{number}", daemon=True)
         self._sender.start()
 
-    @property
-    def code(self) -> int | None:
-        """0 once the rank is gone; None while it is there."""
-        return 0 if self._ended.is_set() else None
-
     def listen(self, take: Callable[[int, rank_wire.FromRank], None], ended: Callable[[int, str], object]) -> None:
         def run() -> None:
             reason = self._receive(take)

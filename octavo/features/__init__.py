@@ -9,7 +9,8 @@ A feature's parts are modules of its folder. Each is optional, and imported only
   data that the engine half sends to the worker half with a step. It needs no torch.
 - `text.py` has `TEXT`, a subclass of `TextHook`: the half in front ends. It needs no torch.
 - `settings.py` has `SETTINGS`, a dataclass derived from `FeatureSettings`; its fields carry their flags.
-- `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes.
+- `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes. `invocations(ctx)`, if there is one,
+  returns which bodies of `/invocations` they answer.
 - `models.py` has `implementation(config, files) -> Implementation | None`, which builds models in another way than by
   Octavo's own layers.
 - `cli.py` has a command of `octavo`: `NAME`, `ABOUT` (a line of help) and `run(argv) -> int`. It imports

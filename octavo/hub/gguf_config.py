@@ -46,7 +46,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     return {
         **_identity(file, family),
         **_shape(keys, family),
-        **_rope(keys, family),
+        **_rope(keys),
         **_attention(keys, family),
         **{name: number for name, number in numbers.items() if number is not None},
         **family.fields(keys),
@@ -145,7 +145,7 @@ def _rotary_dim(keys: Keys) -> int:
     return size
 
 
-def _rope(keys: Keys, family: Family) -> dict[str, Any]:
+def _rope(keys: Keys) -> dict[str, Any]:
     theta = keys.get("rope.freq_base", 10000.0)
     return {
         "rope_theta": theta,

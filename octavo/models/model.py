@@ -29,7 +29,6 @@ class ModelSpec(Protocol):
 
     Attributes:
         intermediate_size: outputs of the widest linear layer in front of another one.
-        windows: each layer's sliding window in tokens; None for full attention.
         tied: whether the output head is the embedding table.
         max_position: maximum number of tokens of a sequence.
     """
@@ -43,22 +42,10 @@ class ModelSpec(Protocol):
     def num_layers(self) -> int: ...
 
     @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
     def intermediate_size(self) -> int: ...
 
     @property
     def vocab_size(self) -> int: ...
-
-    @property
-    def windows(self) -> Sequence[int | None]: ...
 
     @property
     def tied(self) -> bool: ...

@@ -14,7 +14,7 @@ from octavo.native.builder import LOGITS, RESIDUAL, STORED, NormArgs, ProgramBui
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.norm import Norm
 from octavo.nn.ops.activation import act_mul
-from octavo.nn.quant.base import Fusing, Packing, Part, Rounding, Scheme
+from octavo.nn.quant.base import Fusing, Packing, Part, RoundingScheme, Scheme
 from octavo.nn.quant.packed import Matrix, emit_rounded, packed
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.rounded import Activations, Rounded
@@ -54,7 +54,7 @@ class Projection(WeightLayer):
         self.delta: Delta | None = None
         self._keeps_own = False
         self._fusing_scheme = scheme if isinstance(scheme, Fusing) else None
-        self._rounding_scheme = scheme if isinstance(scheme, Rounding) else None
+        self._rounding_scheme = scheme if isinstance(scheme, RoundingScheme) else None
         self._matrix: Matrix | None = None
 
     def forward(self, x: Activations) -> Tensor:
@@ -240,7 +240,7 @@ class Projection(WeightLayer):
     def _fusing(self) -> Fusing | None:
         return self._fusing_scheme if self.is_whole else None
 
-    def _rounding(self, rows: int) -> Rounding | None:
+    def _rounding(self, rows: int) -> RoundingScheme | None:
         """Return the scheme if it multiplies this number of rows in 8 bits, and nothing needs them unrounded."""
         scheme = self._rounding_scheme
         return scheme if scheme is not None and self.delta is None and scheme.takes_rounded(rows) else None

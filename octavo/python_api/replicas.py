@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from octavo.config import EngineConfig
 from octavo.core.log import LogSettings
 from octavo.device.binding import NODES, divided
+from octavo.device.early import is_cpu
 from octavo.device.visible import check_enough, environment_of
 from octavo.engine.process import CoreProcess
 from octavo.hub.files import ModelFiles
@@ -21,7 +21,8 @@ def replica_process(number: int, count: int, config: EngineConfig, files: ModelF
     """
     own = environment_of(number, count, config.parallel.num_ranks)
     process = CoreProcess("octavo.engine_main", (config, files, log), own)
-    if count > 1 and _on_cpu(config) and config.device.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):
+    device = config.device
+    if count > 1 and is_cpu(device.device) and device.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(process.pid, divided(os.sched_getaffinity(0), NODES, number, count))
     return process
 
@@ -29,11 +30,6 @@ def replica_process(number: int, count: int, config: EngineConfig, files: ModelF
 def check_replicas(config: EngineConfig) -> None:
     """Raise ConfigError if this machine has fewer GPUs than the replicas need together."""
     count = config.parallel.replicas
-    if count > 1 and not _on_cpu(config) and config.device.distributed_executor_backend != "ray":
+    if count > 1 and not is_cpu(config.device.device) and config.device.distributed_executor_backend != "ray":
         settings = f"--data-parallel-size {count} {config.parallel.division}".rstrip()
         check_enough(count * config.parallel.num_ranks, settings)
-
-
-def _on_cpu(config: EngineConfig) -> bool:
-    device = config.device.device
-    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())

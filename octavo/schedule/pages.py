@@ -41,10 +41,6 @@ class PageShape:
     num_slices: int
     slice_bytes: int
 
-    @property
-    def page_bytes(self) -> int:
-        return self.num_slices * self.slice_bytes
-
 
 class PageLoads:
     """The loads of all features' pages.
@@ -124,7 +120,6 @@ class Pages:
             call: `WorkerPort.call_hook`.
         """
         self.shape = shape
-        self.block_size = cache.block_size
         self._owner = _OWNER + feature
         self._feature = feature
         self._cache = cache
@@ -136,11 +131,6 @@ class Pages:
     def num_blocks(self) -> int:
         """Blocks in the pool, used ones included."""
         return self._cache.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be had now. Those with cached prefixes count: they are evicted."""
-        return self._cache.num_free
 
     def missing(self, count: int, request: Request | None = None) -> int:
         """Return the blocks that lack for `count` blocks and then for the request to be admitted; <= 0 if none do.

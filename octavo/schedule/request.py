@@ -54,7 +54,6 @@ class Request:
     slot: int = -1
     """The worker's row for this request while it runs; -1 while it waits."""
     finish: FinishReason | None = None
-    stop_reason: int | str | None = None
     num_cached: int = 0
     """Prompt tokens that came from the prefix cache (or from choice 0) at the first admission."""
     num_preemptions: int = 0

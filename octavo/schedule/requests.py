@@ -52,7 +52,6 @@ class Requests:
         self._alive: dict[str, list[Request]] = {}
         self._num_slots = limits.max_num_seqs
         self._free_slots = list(range(self._num_slots - 1, -1, -1))
-        self._freed: list[int] = []
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._alive
@@ -129,17 +128,11 @@ class Requests:
         self._cache.recount([request.table for request in seated])
         self.running[:] = sorted(seated, key=self._policy.rank)
         self.waiting.refill(request for request in alive if request.slot < 0 and request.finish is None)
-        taken, were_free = {request.slot for request in seated}, {*self._free_slots, *self._freed}
+        taken = {request.slot for request in seated}
         self._free_slots = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
-        self._freed += [slot for slot in self._free_slots if slot not in were_free]
         for request in ended:
             self._forget(request)
         self.kv.rebuild()
-
-    def take_freed(self) -> list[int]:
-        """Return the slots released since the last call."""
-        freed, self._freed = self._freed, []
-        return freed
 
     def _give_back(self, request: Request) -> None:
         if request.inflight:
@@ -149,7 +142,6 @@ class Requests:
         self._cache.release(request.table)
         self.running.remove(request)
         self._free_slots.append(request.slot)
-        self._freed.append(request.slot)
         request.siblings.take_moved(request)  # admission fills its next slot anyway
         request.slot = -1
 

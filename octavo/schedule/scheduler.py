@@ -281,7 +281,7 @@ class Scheduler:
         if rows:
             for hook in self._hooks if steady is None else steady.hooks:
                 hook.on_plan(draft, rows)
-        plan = draft.freeze(self._num_plans, self._requests.take_freed() if rows else [])
+        plan = draft.freeze(self._num_plans)
         self._num_plans += 1
         self._launched[plan.id] = rows, steady
         self.cache.launched(plan.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ from octavo.server.routes.dev import dev_routes
 from octavo.server.routes.docs import docs_routes
 from octavo.server.routes.endpoints import post_endpoints
 from octavo.server.routes.inference import inference_routes
-from octavo.server.routes.invocations import invocation_routes
+from octavo.server.routes.invocations import Form, invocation_routes
 from octavo.server.routes.pausing import pause_routes, sleep_routes
 from octavo.server.routes.profile import profile_routes
 from octavo.server.routes.rpc import rpc_routes
@@ -119,7 +120,7 @@ def create_app(
     for router in (status_routes(ctx), debug_routes(ctx), *inference, *in_one_place, *optional):
         app.include_router(router)
     posts = post_endpoints(*inference)
-    app.include_router(invocation_routes(ctx, posts))
+    app.include_router(invocation_routes(ctx, posts, partial(_feature_invocations, ctx)))
     app.router.routes.append(WebSocketRoute("/v1/stream", StreamSocket(ctx, posts).__call__))
     own = [module for _, module in parts("http")]
     bodies = [*INFERENCE_BODIES, *TOKEN_BODIES, *(body for module in own for body in module.BODIES), BatchBody]
@@ -136,6 +137,11 @@ def create_app(
 def _feature_routes(ctx: ServerContext) -> list[APIRouter]:
     """Return the routes of the features."""
     return [module.routes(ctx) for _, module in parts("http")]
+
+
+def _feature_invocations(ctx: ServerContext) -> list[Form]:
+    """Return the forms of the bodies that features' routes read."""
+    return [form for _, module in parts("http") if hasattr(module, "invocations") for form in module.invocations(ctx)]
 
 
 def _behind_flags(ctx: ServerContext) -> tuple[list[APIRouter], dict[str, str]]:

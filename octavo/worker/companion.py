@@ -115,7 +115,6 @@ class Companion(Worker):
             samples=[],
             block_writes=[(slot, 0, index, block) for slot, group, index, block in plan.block_writes if group == own],
             copies=plan.copies,
-            freed=[],
         )
 
 

@@ -81,7 +81,7 @@ class ContextParallel:
         """See `CausalLM.forward`. Every rank returns the states of all tokens, with the same bits."""
         if not self.takes(step):
             return self._model.forward(x, step)
-        share = Share.of(step, self._mesh)
+        share = TokenShare.of(step, self._mesh)
         own = share.step(step)
         for one in (own, *own.others):
             assert one.exchange is not None
@@ -94,7 +94,7 @@ class ContextParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TokenShare:
     """A rank's part of a step's tokens.
 
     Attributes:
@@ -116,7 +116,7 @@ class Share:
     starts: Tensor
 
     @classmethod
-    def of(cls, step: StepInput, mesh: Mesh) -> Share:
+    def of(cls, step: StepInput, mesh: Mesh) -> TokenShare:
         """Divide a step, and return this rank's part. Read the rows' lengths from the device if the step lacks them."""
         lens = list(step.query_lens if step.query_lens is not None else step.query_start.diff().tolist())
         firsts = np.cumsum([0, *lens])

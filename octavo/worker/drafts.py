@@ -55,7 +55,7 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredDrafts:
     """The drafts that were stored for the next step.
 
     Attributes:

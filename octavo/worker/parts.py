@@ -14,7 +14,7 @@ from octavo.core.spans import Spans
 from octavo.nn.step import StepInput
 from octavo.sampling.allowed import Allowed
 from octavo.sampling.drawn import Drawn
-from octavo.worker.drafts import Drafting, Drafts, Following, Stored
+from octavo.worker.drafts import Drafting, Drafts, Following, StoredDrafts
 from octavo.worker.hooks import Variant
 from octavo.worker.step import PromptRow, Step
 
@@ -50,8 +50,6 @@ class Layout(Generic[B]):
 class Slots(Protocol):
     """The state of running requests, one fixed row each: tokens, positions computed, block tables, sampling."""
 
-    num_slots: int
-
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's changes: requests that took a slot, then changed block tables."""
         ...
@@ -76,7 +74,7 @@ class Slots(Protocol):
         """Return the rows that get drafts. Call after the plan's tokens were appended."""
         ...
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], StoredDrafts]:
         """Store drafts for the next step, cut to their limits and to the vocabulary.
 
         Returns:

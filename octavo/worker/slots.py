@@ -18,7 +18,7 @@ from octavo.nn.step import StepInput
 from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
 from octavo.sampling.verify import verify
-from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, Stored
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, StoredDrafts
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
@@ -183,8 +183,8 @@ class HostSlots:
         slots, limits = np.array([plan.slots[row] for row in rows]), np.array(list(plan.proposals.values()))
         return Drafting(plan, rows, torch.from_numpy(slots), torch.from_numpy(limits), *self._known)
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
-        stored = Stored({})
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], StoredDrafts]:
+        stored = StoredDrafts({})
         plan = drafting.plan
         found = [0] * len(drafting.rows) if drafts is None else drafts.counts.tolist()
         tokens = None if drafts is None else drafts.tokens.numpy()

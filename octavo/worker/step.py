@@ -13,7 +13,7 @@ from octavo.core.output import BAD_LOGITS, StepOutput, TokenLogprobs
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import Event
 from octavo.sampling.drawn import Drawn
-from octavo.worker.drafts import Stored
+from octavo.worker.drafts import StoredDrafts
 from octavo.worker.hooks import Findings, Hooks, gather
 from octavo.worker.mover import Mover
 
@@ -71,7 +71,7 @@ class Step:
     prompted: dict[int, Callable[[], list[TokenLogprobs]]] | None = None
     failed: Mapping[int, str] | None = None
     findings: Mapping[str, Findings] | None = None
-    drafts: Callable[[], Stored] | None = None
+    drafts: Callable[[], StoredDrafts] | None = None
     began: Event | None = None
     before: Step | None = None
     retired: bool = False

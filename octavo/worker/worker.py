@@ -416,7 +416,7 @@ class Worker:
 
     def _begin_compiling(self, model: LayeredModel, spec: DecoderSpec) -> None:
         from octavo.models.products import launch_packed, launch_plain
-        from octavo.worker.resident.ahead import Share, compile_ahead
+        from octavo.worker.resident.ahead import ModelShare, compile_ahead
 
         self._ahead = compile_ahead(
             spec,
@@ -428,7 +428,7 @@ class Worker:
             block_size=self.block_size,
             max_model_len=self.config.max_model_len or spec.max_position,
             groups=self.cache_groups,
-            share=Share.of(model, self.mesh, self.parallel, self._place),
+            share=ModelShare.of(model, self.mesh, self.parallel, self._place),
         )
         with self._ahead.collecting():
             launch_plain(model)

@@ -21,7 +21,7 @@ from octavo.nn.step import StepInput
 from octavo.nn.taps import Taps
 from octavo.parallel.mesh import Mesh
 from octavo.parallel.peers import Limits, PeerCollectives, alike
-from octavo.worker.context_parallel import ContextParallel, Piece, Share, chosen_alike, pieces_of_ranks
+from octavo.worker.context_parallel import ContextParallel, Piece, TokenShare, chosen_alike, pieces_of_ranks
 
 TWO: dict[str, Any] = {"prefill_context_parallel_size": 2, "prefill_context_parallel_threshold": 8}
 EXPERTS_OVER_TWO = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": "all_to_all"}
@@ -118,7 +118,7 @@ def test_a_step_of_a_rank() -> None:
     whole = step_of([6, 13, 4], [0, 5, 40])
     kept = []
     for rank in range(2):
-        share = Share.of(whole, Mesh(rank, 2))
+        share = TokenShare.of(whole, Mesh(rank, 2))
         own = share.step(whole)
         kept += own.slot_mapping.tolist()
         starts = own.query_start.tolist()

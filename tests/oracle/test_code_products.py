@@ -81,7 +81,8 @@ def product(
         room[:, :width] = before
     b = ProgramBuilder.make(x.shape[1] * x.element_size(), room.shape[1] * 4)
     b.wide = wide
-    form: dict[str, Any] = {"book": packed.book.data_ptr(), "group": packed.group, "minima": packed.has_minima}
+    minima = parts[0].minima is not None
+    form: dict[str, Any] = {"book": packed.book.data_ptr(), "group": packed.group, "minima": minima}
     dtype = Dtype.FLOAT if widened else packed.dtype
     b.linear(0, 1, dtype, rows, columns, weight.data_ptr(), results=Results(epilogue), **({} if widened else form))
     return run(pool, b, x, room)[:, :width]
@@ -192,7 +193,7 @@ def test_rows_are_looked_up(pool, generator, form):
     packed = pack_codes([blocks])
     ids = torch.tensor([40, 0, 17, 16, 3])
     b = ProgramBuilder.make(64 * 4, 64 * 4)
-    places = {"book": packed.book.data_ptr(), "group": packed.group, "minima": packed.has_minima}
+    places = {"book": packed.book.data_ptr(), "group": packed.group, "minima": blocks.minima is not None}
     b.embed(packed.panels[0].data_ptr(), packed.dtype, 64, 1, packed=True, scale=2.0, **places)
     got = run(pool, b, torch.zeros(5, 64), torch.zeros(5, 64), input_ids=ids.data_ptr())
     weights = product(pool, torch.eye(64), [blocks]).T

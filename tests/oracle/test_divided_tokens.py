@@ -23,7 +23,7 @@ from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.latent.triton import TritonLatents
 from octavo.nn.step import StepInput
 from octavo.parallel.mesh import Mesh
-from octavo.worker.context_parallel import Share
+from octavo.worker.context_parallel import TokenShare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 2
@@ -57,10 +57,10 @@ def shares_of(step: StepInput, given: Tensor, backend: Any) -> list[tuple[Tensor
     Args:
         given: what the ranks exchange, of all tokens.
     """
-    parts = [given.index_select(0, Share.of(step, Mesh(rank, RANKS)).tokens) for rank in range(RANKS)]
+    parts = [given.index_select(0, TokenShare.of(step, Mesh(rank, RANKS)).tokens) for rank in range(RANKS)]
     found = []
     for rank in range(RANKS):
-        share = Share.of(step, Mesh(rank, RANKS, Known(rank, parts)))
+        share = TokenShare.of(step, Mesh(rank, RANKS, Known(rank, parts)))
         own = share.step(step)
         assert own.exchange is not None
         for one in (own, own.exchange.everyone):

@@ -61,7 +61,7 @@ def plans(draw: Any, groups: int = 1) -> list[StepPlan]:
             for group in range(groups)
             if draw(st.booleans())
         ]
-        made.append(StepPlan(step, new, rows, counts, [0] * len(rows), samples, writes, [], []))
+        made.append(StepPlan(step, new, rows, counts, [0] * len(rows), samples, writes, []))
     return made
 
 
@@ -166,7 +166,7 @@ def rows_after(slots: Any, known: list[int], learned: list[list[SampledRow]]) ->
             slots.learn(rows)
             drafts = [len(row.drafts) for row in rows]
         counts = [1 + count for count in drafts]
-        plan = StepPlan(number, new if not rows else [], list(range(SLOTS)), counts, drafts, [True] * SLOTS, [], [], [])
+        plan = StepPlan(number, new if not rows else [], list(range(SLOTS)), counts, drafts, [True] * SLOTS, [], [])
         slots.apply(plan)
         layout = slots.lay_out(plan)
         found.append([*layout.input.input_ids.tolist(), *layout.input.positions.tolist()])

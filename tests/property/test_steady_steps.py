@@ -32,7 +32,7 @@ class Recorder(ToyDevice):
     def forward(self, plan):
         new = [(row.slot, row.tokens, row.num_computed, row.blocks) for row in plan.new]
         rows = (list(plan.slots), list(plan.num_tokens), list(plan.samples))
-        self.plans.append((new, rows, list(plan.block_writes), list(plan.copies), list(plan.freed)))
+        self.plans.append((new, rows, list(plan.block_writes), list(plan.copies)))
         return super().forward(plan)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from steps_kit import Engine
 from test_faults_anywhere import WITHIN, Fault, faults
 from test_leases import Keeper
+from test_plan_codec import sent
 from tier_kit import BLOCK, Shelf, ShelfMover, name_of
 from world_kit import LAYOUTS, STATE, World, random_requests, worlds
 
@@ -26,7 +27,7 @@ from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.plan import PlanDraft, Transfer, Transfers
 from octavo.engine.executor import FixedWorker
 from octavo.engine.loop import EngineLoop
-from octavo.engine.plan_codec import PlanCodec, decode_output, encode_output
+from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.toy import ToyDevice, ToyStep, toy_generate
 from octavo.schedule.scheduler import Scheduler
 
@@ -41,7 +42,7 @@ class Travelling(ToyDevice):
 
     def _sample(self, step: ToyStep):
         super()._sample(step)
-        step.output = decode_output(encode_output(step.output))
+        step.output = sent(step.output)
 
 
 def shelved(world: World, shelves: int = 1, **mover) -> World:
@@ -392,7 +393,7 @@ def test_transfers_travel():
     transfers = Transfers(
         [Transfer(1, "shelf", [b"\x00\xff" * 17], [3])], [Transfer(2, "x", [b"a", b"b"], [4, 5])], [0]
     )
-    plan = PlanDraft(transfers=transfers).freeze(3, [])
+    plan = PlanDraft(transfers=transfers).freeze(3)
     assert codec.decode_plan(codec.encode_plan(plan)) == plan
     output = StepOutput([], moved=[Moved(1, TransferState.ENDED, [0]), Moved(2, TransferState.READ)])
-    assert decode_output(encode_output(output)) == output
+    assert sent(output) == output

@@ -31,18 +31,6 @@ class BridgedSpec:
         return len(self.layers)
 
     @property
-    def num_heads(self) -> int:
-        return self.layers[0].spec.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.layers[0].spec.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.layers[0].spec.head_dim
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(self.attention(i).window for i in range(self.num_layers))
 

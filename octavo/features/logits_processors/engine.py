@@ -13,7 +13,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.load import LoadedProcessor, load
-from octavo.features.logits_processors.payload import NAME, Share, Shares
+from octavo.features.logits_processors.payload import NAME, RowUpdate, Shares
 from octavo.features.logits_processors.settings import LogitsProcessorsSettings
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
@@ -84,11 +84,11 @@ class ProcessorsEngine(EngineHook):
     def on_release(self, request: Request) -> None:
         self._parts.pop(request, None)
 
-    def _share(self, request: Request, part: _TrackedRequest) -> Share:
+    def _share(self, request: Request, part: _TrackedRequest) -> RowUpdate:
         if part.num_preemptions != request.num_preemptions:
             part.num_preemptions, part.known = request.num_preemptions, -1
         start = max(part.known, 0)
-        share = Share(
+        share = RowUpdate(
             slot=request.slot,
             processors=part.processors,
             start=start,

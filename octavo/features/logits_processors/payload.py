@@ -9,7 +9,7 @@ from octavo.core.params import SamplingParams
 NAME = "logits_processors"
 
 
-class Share(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RowUpdate(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A row of an accepted request.
 
     Attributes:
@@ -29,7 +29,7 @@ class Share(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Shares(msgspec.Struct):
     """The rows of accepted requests in a step."""
 
-    rows: list[Share]
+    rows: list[RowUpdate]
 
 
 PAYLOAD = Shares

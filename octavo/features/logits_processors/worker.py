@@ -14,7 +14,7 @@ from octavo.device.transfer import upload
 from octavo.features import FeatureContext
 from octavo.features.logits_processors.interface import Row
 from octavo.features.logits_processors.load import LoadedProcessor, load
-from octavo.features.logits_processors.payload import NAME, Share, Shares
+from octavo.features.logits_processors.payload import NAME, RowUpdate, Shares
 from octavo.worker.hooks import WorkerHook
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ProcessorsWorker(WorkerHook):
                 failed |= run(loaded, logits, chosen, rows)
         return failed
 
-    def _take(self, share: Share) -> None:
+    def _take(self, share: RowUpdate) -> None:
         if share.params is not None and share.prompt is not None:
             prompt, output = list(share.prompt), list(share.output)
             self._rows[share.slot] = {number: Row(share.params, prompt, output) for number in share.processors}

@@ -32,7 +32,6 @@ class AdapterFile:
         manifest: what it has.
         tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE,
             ROWS (of single tokens), TABLE (has those of added tokens); and STACKED, see there.
-        base: name of the base model that it was made for; "" if not stated.
         pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
         header: where a safetensors file has each tensor.
         stamps: of the files that were read, by path: they show changes without reading the files again.
@@ -41,7 +40,6 @@ class AdapterFile:
     weights: Path
     manifest: Manifest
     tensors: tuple[Mapping[str, str], ...]
-    base: str = ""
     pairs: bool = False
     header: Mapping[str, StoredTensor] = field(default_factory=dict)
     stamps: Mapping[str, Stamp] = field(default_factory=dict)

@@ -94,7 +94,7 @@ def read_adapter(path: Path, targets: Sequence[Target], max_rank: int, added_tok
     matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base, added_tokens)
     found = matcher.find(shapes, config)
     manifest, tensors = matcher.checked(found, config, shapes)
-    return AdapterFile(path / WEIGHTS, manifest, tensors, config.base, header=header, stamps=stamps)
+    return AdapterFile(path / WEIGHTS, manifest, tensors, header=header, stamps=stamps)
 
 
 def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:

@@ -22,7 +22,7 @@ from octavo.features import FeatureContext
 from octavo.features.lora.activation import activated_at
 from octavo.features.lora.layout import most_blocks
 from octavo.features.lora.names import Names
-from octavo.features.lora.payload import NAME, AdapterEntry, LoraStep, Targets
+from octavo.features.lora.payload import NAME, AdapterEntry, LoraStep, RankTargets
 from octavo.features.lora.requests import CHANGES, LoraInfo, decode, not_loaded
 from octavo.features.lora.residency import Residency
 from octavo.features.lora.settings import LoraSettings
@@ -69,7 +69,7 @@ class LoraEngine(EngineHook):
 
     def attach(self, pages: Pages) -> None:
         settings = self._settings
-        ranks = [msgspec.convert(one, Targets) for one in pages.call("targets", {}).result()]
+        ranks = [msgspec.convert(one, RankTargets) for one in pages.call("targets", {}).result()]
         targets, shares = ranks[0].targets, {one.share for one in ranks}
         self._residency = Residency(pages, settings.most_on_device, settings.most_on_host, self._clock)
         self._names = Names(

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from octavo.core.errors import InvalidRequestError, ModelFileError
 from octavo.features.lora.payload import NAME
-from octavo.features.lora.requests import info_of
+from octavo.features.lora.requests import LoraInfo
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError
@@ -50,7 +50,7 @@ BODIES: Sequence[type[BaseModel]] = [LoadLoraAdapterBody, UnloadLoraAdapterBody]
 def routes(ctx: ServerContext) -> APIRouter:
     """Return the two routes if the engine serves adapters. They answer 404 unless a flag allows them."""
     router = APIRouter(tags=["models"])
-    info = info_of(ctx.frontend.info)
+    info = ctx.frontend.info.facts(NAME, LoraInfo)
     if info is None:
         return router
 

@@ -43,13 +43,11 @@ class Known:
 
     Attributes:
         parent: name of its base model, if one was given; "" for the served model.
-        base: the base model that the adapter's files state.
     """
 
     name: str
     path: Path
     parent: str
-    base: str
     weights: AdapterWeights
 
 
@@ -59,7 +57,6 @@ class _Found:
 
     path: Path
     manifest: Manifest
-    base: str
     num_blocks: int
     file: bytes
 
@@ -81,7 +78,7 @@ class Names:
     Args:
         blocks_of: returns the blocks that an adapter takes.
         num_blocks: blocks of the KV cache.
-        replaceable: see `payload.Targets`.
+        replaceable: see `payload.RankTargets`.
         retire: called with weights that no name leads to any more.
 
     Attributes:
@@ -209,7 +206,7 @@ class Names:
                 f"{path} takes {num_blocks} blocks of the KV cache, which has {self._num_blocks}; start the "
                 "engine with a larger --kv-cache-memory-bytes."
             )
-        return _Found(path, file.manifest, file.base, num_blocks, file.packed())
+        return _Found(path, file.manifest, num_blocks, file.packed())
 
     def _require_additions(self, path: Path, manifest: Manifest) -> None:
         """Raise ModelFileError unless the adapter changes linear layers only, by additions and gains."""
@@ -248,7 +245,7 @@ class Names:
         before = self._known.get(name)
         source = Source(str(found.path), found.manifest, file=found.file)
         weights = self._weights((name,), name, (source,), found.manifest, found.num_blocks)
-        self._known[name] = Known(name, found.path, parent or (before.parent if before else ""), found.base, weights)
+        self._known[name] = Known(name, found.path, parent or (before.parent if before else ""), weights)
         self.changes += 1
         if before is not None:
             weights.pinned = before.weights.pinned

@@ -2,7 +2,7 @@
 
 | method | arguments | result of each rank |
 | --- | --- | --- |
-| `targets` | | `Targets`: what adapters can change in this model |
+| `targets` | | `RankTargets`: what adapters can change in this model |
 | `read` | `Reading` | `ReadResult`, once the adapter is in the host's memory as pages, for `load` by `page_names` |
 | `replaced` | | `{}`; the model has other weights now |
 | `drop` | `uid` | `{}`; the copy in the host's memory is freed |
@@ -27,7 +27,7 @@ _UID_BYTES = 8
 _PAGE_BYTES = 4
 
 
-class Targets(msgspec.Struct, frozen=True):
+class RankTargets(msgspec.Struct, frozen=True):
     """The model, for adapters, and what a rank keeps of them.
 
     Attributes:

@@ -22,8 +22,6 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import InvalidRequestError, ModelNotFoundError
-from octavo.core.info import ModelInfo
-from octavo.features.lora.payload import NAME
 
 MOST_PARTS = 8
 """Most adapters of one request: their ranks add up."""
@@ -75,12 +73,6 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     state: str = "disk"
     pinned: bool = False
-
-
-def info_of(info: ModelInfo) -> LoraInfo | None:
-    """Return the engine half's facts; None if it serves no adapters."""
-    found = info.feature_info.get(NAME)
-    return None if found is None else msgspec.msgpack.decode(found, type=LoraInfo)
 
 
 def already_loaded(name: str) -> InvalidRequestError:

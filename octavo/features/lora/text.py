@@ -12,7 +12,7 @@ from octavo.core.stats import EngineStats
 from octavo.engine.protocol import EngineClient
 from octavo.features.lora.api import AdapterIds, requested, selected
 from octavo.features.lora.payload import NAME
-from octavo.features.lora.requests import CHANGES, Adapter, Part, Selection, encode, info_of, selection_of
+from octavo.features.lora.requests import CHANGES, Adapter, LoraInfo, Part, Selection, encode, selection_of
 from octavo.text.hooks import AddedModel, ReadArgument, TextContext, TextHook
 
 
@@ -28,7 +28,7 @@ class LoraText(TextHook):
         self.ids = AdapterIds()
         self._found: dict[str, AddedModel] = {}
         self._changes = -1.0
-        info = info_of(context.info)
+        info = context.info.facts(NAME, LoraInfo)
         self._added = 0 if info is None else info.added_tokens
 
     @property
@@ -36,7 +36,7 @@ class LoraText(TextHook):
         return self._added
 
     def start_rows(self) -> list[tuple[str, str]]:
-        info = info_of(self.context.info)
+        info = self.context.info.facts(NAME, LoraInfo)
         if info is None:
             return []
         known = f"{info.adapters} known" if info.adapters else "none known yet"

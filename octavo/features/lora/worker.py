@@ -342,7 +342,7 @@ class LoraWorker(WorkerHook):
             targets, form = self._targets, self._geometry
             sizes = form.slices, form.slice_bytes, form.element_size
             return msgspec.to_builtins(
-                messages.Targets(
+                messages.RankTargets(
                     targets.targets, tuple(sorted(targets.own)), *sizes, self._native is None or self._around
                 )
             )

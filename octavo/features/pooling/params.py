@@ -100,8 +100,7 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 def pooler_info(info: ModelInfo) -> PoolerInfo | None:
     """Return the served model's pooling configuration; None if it has none."""
-    told = info.feature_info.get(NAME)
-    return None if told is None else msgspec.msgpack.decode(told, type=PoolerInfo)
+    return info.facts(NAME, PoolerInfo)
 
 
 @dataclass(slots=True)

@@ -93,7 +93,6 @@ class CompanionDrafter(WorkerHook):
             samples=[samples] * len(slots),
             block_writes=[],
             copies=[],
-            freed=[],
             repeats=repeats,
         )
         return self._runner.run(plan)

@@ -17,7 +17,7 @@ from octavo.features.speculation.config import MODEL_METHODS, DraftConfig
 from octavo.features.speculation.costs import StepCosts, size_class
 from octavo.features.speculation.counters import DraftCounters
 from octavo.features.speculation.draft_files import check_vocabulary, draft_files
-from octavo.features.speculation.pace import Measured, Pace, Planned
+from octavo.features.speculation.pace import Measured, Pace, PlannedDecode
 from octavo.features.speculation.payload import NAME, DraftCounts, DraftInfo, option_of
 from octavo.features.speculation.settings import drafting
 from octavo.features.speculation.together import TRIAL, Together
@@ -101,7 +101,7 @@ class SpeculationEngine(EngineHook):
         self._again = Again()
         self._steps = 0
         self._pace = Pace()
-        self._last: Planned | None = None
+        self._last: PlannedDecode | None = None
         """The last step; None if it did not only decode."""
         self._plain = 0
         """Steps without drafts that are left for measuring."""
@@ -139,7 +139,7 @@ class SpeculationEngine(EngineHook):
         if alone and again:  # after rejected drafts, recurrent layers compute the accepted ones again
             self._again.add(again)
             self._verified += again
-        self._last = Planned(now, len(rows), drafts + again, rows[0].inflight - 1) if alone else None
+        self._last = PlannedDecode(now, len(rows), drafts + again, rows[0].inflight - 1) if alone else None
         if self._adaptive:
             self._rows = len(rows)
             self._most = self._limit(len(rows))
@@ -147,13 +147,13 @@ class SpeculationEngine(EngineHook):
                 self._note_misses(draft, rows)
                 self._searching = bool(draft.proposals)
 
-    def _is_usual(self, last: Planned, draft: PlanDraft, rows: Sequence[Request]) -> bool:
+    def _is_usual(self, last: PlannedDecode, draft: PlanDraft, rows: Sequence[Request]) -> bool:
         """Whether a step and the one before neither have nor search drafts, and need not be measured."""
         if not draft.repeats or draft.proposals or self._searching or self._plain or not self._steps % _MEASURED:
             return False
         return last.rows == len(rows) < _MANY and not (last.drafts or last.ahead or rows[0].inflight > 1)
 
-    def _measure(self, step: Planned, now: float) -> None:
+    def _measure(self, step: PlannedDecode, now: float) -> None:
         plain = self._costs.plain(step.rows)
         for found in self._pace.ended(step, now, plain):
             self._costs.add(found.rows, found.drafts, found.seconds)

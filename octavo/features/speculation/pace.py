@@ -9,7 +9,7 @@ _LONGEST = 8
 """Most steps with drafts in a row that are one measurement, where steps are launched ahead."""
 
 
-class Planned(NamedTuple):
+class PlannedDecode(NamedTuple):
     """A step that only decodes.
 
     Attributes:
@@ -48,7 +48,7 @@ class Pace:
 
     def interrupt(self) -> None:
         """Forget the steps in flight: the time until the next plan may be idle or another kind of step's."""
-        self._chain: list[Planned] = []
+        self._chain: list[PlannedDecode] = []
         self._times: list[float] = []
         """Seconds from the plan of each step of the chain, and after it, to the next."""
         self._shifted = False
@@ -56,7 +56,7 @@ class Pace:
         self._settling = 0
         """Steps without drafts in whose time others ran."""
 
-    def ended(self, step: Planned, now: float, plain: float) -> Iterator[Measured]:
+    def ended(self, step: PlannedDecode, now: float, plain: float) -> Iterator[Measured]:
         """Return what is known when the step after this one is planned.
 
         Args:
@@ -66,7 +66,7 @@ class Pace:
             return self._drafted(step, now - step.began, plain)
         return self._plain(step, now - step.began, plain)
 
-    def _drafted(self, step: Planned, seconds: float, plain: float) -> Iterator[Measured]:
+    def _drafted(self, step: PlannedDecode, seconds: float, plain: float) -> Iterator[Measured]:
         if self._chain and (self._chain[0].rows != step.rows or self._settling < self._chain[-1].ahead):
             self._begin(shifted=True)
         self._chain.append(step)
@@ -76,7 +76,7 @@ class Pace:
             yield self._mean(plain)
             self._begin(shifted=step.ahead > 0)
 
-    def _plain(self, step: Planned, seconds: float, plain: float) -> Iterator[Measured]:
+    def _plain(self, step: PlannedDecode, seconds: float, plain: float) -> Iterator[Measured]:
         if not self._settling:
             yield Measured(step.rows, 0, seconds)
             return

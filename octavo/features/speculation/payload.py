@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.info import ModelInfo
-
 NAME = "speculation"
 
 
@@ -42,9 +40,3 @@ class DraftInfo(msgspec.Struct, frozen=True, array_like=True):
     method: str
     most: int
     adaptive: bool
-
-
-def info_of(info: ModelInfo) -> DraftInfo | None:
-    """Return the engine half's facts; None if nothing is drafted."""
-    found = info.feature_info.get(NAME)
-    return None if found is None else msgspec.msgpack.decode(found, type=DraftInfo)

@@ -9,7 +9,7 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import CompletionOutput, VerifiedDrafts
 from octavo.core.params import SamplingParams
-from octavo.features.speculation.payload import NAME, DraftCounts, SpeculationOption, info_of
+from octavo.features.speculation.payload import NAME, DraftCounts, DraftInfo, SpeculationOption
 from octavo.text.hooks import Idle, TextHook, encoded
 
 _WHY = "the server does not draft; start it with --spec-method auto"
@@ -22,7 +22,7 @@ class SpeculationText(TextHook):
     body_fields = ("speculative", "prediction")
 
     def start_rows(self) -> list[tuple[str, str]]:
-        info = info_of(self.context.info)
+        info = self.context.info.facts(NAME, DraftInfo)
         if info is None:
             return []
         where = " where that is faster" if info.adaptive else ""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from octavo.models.encoders.layered import LayeredEncoder
 from octavo.models.encoders.spec import EncoderSpec, Head
-from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.whole import attend_whole
 from octavo.nn.build import Build
 from octavo.nn.shard import COL, NONE, ROW, Heads
@@ -74,12 +74,11 @@ class ClassificationHead(nn.Module):
         return self.labels(pooled)
 
 
-class Encoder(nn.Module):
+class Encoder(LayeredEncoder):
     """An encoder with the interface of `EncoderModel`.
 
     Attributes:
         spec: its architecture.
-        attention_layers: empty, since nothing is cached.
         unneeded: prefixes of tensor names that checkpoints have in addition: heads for training, and unused poolers.
     """
 
@@ -88,10 +87,8 @@ class Encoder(nn.Module):
         Args:
             root: prefix of the encoder's names in this checkpoint: the family's, or "".
         """
-        super().__init__()
+        super().__init__(b.dtype)
         self.spec = spec
-        self.dtype = b.dtype
-        self.attention_layers: list[PagedAttention] = []
         model = b.at(root)
         embeddings = model.at("embeddings")
         self.words = embeddings.embedding("word_embeddings", spec.vocab_size, spec.hidden_size)
@@ -115,18 +112,3 @@ class Encoder(nn.Module):
                 types = torch.zeros_like(step.input_ids)
             x = x + self.types(types)
         return self.norm(x)
-
-    def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """Run the layers: [T, hidden_size] to the same shape."""
-        for layer in self.layers:
-            x = layer(x, step)
-        return x
-
-    def final(self, hidden: Tensor) -> Tensor:
-        """Return the states unchanged; their norm is part of the last layer."""
-        return hidden
-
-    def classify(self, pooled: Tensor) -> Tensor:
-        """Return the head's outputs: [R, hidden_size] to [R, labels]."""
-        assert self.head is not None, "the model has no classification head"
-        return self.head(pooled.to(self.dtype))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from octavo.core.errors import ConfigError
 from octavo.models.encoders.bert import activation
 from octavo.models.encoders.encoder import ACTIVATIONS
+from octavo.models.encoders.layered import LayeredEncoder
 from octavo.models.encoders.spec import Gate, SummaryKind
 from octavo.models.hf_config import Config, num_labels, only, value_or, whole
-from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.whole import attend_whole
 from octavo.nn.build import Build
 from octavo.nn.rope import Rope
@@ -156,11 +156,10 @@ class ModernHead(nn.Module):
         return self.labels(self.norm(self.activation(self.dense(pooled))))
 
 
-class ModernEncoder(nn.Module):
+class ModernEncoder(LayeredEncoder):
     """A ModernBERT model with the interface of `EncoderModel`.
 
     Attributes:
-        attention_layers: empty, since nothing is cached.
         unneeded: prefixes of tensor names that checkpoints have in addition.
     """
 
@@ -169,10 +168,8 @@ class ModernEncoder(nn.Module):
         Args:
             root: prefix of the encoder's names in this checkpoint: `ROOT`, or "".
         """
-        super().__init__()
+        super().__init__(b.dtype)
         self.spec = spec
-        self.dtype = b.dtype
-        self.attention_layers: list[PagedAttention] = []
         self.unneeded = ("decoder.",) if spec.num_labels else ("decoder.", "head.")
         model = b.at(root)
         ropes = {
@@ -194,16 +191,5 @@ class ModernEncoder(nn.Module):
         """Return the normalized word embeddings, [T, hidden_size]."""
         return self.norm(self.words(step.input_ids))
 
-    def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """Run the layers: [T, hidden_size] to the same shape, before the final norm."""
-        for layer in self.layers:
-            x = layer(x, step)
-        return x
-
     def final(self, hidden: Tensor) -> Tensor:
         return self.final_norm(hidden)
-
-    def classify(self, pooled: Tensor) -> Tensor:
-        """Return the head's outputs: [R, hidden_size] to [R, labels]."""
-        assert self.head is not None, "the model has no classification head"
-        return self.head(pooled.to(self.dtype))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.core.errors import ConfigError
+from octavo.models.encoders.layered import LayeredEncoder
 from octavo.models.encoders.spec import SummaryKind
 from octavo.models.hf_config import Config, num_labels, only, value_or, whole
-from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.whole import attend_whole
 from octavo.nn.build import Build
 from octavo.nn.rope import Rope
@@ -134,27 +134,23 @@ class NomicLayer(nn.Module):
         return self.output_norm(self.down(F.silu(gate) * up).add_(x))
 
 
-class NomicEncoder(nn.Module):
+class NomicEncoder(LayeredEncoder):
     """A Nomic model with the interface of `EncoderModel`.
 
     Attributes:
-        attention_layers: empty, since nothing is cached.
         unneeded: prefixes of tensor names that checkpoints have in addition.
-        head: None: there is no classification head.
     """
 
     unneeded = ("cls.", "pooler.", f"{ROOT}.pooler.")
-    head = None
 
     def __init__(self, b: Build, spec: NomicSpec, root: str) -> None:
         """
         Args:
             root: prefix of the encoder's names in this checkpoint: `ROOT`, or "".
         """
-        super().__init__()
+        super().__init__(b.dtype)
         self.spec = spec
-        self.dtype = b.dtype
-        self.attention_layers: list[PagedAttention] = []
+        self.head = None
         model = b.at(root)
         embeddings = model.at("embeddings")
         self.words = embeddings.embedding("word_embeddings", spec.vocab_size, spec.hidden_size)
@@ -170,17 +166,3 @@ class NomicEncoder(nn.Module):
         if types is None or self.spec.token_types == 1:
             types = torch.zeros_like(step.input_ids)
         return self.norm(self.words(step.input_ids) + self.types(types))
-
-    def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        """Run the layers: [T, hidden_size] to the same shape."""
-        for layer in self.layers:
-            x = layer(x, step)
-        return x
-
-    def final(self, hidden: Tensor) -> Tensor:
-        """Return the states unchanged; their norm is part of the last layer."""
-        return hidden
-
-    def classify(self, pooled: Tensor) -> Tensor:
-        """Raise AssertionError: there is no head."""
-        raise AssertionError("the model has no classification head")

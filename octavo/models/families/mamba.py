@@ -83,10 +83,15 @@ def _mamba(config: Config, *, norm_eps: float | None = None, norm_scaled: bool =
 
 def mamba2(config: Config) -> DecoderSpec:
     """Mamba-2 (https://arxiv.org/abs/2405.21060), and Codestral Mamba."""
-    mixer = Mamba2Spec(
-        heads=whole(config, "num_heads", 128),
-        head_dim=whole(config, "head_dim", 64),
-        state=whole(config, "state_size", 128),
+    return _recurrent(config, _mamba2_mixer(config, "num_heads", "head_dim", "state_size"), tied=False)
+
+
+def _mamba2_mixer(config: Config, heads: str, head_dim: str, state: str) -> Mamba2Spec:
+    """Read the mixer; the arguments are names of fields."""
+    return Mamba2Spec(
+        heads=whole(config, heads, 128),
+        head_dim=whole(config, head_dim, 64),
+        state=whole(config, state, 128),
         groups=whole(config, "n_groups", 8),
         taps=whole(config, "conv_kernel", 4),
         conv_bias=bool(value_or(config, "use_conv_bias", True)),
@@ -94,7 +99,6 @@ def mamba2(config: Config) -> DecoderSpec:
         limits=_limits(config),
         norm_eps=float(value_or(config, "layer_norm_epsilon", 1e-5)),
     )
-    return _recurrent(config, mixer, tied=False)
 
 
 def bamba(config: Config) -> DecoderSpec:
@@ -205,17 +209,7 @@ def nemotron_h(config: Config) -> DecoderSpec:
         kinds = [_NEMOTRON_TYPES.get(mark, mark) for mark in value_or(config, "hybrid_override_pattern", "")]
     if len(kinds) == 0:
         raise ModelFileError("The model's config has neither layers_block_type nor hybrid_override_pattern.")
-    mixer = Mamba2Spec(
-        heads=whole(config, "mamba_num_heads", 128),
-        head_dim=whole(config, "mamba_head_dim", 64),
-        state=whole(config, "ssm_state_size", 128),
-        groups=whole(config, "n_groups", 8),
-        taps=whole(config, "conv_kernel", 4),
-        conv_bias=bool(value_or(config, "use_conv_bias", True)),
-        bias=bool(value_or(config, "use_bias", False)),
-        limits=_limits(config),
-        norm_eps=float(value_or(config, "layer_norm_epsilon", 1e-5)),
-    )
+    mixer = _mamba2_mixer(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size")
     only(config, "mamba_hidden_act", "silu")
     act = activation(config, "mlp_hidden_act", "relu2")
     feed_forwards: dict[str, FeedForwardSpec] = {}

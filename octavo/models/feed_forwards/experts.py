@@ -14,7 +14,6 @@ from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.native.bindings import Dtype
 from octavo.native.builder import RESIDUAL, ProgramBuilder
 from octavo.nn.build import Build
-from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.linear import emit_sum
 from octavo.nn.norm import Norm
 from octavo.nn.ops.routing import Routing
@@ -36,17 +35,7 @@ class Experts(FeedForward):
         self.hidden_size, self.routing = hidden_size, spec.routing
         self.router = b.linear("gate", inputs=hidden_size, outputs=spec.num_experts, shard=NONE, bias=spec.routing.bias)
         self.correction = Correction(b.at("gate"), spec.num_experts) if spec.routing.corrected else None
-        form = ExpertsForm(
-            num_experts=spec.num_experts,
-            hidden_size=hidden_size,
-            size=spec.size,
-            activation=spec.activation,
-            gated=spec.gated,
-            clamped=spec.clamped,
-            bias=spec.bias,
-            on_inputs=spec.routing.on_inputs,
-        )
-        self.experts = b.at("experts").experts(form)
+        self.experts = b.at("experts").experts(spec.form(hidden_size))
         shared = spec.shared
         self.shared = (
             Mlp(b.at(shared.name), MlpSpec(shared.size, spec.activation, spec.gated), hidden_size, bias=bias)

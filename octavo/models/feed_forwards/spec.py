@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.nn.experts_spec import ClampedGate, RoutingSpec
+from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,19 @@ class ExpertsSpec:
     def width(self) -> int:
         """Values of a token in front of the last products."""
         return self.routing.top_k * self.size + (self.shared.size if self.shared else 0)
+
+    def form(self, hidden_size: int) -> ExpertsForm:
+        """Return the experts' products, undivided."""
+        return ExpertsForm(
+            num_experts=self.num_experts,
+            hidden_size=hidden_size,
+            size=self.size,
+            activation=self.activation,
+            gated=self.gated,
+            clamped=self.clamped,
+            bias=self.bias,
+            on_inputs=self.routing.on_inputs,
+        )
 
     @property
     def lacking(self) -> str | None:

@@ -115,31 +115,36 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_half(blocks, 0))
 
 
-def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack twelve bytes with eight 6-bit scales and eight 6-bit minima: [n, 12] to two of [n, 8]."""
-    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return d * scale and dmin * minimum, [n, 8] each. Twelve bytes hold eight 6-bit scales and eight 6-bit minima."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=1)
     minima = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=1)
-    return scales.float(), minima.float()
+    return scales.float().mul_(_half(blocks, 0)), minima.float().mul_(_half(blocks, 2))
 
 
 def _with_scales_and_minima(values: Tensor, blocks: Tensor) -> Tensor:
     """Return d * scale * value - dmin * minimum for values [n, 8, 32] float32."""
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    scales, minima = scales.mul_(_half(blocks, 0)), minima.mul_(_half(blocks, 2))
+    scales, minima = _scales_and_minima(blocks)
     return values.mul_(scales[:, :, None]).sub_(minima[:, :, None])
 
 
+def _q4_k_values(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 16:].unflatten(1, (4, 32)))
+
+
+def _q5_k_values(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
+    return _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32).bitwise_or_(fifth)
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
-    values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32)))
-    return _with_scales_and_minima(values.view(-1, 8, 32).float(), blocks)
+    return _with_scales_and_minima(_q4_k_values(blocks).view(-1, 8, 32).float(), blocks)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
-    values = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32).bitwise_or_(fifth)
-    return _with_scales_and_minima(values.float(), blocks)
+    return _with_scales_and_minima(_q5_k_values(blocks).float(), blocks)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
@@ -160,17 +165,13 @@ def _centred(values: Tensor, scales: Tensor, minima: Tensor, middle: int, bits: 
 
 
 def _q4_k_integers(blocks: Tensor) -> _Integers:
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32)))
-    return _centred(values, scales.mul_(_half(blocks, 0)), minima.mul_(-_half(blocks, 2)), 8, 4)
+    scales, minima = _scales_and_minima(blocks)
+    return _centred(_q4_k_values(blocks), scales, minima.neg_(), 8, 4)
 
 
 def _q5_k_integers(blocks: Tensor) -> _Integers:
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
-    values = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32).bitwise_or_(fifth)
-    return _centred(values, scales.mul_(_half(blocks, 0)), minima.mul_(-_half(blocks, 2)), 16, 8)
+    scales, minima = _scales_and_minima(blocks)
+    return _centred(_q5_k_values(blocks), scales, minima.neg_(), 16, 8)
 
 
 INTEGERS: dict[GGMLQuantizationType, Callable[[Tensor], _Integers]] = {

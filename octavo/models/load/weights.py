@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,15 +37,11 @@ class LoadReport:
     """Result of loading.
 
     Attributes:
-        tensors: number of tensors read.
         nbytes: memory of the model's weights in their final form.
-        seconds: wall time.
         unread: tensors of the checkpoint that no layer wanted.
     """
 
-    tensors: int
     nbytes: int
-    seconds: float
     unread: tuple[str, ...]
 
 
@@ -62,7 +57,6 @@ def load_weights(model: HasModules, checkpoint: Checkpoint, *, unneeded: tuple[s
     Raises:
         ModelFileError: a tensor is missing, unreadable or of another shape than its layer needs.
     """
-    started = time.perf_counter()
     layers = list(weight_layers(model))
     _fill(layers, checkpoint)
     read = {want.name for layer in layers for want in layer.wanted() if _present(want, checkpoint)}
@@ -72,8 +66,7 @@ def load_weights(model: HasModules, checkpoint: Checkpoint, *, unneeded: tuple[s
         logger.warning(
             "%d tensors in %s were not used by the model: %s", len(unread), checkpoint.origin, _listed(unread)
         )
-    nbytes = sum(layer.nbytes for layer in layers)
-    return LoadReport(len(read), nbytes, time.perf_counter() - started, unread)
+    return LoadReport(sum(layer.nbytes for layer in layers), unread)
 
 
 def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:

@@ -98,12 +98,6 @@ inline void add_bfloat() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Row), "i"(Panel));
 }
 
-// Adds rows of signed bytes times a panel of unsigned bytes to 32-bit integers.
-template <int Sum, int Row, int Panel>
-inline void add_bytes() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Row), "i"(Panel));
-}
-
 // Adds the products of `steps` times kWords words of rows, `stride` bytes apart, and of panels. Calls `meanwhile`
 // before each step.
 template <int Halves, int P, class Meanwhile>

@@ -26,7 +26,6 @@ from octavo.nn.attention.triton_write import rotate_write_kernel, rotate_write_r
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import StepInput
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_FEW = 8
 MANY_WRITTEN = 512
 """Tokens from which on a program rotates and stores most or all of a token's heads."""

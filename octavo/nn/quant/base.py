@@ -29,6 +29,13 @@ class Part:
     out_features: int
     bias: bool = False
 
+    def plain_specs(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Return the checkpoint's tensors if its weights are not quantized."""
+        specs = {"weight": TensorSpec((self.out_features, self.in_features), dtype, out_dim=0, in_dim=1)}
+        if self.bias:
+            specs["bias"] = TensorSpec((self.out_features,), dtype, out_dim=0)
+        return specs
+
 
 class Scheme(Protocol):
     """Weights of one linear layer: the checkpoint's tensors, and multiplication with them."""
@@ -126,7 +133,7 @@ class QuantizingAtLoad(Protocol):
 
 
 @runtime_checkable
-class Rounding(Protocol):
+class RoundingScheme(Protocol):
     """A scheme that can multiply activations in 8 bits, rounded by the operation before it."""
 
     def takes_rounded(self, rows: int) -> bool:

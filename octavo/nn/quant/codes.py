@@ -39,7 +39,6 @@ class Packed:
     panels: list[Tensor]
     book: Tensor
     group: int
-    has_minima: bool
     dtype: Dtype
 
 
@@ -78,7 +77,6 @@ def pack_codes(parts: Sequence[QuantizedBlocks]) -> Packed:
         [_panels(part, factor) for part in parts],
         torch.cat([torch.tensor([factor * unit]), numbers]),
         first.values.shape[1] // first.scales.shape[1],
-        first.minima is not None,
         DTYPES[book.kind],
     )
 

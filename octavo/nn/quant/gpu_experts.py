@@ -40,10 +40,7 @@ class DeviceExperts(ABC):
         """The weights, as kernels read them."""
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
-        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
-        if part.bias:
-            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
-        return specs
+        return part.plain_specs(self.dtype)
 
     def route(self, logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
         return route_on_device(logits, spec, correction)

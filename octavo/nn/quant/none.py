@@ -35,10 +35,7 @@ class Unquantized:
         self._shared = False
 
     def stored(self, part: Part) -> dict[str, TensorSpec]:
-        specs = {"weight": TensorSpec((part.out_features, part.in_features), self.dtype, out_dim=0, in_dim=1)}
-        if part.bias:
-            specs["bias"] = TensorSpec((part.out_features,), self.dtype, out_dim=0)
-        return specs
+        return part.plain_specs(self.dtype)
 
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         self.weight = self._keep([plain(part["weight"]) for part in parts])

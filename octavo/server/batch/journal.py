@@ -19,8 +19,7 @@ import msgspec
 class Journal:
     """One file. Not thread-safe."""
 
-    def __init__(self, path: Path, descriptor: int, end: int) -> None:
-        self.path = path
+    def __init__(self, descriptor: int, end: int) -> None:
         self._descriptor = descriptor
         self._end = end
         self._dirty = False
@@ -52,7 +51,7 @@ class Journal:
             if new:
                 path.unlink()
             raise
-        return cls(path, descriptor, end)
+        return cls(descriptor, end)
 
     def append(self, record: bytes) -> int:
         """Append a record, one line without its newline. Return its offset in bytes.

@@ -34,7 +34,6 @@ class Routed:
         self._plan = plan
         self._router = plan.router()
         self._show = show_reasoning
-        self._ids: list[str] = []
         self._calls = 0
 
     def take(self, choice: CompletionOutput) -> ChoiceDelta:

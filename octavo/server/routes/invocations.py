@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,28 +16,28 @@ from octavo.server.context import ServerContext
 from octavo.server.routes.endpoints import Endpoint
 from octavo.server.schema.document import STREAM
 
-_GENERATES = (("messages",), "/v1/chat/completions"), (("prompt",), "/v1/completions")
-_LABELS = ((("task",), "/pooling"), (("input",), "/classify"), (("messages",), "/classify"))
-_POOLS = (
-    (("task",), "/pooling"),
-    (("input",), "/v1/embeddings"),
-    (("messages",), "/v1/embeddings"),
-    (("query", "documents"), "/rerank"),
-    (("queries", "documents"), "/score"),
-    (("queries", "items"), "/score"),
-    (("text_1", "text_2"), "/score"),
-    (("data_1", "data_2"), "/score"),
-)
+Form = tuple[tuple[str, ...], str]
+"""Fields that a body has, and the path of the route that reads them."""
+
+_GENERATES: Sequence[Form] = ((("messages",), "/v1/chat/completions"), (("prompt",), "/v1/completions"))
 
 
-def invocation_routes(ctx: ServerContext, posts: Mapping[str, Endpoint]) -> APIRouter:
-    """Return POST /invocations, handled by the route whose fields the body has; `posts` maps paths to handlers."""
+def invocation_routes(
+    ctx: ServerContext, posts: Mapping[str, Endpoint], others: Callable[[], Sequence[Form]]
+) -> APIRouter:
+    """Return POST /invocations, handled by the route whose fields the body has.
+
+    Args:
+        posts: path -> handler.
+        others: returns the forms of a model that generates no text, the first that fits first.
+    """
     router = APIRouter(tags=["openai"])
 
     async def invoke(request: Request) -> Response:
         """Answer by the route that the body's fields belong to."""
         data = await read_body(request, ctx.config.max_body_bytes)
-        return await posts[_path(ctx, posts, decode_json(data))](_again(request, data))
+        forms = _GENERATES if "generate" in ctx.frontend.info.tasks else others()
+        return await posts[_path(forms, posts, decode_json(data))](_again(request, data))
 
     router.add_api_route("/invocations", invoke, methods=["POST"], openapi_extra=_ANY)
     return router
@@ -48,15 +48,13 @@ _ANY: dict[str, Any] = {
 } | STREAM
 
 
-def _path(ctx: ServerContext, posts: Mapping[str, Endpoint], body: Mapping[str, Any]) -> str:
+def _path(forms: Sequence[Form], posts: Mapping[str, Endpoint], body: Mapping[str, Any]) -> str:
     """Return the path of the route that the fields belong to.
 
     Raises:
         InvalidRequestError: this model supports no operation that fits the body.
     """
-    tasks = ctx.frontend.info.tasks
-    able = _GENERATES if "generate" in tasks else _LABELS + _POOLS if "classify" in tasks else _POOLS
-    known = [(fields, path) for fields, path in able if path in posts]
+    known = [(fields, path) for fields, path in forms if path in posts]
     for fields, path in known:
         if all(field in body for field in fields):
             return path

@@ -42,11 +42,6 @@ class OutputPlan:
         return self.tools is not None and self.tools.mode != "none"
 
     @property
-    def routes(self) -> bool:
-        """Whether the text has to be parsed."""
-        return self.calls or self.reasoning is not None
-
-    @property
     def ends_at_repetition(self) -> bool:
         """Whether a call identical to an earlier one ends the list of calls.
 

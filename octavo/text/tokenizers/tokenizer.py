@@ -65,10 +65,6 @@ class Tokenizer:
         return self.named_tokens.get("eos_token")
 
     @property
-    def chat_template(self) -> str | None:
-        return self.chat_templates.get("default")
-
-    @property
     def max_token_chars(self) -> int:
         """Characters of the longest token in the vocabulary's spelling, an upper bound for any token's text."""
         if self._longest is None:

@@ -13,7 +13,7 @@ from octavo.core.plan import SampledRow, StepPlan
 from octavo.device.transfer import upload
 from octavo.nn.attention.whole import LengthGroup, groups_of
 from octavo.nn.step import StepInput
-from octavo.worker.drafts import Drafting, Drafts, Following, Stored
+from octavo.worker.drafts import Drafting, Drafts, Following, StoredDrafts
 from octavo.worker.parts import Layout
 from octavo.worker.step import PromptRow
 
@@ -21,8 +21,7 @@ from octavo.worker.step import PromptRow
 class PromptSlots:
     """The prompts of the current step."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.num_slots = num_slots
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._prompts: dict[int, list[int]] = {}
 
@@ -71,7 +70,7 @@ class PromptSlots:
     def known(self) -> tuple[Tensor, Tensor]:
         raise AssertionError("an encoder keeps no tokens")
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], StoredDrafts]:
         raise AssertionError("an encoder samples no tokens")
 
 

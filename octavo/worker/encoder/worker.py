@@ -93,7 +93,7 @@ class EncoderWorker:
             WholePrompts(),
             self.device,
             blocks,
-            PromptSlots(num_slots, device),
+            PromptSlots(device),
             NoSampler(),
             NoReplay(),
             together,

@@ -31,7 +31,6 @@ from octavo.nn.attention.recordable import Recordable
 from octavo.nn.attention.triton import MANY_WRITTEN, TritonAttention
 from octavo.nn.build import AnyBackend, own_form
 from octavo.nn.divided import DividedLogits
-from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.ops import expert_products, expert_rows, few_rows, triton_norm
 from octavo.nn.ops.expert_weights import StackedWeights
@@ -56,7 +55,7 @@ _PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_pen
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModelShare:
     """What one rank computes of a model; by default everything.
 
     Attributes:
@@ -76,7 +75,7 @@ class Share:
     turn: tuple[int, int] = (0, 1)
 
     @classmethod
-    def of(cls, model: LayeredModel, mesh: Mesh, parallel: ParallelConfig, place: RankPlace) -> Share:
+    def of(cls, model: LayeredModel, mesh: Mesh, parallel: ParallelConfig, place: RankPlace) -> ModelShare:
         return cls(
             mesh,
             ALONE if parallel.divides_requests else mesh,
@@ -87,7 +86,7 @@ class Share:
         )
 
 
-WHOLE = Share()
+WHOLE = ModelShare()
 
 
 @torch.inference_mode()
@@ -102,7 +101,7 @@ def compile_ahead(
     block_size: int,
     max_model_len: int,
     groups: Sequence[CacheGroup],
-    share: Share = WHOLE,
+    share: ModelShare = WHOLE,
 ) -> Ahead:
     """Start to compile; return the handle to wait for."""
     if isinstance(attention, LibraryAttention):
@@ -138,7 +137,9 @@ def compile_ahead(
     return ahead
 
 
-def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device, share: Share) -> None:
+def _layers(
+    spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device: torch.device, share: ModelShare
+) -> None:
     """Launch the kernels of norms, experts and sums over ranks."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -159,21 +160,11 @@ def _layers(spec: DecoderSpec, dtype: torch.dtype, residual: torch.dtype, device
 
 
 def _experts(
-    spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None, share: Share
+    spec: ExpertsSpec, empty: _Empty, stream: torch.Tensor, norm: tuple[torch.Tensor, float] | None, share: ModelShare
 ) -> None:
     """Launch the kernels of a mixture of experts, in all forms that depend on the number of tokens."""
     width, alone = stream.shape[1], share.mesh.size == 1
-    whole = ExpertsForm(
-        num_experts=spec.num_experts,
-        hidden_size=width,
-        size=spec.size,
-        activation=spec.activation,
-        gated=spec.gated,
-        clamped=spec.clamped,
-        bias=spec.bias,
-        on_inputs=spec.routing.on_inputs,
-    )
-    form = own_form(whole, share.mesh, whole=share.whole_experts)
+    form = own_form(spec.form(width), share.mesh, whole=share.whole_experts)
     outputs = 2 * form.size if spec.gated else form.size
 
     def stacked(*shape: int) -> torch.Tensor:
@@ -227,7 +218,6 @@ def _step(slots: DeviceSlots, counts: Sequence[int], context: int) -> StepInput:
         samples=[True] * len(counts),
         block_writes=[(0, 0, 0, 0)],
         copies=[],
-        freed=[],
     )
     slots.apply(plan)
     layout = slots.lay_out(plan)

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.core.plan import SampledRow, StepPlan
 from octavo.device.transfer import download, upload_parts
 from octavo.sampling.verify import verify
-from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints, Stored
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints, StoredDrafts
 
 if TYPE_CHECKING:
     from octavo.worker.resident.slots import DeviceSlots
@@ -41,7 +41,7 @@ class DeviceDrafts:
         numbers, limits = (part.long() for part in upload_parts(parts, slots.device))
         return Drafting(plan, rows, numbers, limits, slots.tokens, slots.length)
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], StoredDrafts]:
         slots, limits = drafting.slots, drafting.limits
         most = max(drafting.plan.proposals.values())
         order = torch.arange(most, device=slots.device)
@@ -57,7 +57,7 @@ class DeviceDrafts:
             whole = download(torch.cat([counts[:, None], tokens.long()], 1))
             return lambda: _stored(drafting.rows, whole.wait().tolist())
         sent = download(counts)
-        return lambda: Stored(dict(zip(drafting.rows, sent.wait().tolist(), strict=True)))
+        return lambda: StoredDrafts(dict(zip(drafting.rows, sent.wait().tolist(), strict=True)))
 
     def accept(self, plan: StepPlan, drawn: Tensor) -> tuple[Tensor, Callable[[list[int]], None]]:
         """Verify a step's drafts and append the tokens that are kept.
@@ -117,7 +117,7 @@ class DeviceDrafts:
         table.tokens[row, torch.where(meant, length[:, None] + order, 0)] = tokens.int()
 
 
-def _stored(rows: Sequence[int], found: list[list[int]]) -> Stored:
+def _stored(rows: Sequence[int], found: list[list[int]]) -> StoredDrafts:
     """Return the drafts of these rows of the plan: a count for each, and its tokens with padding."""
     counts = {row: count for row, (count, *_) in zip(rows, found, strict=True)}
-    return Stored(counts, {row: one[1 : 1 + one[0]] for row, one in zip(rows, found, strict=True)})
+    return StoredDrafts(counts, {row: one[1 : 1 + one[0]] for row, one in zip(rows, found, strict=True)})

@@ -22,7 +22,7 @@ from octavo.sampling.parameters import NUM_PARAMS, packed_words
 from octavo.sampling.resident import ParamTable, ResidentRow
 from octavo.sampling.resident_drafts import DraftRow
 from octavo.sampling.state import PreparedParams
-from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, Stored
+from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, StoredDrafts
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
 from octavo.worker.resident.drafts import DeviceDrafts
@@ -231,7 +231,7 @@ class DeviceSlots:
         assert self.drafts is not None, "no feature drafts"
         return self.drafts.drafting(plan)
 
-    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], Stored]:
+    def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], StoredDrafts]:
         assert self.drafts is not None, "no feature drafts"
         return self.drafts.draft(drafting, drafts)
 

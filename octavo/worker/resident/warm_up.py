@@ -88,5 +88,4 @@ def _trial(counts: list[int], groups: int) -> StepPlan:
         samples=[True] * len(counts),
         block_writes=[],
         copies=[],
-        freed=[],
     )

@@ -1,4 +1,4 @@
-"""A GPU's context is created early only where torch will use it."""
+"""A GPU's context is created early only where torch will use it; the kind of device is known before torch."""
 
 from __future__ import annotations
 
@@ -39,3 +39,14 @@ def test_no_context_begins_once_torch_is_there(monkeypatch: pytest.MonkeyPatch) 
     import torch  # noqa: F401
 
     assert early.begin_context("cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "driver", "expected"),
+    [("cpu", "/", True), ("auto", "/", False), ("auto", "/none", True), ("cuda", "/none", False)],
+)
+def test_without_a_driver_auto_is_the_cpu(
+    device: str, driver: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "DRIVER", Path(driver))
+    assert early.is_cpu(device) is expected

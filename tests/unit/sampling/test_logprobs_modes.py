@@ -53,7 +53,7 @@ def plan() -> StepPlan:
         NewRow(i, [*PROMPT, *OUTPUT], len(PROMPT), params, i, [STOP], len(PROMPT) + len(OUTPUT) - 1, [[]])
         for i, params in enumerate(PARAMS)
     ]
-    return StepPlan(0, new, list(range(count)), [1] * count, [0] * count, [True] * count, [], [], [])
+    return StepPlan(0, new, list(range(count)), [1] * count, [0] * count, [True] * count, [], [])
 
 
 def on_the_host(pool: Pool | None, mode: LogprobsMode, logits: Tensor) -> tuple[list[int], dict[int, TokenLogprobs]]:

@@ -44,7 +44,7 @@ def known(slots: Any, slot: int) -> list[int]:
 
 def step(number: int, drafts: list[int], order: list[int], proposals: dict[int, int]) -> StepPlan:
     counts = [1 + count for count in drafts]
-    rows: Any = [True] * len(order), [], [], []
+    rows: Any = [True] * len(order), [], []
     return StepPlan(number, [], order, counts, drafts, *rows, proposals=proposals, reports_drafts=number % 2 == 0)
 
 
@@ -57,7 +57,7 @@ def test_lives_of_drafts(make: Any) -> None:
     blocks = [list(range(10 * slot, 10 * slot + 10)) for slot in range(SLOTS)]
     params = SamplingParams(temperature=0)
     new = [NewRow(slot, truth[slot], 2, params, 0, [], len(truth[slot]) - 1, [blocks[slot]]) for slot in range(SLOTS)]
-    slots.apply(StepPlan(0, new, [], [], [], [], [], [], []))
+    slots.apply(StepPlan(0, new, [], [], [], [], [], []))
     waiting: list[list[int]] = [[] for _ in range(SLOTS)]
     limits = [0] * SLOTS
     for number in range(1, 8):

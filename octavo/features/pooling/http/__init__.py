@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from octavo.features.pooling.http.routes import BODIES, limits, routes
+from octavo.features.pooling.http.routes import BODIES, invocations, limits, routes
 
-__all__ = ["BODIES", "limits", "routes"]
+__all__ = ["BODIES", "invocations", "limits", "routes"]

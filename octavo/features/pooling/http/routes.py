@@ -16,10 +16,23 @@ from octavo.features.pooling.http.cohere import EmbedBody
 from octavo.features.pooling.http.protocol import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from octavo.features.pooling.params import pooler_info
 from octavo.server.context import ServerContext
+from octavo.server.routes.invocations import Form
 from octavo.server.schema.document import describe
 from octavo.server.schema.limits import bounded, prompts
 
 BODIES: Sequence[type[BaseModel]] = [EmbeddingBody, EmbedBody, PoolingBody, ClassifyBody, ScoreBody, RerankBody]
+
+_LABELS: Sequence[Form] = ((("task",), "/pooling"), (("input",), "/classify"), (("messages",), "/classify"))
+_VECTORS: Sequence[Form] = (
+    (("task",), "/pooling"),
+    (("input",), "/v1/embeddings"),
+    (("messages",), "/v1/embeddings"),
+    (("query", "documents"), "/rerank"),
+    (("queries", "documents"), "/score"),
+    (("queries", "items"), "/score"),
+    (("text_1", "text_2"), "/score"),
+    (("data_1", "data_2"), "/score"),
+)
 
 
 def routes(ctx: ServerContext) -> APIRouter:
@@ -63,6 +76,11 @@ def routes(ctx: ServerContext) -> APIRouter:
             name = f"{endpoint.__name__}{path.replace('/', '_')}"
             router.add_api_route(path, endpoint, methods=["POST"], name=name, openapi_extra=describe(body))
     return router
+
+
+def invocations(ctx: ServerContext) -> Sequence[Form]:
+    """The forms of bodies at `/invocations`; a model with labels gives them before vectors."""
+    return (*_LABELS, *_VECTORS) if "classify" in ctx.frontend.info.tasks else _VECTORS
 
 
 def limits(ctx: ServerContext) -> Mapping[str, list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.terminal import say
 
 if TYPE_CHECKING:
-    from octavo.features.speculation.eagle.training import Acceptance
+    from octavo.features.speculation.eagle.training import HeadAcceptance
 
 
 _EVERY = 20
@@ -98,5 +98,5 @@ def work(args: argparse.Namespace, folder: Path) -> None:
     say(f"wrote {folder}")
 
 
-def _shown(found: Acceptance) -> str:
+def _shown(found: HeadAcceptance) -> str:
     return f"{found.first:.1%} of first drafts accepted; {found.length:.2f} of {found.chain} drafts in a row"

@@ -42,7 +42,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class HeadAcceptance:
     """Drafts of a head that are the model's own greedy tokens.
 
     Attributes:
@@ -119,7 +119,7 @@ def _loss(head: EagleHead, target: Target, examples: Sequence[Example], noise: t
 @torch.inference_mode()
 def acceptance(
     head: EagleHead, target: Target, examples: Sequence[Example], *, chain: int = 3, positions: int = 8
-) -> Acceptance:
+) -> HeadAcceptance:
     """Return how many drafts of the head the model accepts in its greedy answers.
 
     Args:
@@ -138,7 +138,7 @@ def acceptance(
         if last >= one.num_prompt:
             ends = torch.linspace(one.num_prompt, last, positions).long().unique().tolist()
             lengths += [_accepted(head, target, one, embedded, expected, end, chain) for end in ends]
-    return Acceptance(firsts / max(1, total), sum(lengths) / max(1, len(lengths)), chain)
+    return HeadAcceptance(firsts / max(1, total), sum(lengths) / max(1, len(lengths)), chain)
 
 
 def _accepted(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from octavo.core.errors import ConfigError
@@ -39,7 +39,6 @@ class HeadSpec:
     draft_vocab: int = 0
     bias: bool = False
     form: MtpForm = DEEPSEEK
-    windows: Sequence[int | None] = field(default=(None,))
 
     @property
     def hidden_size(self) -> int:
@@ -48,18 +47,6 @@ class HeadSpec:
     @property
     def num_layers(self) -> int:
         return self.decoder.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.decoder.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.decoder.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.decoder.head_dim
 
     @property
     def intermediate_size(self) -> int:

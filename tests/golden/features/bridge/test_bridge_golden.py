@@ -51,7 +51,7 @@ def backend(name: str, head_dim: int):
 
 
 def runner_with(model: BridgedLM, name: str, seed: int = 0) -> PagedRunner:
-    attention = backend(name, model.spec.head_dim)
+    attention = backend(name, model.spec.layers[0].spec.head_dim)
     for layer in model.attention_layers:
         layer.backend = attention
     return PagedRunner(model, num_blocks=60, block_size=16 if name == "native" else 4, seed=seed)
@@ -66,7 +66,7 @@ def expected_logits(theirs: PreTrainedModel, tokens: list[int]) -> Tensor:
 def test_chunks_and_single_tokens_of_a_ragged_batch(pair, prompts: list[list[int]], name: str) -> None:
     """Each row advances by its own stride, so steps mix first chunks, later chunks and single tokens."""
     theirs, ours = pair
-    if name == "native" and ours.spec.head_dim % 16:
+    if name == "native" and ours.spec.layers[0].spec.head_dim % 16:
         name = "torch"
     runner = runner_with(ours, name, seed=1)
     rows = [runner.row(prompt, len(prompt)) for prompt in prompts]

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.core.params import SamplingParams
 from octavo.features.logits_processors import LogitsProcessor, MoveDirectionality, Row
 from octavo.features.logits_processors.load import LoadedProcessor
-from octavo.features.logits_processors.payload import Share, Shares
+from octavo.features.logits_processors.payload import RowUpdate, Shares
 from octavo.features.logits_processors.persistent import PersistentBatch
 from octavo.features.logits_processors.worker import ProcessorsWorker, run
 
@@ -69,7 +69,7 @@ def test_who_failed_in_one_processor_is_spared_the_next() -> None:
     worker = ProcessorsWorker("x", [LoadedProcessor("a", Picky(bad=[5])), LoadedProcessor("b", later)])
     params = SamplingParams()
     shares = [
-        Share(slot=slot, processors=[0, 1], start=0, output=[], params=params, prompt=[number])
+        RowUpdate(slot=slot, processors=[0, 1], start=0, output=[], params=params, prompt=[number])
         for slot, number in ((4, 5), (9, 6))
     ]
     assert list(worker.apply(torch.zeros(3, 3), [9, 1, 4], Shares(shares))) == [2]
@@ -85,14 +85,14 @@ def test_a_slot_that_is_filled_anew_forgets() -> None:
 
     worker = ProcessorsWorker("x", [LoadedProcessor("w", Watch())])
     full = {"slot": 1, "processors": [0], "params": SamplingParams()}
-    worker.apply(torch.zeros(1, 3), [1], Shares([Share(start=0, output=[], prompt=[7], **full)]))
-    worker.apply(torch.zeros(1, 3), [1], Shares([Share(slot=1, processors=[0], start=0, output=[8])]))
-    worker.apply(torch.zeros(1, 3), [1], Shares([Share(slot=1, processors=[0], start=1, output=[9])]))
+    worker.apply(torch.zeros(1, 3), [1], Shares([RowUpdate(start=0, output=[], prompt=[7], **full)]))
+    worker.apply(torch.zeros(1, 3), [1], Shares([RowUpdate(slot=1, processors=[0], start=0, output=[8])]))
+    worker.apply(torch.zeros(1, 3), [1], Shares([RowUpdate(slot=1, processors=[0], start=1, output=[9])]))
     worker.apply(
-        torch.zeros(1, 3), [1], Shares([Share(slot=1, processors=[0], start=1, output=[9])])
+        torch.zeros(1, 3), [1], Shares([RowUpdate(slot=1, processors=[0], start=1, output=[9])])
     )  # a step tried again
     worker.add(1, None)
-    worker.apply(torch.zeros(1, 3), [1], Shares([Share(start=0, output=[2], prompt=[4], **full)]))
+    worker.apply(torch.zeros(1, 3), [1], Shares([RowUpdate(start=0, output=[2], prompt=[4], **full)]))
     assert seen == [[7], [7, 8], [7, 8, 9], [7, 8, 9], [4, 2]]
 
 

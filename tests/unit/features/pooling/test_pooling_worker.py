@@ -60,7 +60,7 @@ def params(**changes: Any) -> PoolingSpec:
 
 def plan(*counts: int) -> StepPlan:
     rows = len(counts)
-    return StepPlan(0, [], list(range(rows)), list(counts), [0] * rows, [False] * rows, [], [], [])
+    return StepPlan(0, [], list(range(rows)), list(counts), [0] * rows, [False] * rows, [], [])
 
 
 def test_rows_of_all_kinds_in_one_step() -> None:

@@ -12,7 +12,7 @@ import pytest
 from octavo.core.plan import PlanDraft
 from octavo.features.speculation.config import DraftConfig
 from octavo.features.speculation.engine import SpeculationEngine
-from octavo.features.speculation.pace import Measured, Pace, Planned
+from octavo.features.speculation.pace import Measured, Pace, PlannedDecode
 from octavo.features.speculation.payload import NAME, SpeculationOption
 from octavo.features.speculation.together import Together
 
@@ -137,7 +137,7 @@ def times(pace: Pace, steps: list[tuple[float, int]], ahead: int) -> list[Measur
     """Measurements of steps of 4 rows, each given as the seconds until the next plan and its drafts."""
     now, found = 0.0, []
     for seconds, drafts in steps:
-        planned = Planned(now, 4, drafts, ahead)
+        planned = PlannedDecode(now, 4, drafts, ahead)
         now += seconds
         found += pace.ended(planned, now, plain=1.0)
     return found

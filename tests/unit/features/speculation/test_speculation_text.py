@@ -13,6 +13,7 @@ from octavo.config import ServerConfig
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.output import CompletionOutput, RequestOutput, VerifiedDrafts
 from octavo.core.params import SamplingParams
+from octavo.engine.fake import fake_info
 from octavo.features.speculation.payload import NAME, DraftCounts, DraftInfo, SpeculationOption
 from octavo.features.speculation.text import SpeculationText
 from octavo.server.openai.generation import UsageCounter
@@ -22,8 +23,9 @@ HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 PARTS = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
 
 
-def text_half(*, present: bool = True) -> SpeculationText:
-    info = SimpleNamespace(features=[NAME] if present else [])
+def text_half(*, present: bool = True, drafts: DraftInfo | None = None) -> SpeculationText:
+    told = {} if drafts is None else {NAME: msgspec.Raw(msgspec.msgpack.encode(drafts))}
+    info = fake_info(features=[NAME] if present else [], feature_info=told)
     return SpeculationText(SimpleNamespace(tokenizer=TOKENIZER, info=info))  # type: ignore[arg-type]
 
 
@@ -68,11 +70,9 @@ def test_wrong_fields(fields: dict[str, Any]) -> None:
 
 
 def test_the_server_says_at_its_start_what_drafts() -> None:
-    half = text_half()
-    half.context.info.feature_info = {}
-    assert half.start_rows() == []
+    assert text_half().start_rows() == []
     for adaptive, where in ((True, " where that is faster"), (False, "")):
-        half.context.info.feature_info[NAME] = msgspec.Raw(msgspec.msgpack.encode(DraftInfo("auto", 3, adaptive)))
+        half = text_half(drafts=DraftInfo("auto", 3, adaptive))
         text = f"auto: up to 3 tokens are drafted{where}; answers stay the same (--spec-method none turns it off)"
         assert half.start_rows() == [("speculation", text)]
 

@@ -135,7 +135,7 @@ def test_folder(tmp_path: Path) -> None:
     )
     tokenizer = load_tokenizer(files)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
-    assert tokenizer.chat_template == "A"
+    assert tokenizer.chat_templates == {"default": "A"}
     assert tokenizer.encode("the dog") == BYTES.encode("the dog")
 
 

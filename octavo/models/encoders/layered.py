@@ -1,0 +1,43 @@
+"""What the encoders of all families share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.step import StepInput
+
+
+class LayeredEncoder(nn.Module):
+    """The part of an `EncoderModel` that does not depend on the family.
+
+    Attributes:
+        attention_layers: empty, since nothing is cached.
+        layers: modules that are called with the states and the step.
+        head: computes labels from a pooled state; None if there is no classification head.
+    """
+
+    layers: nn.ModuleList
+    head: nn.Module | None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.attention_layers: list[PagedAttention] = []
+
+    def forward(self, x: Tensor, step: StepInput) -> Tensor:
+        """Run the layers: [T, hidden_size] to the same shape, before a final norm if there is one."""
+        for layer in self.layers:
+            x = layer(x, step)
+        return x
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """Return the states unchanged; their norm is part of the last layer."""
+        return hidden
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Return the head's outputs: [R, hidden_size] to [R, labels]."""
+        assert self.head is not None, "the model has no classification head"
+        logits: Tensor = self.head(pooled.to(self.dtype))
+        return logits
