@@ -36,7 +36,7 @@ test-all: $(VENV)/.ready-test ## nightly: also the tests marked slow
 deletion: $(VENV)/.ready-test ## the quick tests with each feature's folder deleted: some minutes for each; ARGS=--short for a few of them
 	$(BIN)/python tools/deletion.py $(ARGS)
 
-check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
+check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes, names of features
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -44,7 +44,7 @@ check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes
 	$(BIN)/python tools/sz.py
 	$(BIN)/python tools/deletion.py --static
 
-clients: $(VENV)/.ready-run $(CLIENTS)/.ready $(FRAMEWORKS)/.ready ## nightly: other people's clients and a fuzzer against a live server
+clients: $(VENV)/.ready-run $(CLIENTS)/.ready $(FRAMEWORKS)/.ready ## nightly: third-party clients and a fuzzer against a live server
 	$(BIN)/python conformance/run.py $(CLIENTS) $(FRAMEWORKS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 format: $(VENV)/.ready-lint ## let ruff format the code and fix what it can

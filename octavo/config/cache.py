@@ -49,7 +49,7 @@ class CacheConfig:
         None,
         "fraction of the device's memory for weights and KV cache (on a CPU, of the free memory)",
         flag="gpu-memory-utilization",
-        shown="by the device",
+        shown="0.92; on a CPU 0.5, for a KV cache of at most 4 GiB",
         read=quantities.fraction,
         metavar="FRACTION",
         aliases=("memory-utilization",),

@@ -47,7 +47,7 @@ class SchedulerConfig:
         None,
         "plan the next step while the device computes this one",
         flag="async-scheduling",
-        shown="by the device",
+        shown="on with a GPU, off on a CPU",
         switch=True,
         convert=int,
     )
