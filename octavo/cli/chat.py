@@ -41,13 +41,13 @@ def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo chat",
         words="[MODEL]",
-        description="Talk to a model. Without MODEL and --url, a server on this machine is asked if one answers at "
+        description="Talk to a model. Without MODEL and --url, the server on this machine is used if one answers at "
         f"{DEFAULT_URL}; otherwise the model runs in this command itself.",
     )
     talk = parser.add_argument_group("conversation")
     talk.add_argument("--url", help=f"server to talk to (default: {DEFAULT_URL} if one is there)")
     talk.add_argument(
-        "--model-name", metavar="NAME", help="model to ask the server for (default: the first that it lists)"
+        "--model-name", metavar="NAME", help="model to request from the server (default: the first that it lists)"
     )
     talk.add_argument("--api-key", metavar="KEY", help="key for the server (default: $OCTAVO_API_KEY)")
     talk.add_argument("--system-prompt", metavar="TEXT", help="system prompt")

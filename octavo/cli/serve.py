@@ -64,7 +64,7 @@ def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo serve",
         words="[MODEL]",
-        description="Serve a model over HTTP. Ends in a line with the address and a curl command to try.",
+        description="Serve a model over HTTP. When it is ready, it prints its address and a curl command to try.",
     )
     add_engine_settings(parser)
     add_settings(parser, SERVER_GROUPS)

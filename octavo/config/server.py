@@ -69,12 +69,16 @@ class ServerConfig(LogConfig):
         convert=parsing.flat,
     )
     allowed_methods: tuple[str, ...] = setting(
-        ("*",), "methods that those pages may use", read=parsing.item_or_list, metavar="METHOD", convert=parsing.flat
+        ("*",), "HTTP methods for --allowed-origins", read=parsing.item_or_list, metavar="METHOD", convert=parsing.flat
     )
     allowed_headers: tuple[str, ...] = setting(
-        ("*",), "headers that those pages may send", read=parsing.item_or_list, metavar="HEADER", convert=parsing.flat
+        ("*",),
+        "request headers for --allowed-origins",
+        read=parsing.item_or_list,
+        metavar="HEADER",
+        convert=parsing.flat,
     )
-    allow_credentials: bool = setting(False, "let those pages send cookies")
+    allow_credentials: bool = setting(False, "allow cookies from --allowed-origins")
     middleware: tuple[str, ...] = setting(
         (),
         "your own middleware, as package.module.name: an ASGI class, or async def f(request, call_next)",
@@ -140,7 +144,7 @@ class ServerConfig(LogConfig):
     )
     body_timeout_s: float = setting(
         60.0,
-        "time in which a request's headers must arrive, and its body, which has a second more for each 16 KiB; then it "
+        "time limit for a request's headers, and for its body plus a second for each 16 KiB; after it, the request "
         "gets a 408",
         flag="body-timeout",
         read=quantities.duration,

@@ -47,8 +47,8 @@ def make_parser() -> OctavoParser:
     server.add_argument("--endpoint", metavar="PATH", help="(default: the backend's)")
     server.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="sent with every request")
     server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    server.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
-    server.add_argument("--served-model-name", metavar="NAME", help="model name to ask for, if it is not --model")
+    server.add_argument("--model", metavar="NAME", help="model to request (default: the first that the server lists)")
+    server.add_argument("--served-model-name", metavar="NAME", help="model name to request, if it is not --model")
     server.add_argument(
         "--tokenizer", metavar="MODEL", help="tokenizer that counts and makes prompts (default: --model's, if known)"
     )
