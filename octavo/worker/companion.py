@@ -77,7 +77,10 @@ class Companion(Worker):
         """All layers are in one group, also those with windows: the tables that they follow have all blocks."""
         kinds = [layer.keeps(self.block_size) for layer in layers]
         if any(kind.kind is GroupKind.STATE for kind in kinds):
-            raise ConfigError(f"{self.files.name} has recurrent layers, whose states can't take back rejected tokens.")
+            raise ConfigError(
+                f"{self.files.name} has recurrent layers, whose states can't take back rejected tokens. Name a model "
+                "without them."
+            )
         return (CacheGroup(layers=tuple(range(len(kinds)))),)
 
     def reserved_for(self, limits: tuple[int, int]) -> Reserved:

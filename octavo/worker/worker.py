@@ -398,7 +398,7 @@ class Worker:
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:
-            raise UnsupportedError("The model's weights were received as tensors, so no file has them.")
+            raise UnsupportedError("The weights were received as tensors and are in no file. Load them from a folder.")
         return self.checkpoint()
 
     def checkpoint(self) -> Checkpoint:
