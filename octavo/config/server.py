@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from octavo.config.log import LogConfig
 from octavo.core import parsing, quantities
+from octavo.core.errors import ConfigError
 from octavo.core.flag import setting
 
 
@@ -247,3 +248,24 @@ class ServerConfig(LogConfig):
     def model_names(self, own: str) -> list[str]:
         """Return the names that requests may use for a model named `own`; answers carry the first."""
         return list(self.served_model_name) or [own]
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that have no effect without another one that is not set."""
+        plain = ServerConfig()
+        for name, needed in _NEEDED.items():
+            value = getattr(self, name)
+            if value != getattr(plain, name) and not getattr(self, needed):
+                flag = f"{'no-' if value is False else ''}{name.replace('_', '-')}"
+                needs = needed.replace("_", "-")
+                raise ConfigError(f"--{flag} has no effect without --{needs}: set that, too, or leave --{flag} out.")
+
+
+_NEEDED = {
+    "enable_log_outputs": "enable_log_requests",
+    "enable_log_deltas": "enable_log_outputs",
+    "max_log_len": "enable_log_requests",
+    "allowed_methods": "allowed_origins",
+    "allowed_headers": "allowed_origins",
+    "allow_credentials": "allowed_origins",
+}
+"""Setting -> the one that it needs."""

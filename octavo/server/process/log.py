@@ -22,8 +22,6 @@ def log_to(config: ServerConfig, who: str = "") -> None:
     Raises:
         ConfigError: the settings contradict each other, or their file is invalid.
     """
-    if config.enable_log_outputs and not config.enable_log_requests:
-        raise ConfigError("--enable-log-outputs needs --enable-log-requests; add that.")
     log_settings(config).set_up(f"%(asctime)s %(levelname)s {f'[{who}] ' if who else ''}%(message)s")
 
 

@@ -47,6 +47,7 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: A
         announce: called with the server's address once it is ready.
     """
     try:
+        config.check()
         log_to(config)
         raise_open_files()
         config = with_key_file(config)

@@ -11,7 +11,6 @@ from server_kit import HELLO, Visitor, ask_now, ids, make_house, saying
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
-from octavo.server.process.log import log_to
 
 SECRET, ANSWER = "my secret", "its answer"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -116,6 +115,21 @@ def test_a_client_that_leaves_has_had_what_was_generated(caplog: pytest.LogCaptu
     assert "ended (abort): 'i" in line
 
 
-def test_outputs_need_requests() -> None:
-    with pytest.raises(ConfigError, match="needs --enable-log-requests"):
-        log_to(ServerConfig(enable_log_outputs=True))
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"enable_log_outputs": True}, "--enable-log-outputs has no effect without --enable-log-requests: set that"),
+        ({"max_log_len": 10}, "--max-log-len has no effect without --enable-log-requests"),
+        ({"enable_log_deltas": False}, "--no-enable-log-deltas has no effect without --enable-log-outputs"),
+        ({"allowed_methods": ("GET",)}, "--allowed-methods has no effect without --allowed-origins"),
+        ({"allow_credentials": True}, "--allow-credentials has no effect without --allowed-origins"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ServerConfig(**settings).check()
+
+
+def test_settings_with_what_they_need_are_taken() -> None:
+    ServerConfig(enable_log_requests=True, max_log_len=10).check()
+    ServerConfig(allowed_origins=("*",), allowed_headers=("a",), allow_credentials=True).check()
