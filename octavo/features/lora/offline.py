@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError
 from octavo.features.lora.api import LoRARequest
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import Adapter
@@ -26,12 +25,8 @@ class LoraMethods:
             ModelFileError, ModelNotFoundError: its files can't be used, or are not there.
             InvalidRequestError: another adapter has this name or number.
         """
-        hook = self._adapters(lora_request)
-        if not lora_request.lora_path:
-            text = "add_lora needs lora_path, the adapter's folder or file."
-            raise InvalidRequestError(text, param="lora_path", value="")
-        hook.ids.note(lora_request)
-        self._engine.core.call(NAME, "load", lora_request.loading())
+        arguments = self._adapters(lora_request).to_load(lora_request)
+        self._engine.core.call(NAME, "load", arguments)
         return True
 
     def remove_lora(self, lora_id: int | str | LoRARequest) -> bool:

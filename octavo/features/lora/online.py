@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError
 from octavo.engine.protocol import EngineClient
 from octavo.features.lora.api import LoRARequest
 from octavo.features.lora.payload import NAME
@@ -33,11 +32,7 @@ class AsyncLoraMethods(ABC):
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter; return True once requests can name it."""
         hook = await self._adapters(lora_request)
-        if not lora_request.lora_path:
-            text = "add_lora needs lora_path, the adapter's folder or file."
-            raise InvalidRequestError(text, param="lora_path", value="")
-        hook.ids.note(lora_request)
-        await self._client.call(NAME, "load", lora_request.loading())
+        await self._client.call(NAME, "load", hook.to_load(lora_request))
         return True
 
     async def remove_lora(self, lora_id: int | str | LoRARequest) -> bool:

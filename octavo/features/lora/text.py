@@ -10,7 +10,7 @@ from octavo.core.errors import InvalidRequestError, ModelFileError, UnsupportedE
 from octavo.core.params import SamplingParams
 from octavo.core.stats import EngineStats
 from octavo.engine.protocol import EngineClient
-from octavo.features.lora.api import AdapterIds, requested, selected
+from octavo.features.lora.api import AdapterIds, LoRARequest, requested, selected
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import CHANGES, Adapter, LoraInfo, Part, Selection, encode, selection_of
 from octavo.text.hooks import AddedModel, ReadArgument, TextContext, TextHook
@@ -88,6 +88,18 @@ class LoraText(TextHook):
                 "This engine serves no LoRA adapters: start it with enable_lora, or merge the adapter into the weights."
             )
             raise UnsupportedError(text, param=field, value=value)
+
+    def to_load(self, request: LoRARequest) -> dict[str, Any]:
+        """Note an adapter's number; return the arguments of the engine half's `load`.
+
+        Raises:
+            InvalidRequestError: it has no path.
+        """
+        if not request.lora_path:
+            text = "add_lora needs lora_path, the adapter's folder or file."
+            raise InvalidRequestError(text, param="lora_path", value="")
+        self.ids.note(request)
+        return request.loading()
 
     def read_argument(self, name: str, value: Any, count: int) -> ReadArgument:
         """Read one for all prompts, or a list with one for each (None for the base model)."""

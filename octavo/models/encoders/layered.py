@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.attention.layer import PagedAttention
+from octavo.nn.attention.whole import attend_whole
+from octavo.nn.rope import Rope
 from octavo.nn.step import StepInput
 
 
@@ -41,3 +43,19 @@ class LayeredEncoder(nn.Module):
         assert self.head is not None, "the model has no classification head"
         logits: Tensor = self.head(pooled.to(self.dtype))
         return logits
+
+
+def attend_rotated(heads: Tensor, rope: Rope, step: StepInput, reach: int | None = None) -> Tensor:
+    """Rotate queries and keys in place, and attend within each sequence.
+
+    Args:
+        heads: [T, 3 * num_heads, head_dim]: queries, keys, values.
+        reach: see `attend_whole`.
+
+    Returns:
+        [T, num_heads * head_dim].
+    """
+    num_heads = heads.shape[1] // 3
+    rope.joint(heads[:, : 2 * num_heads], step.positions)
+    q, k, v = heads.split(num_heads, dim=1)
+    return attend_whole(q, k, v, step.attn, reach).flatten(1)

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from octavo.core.errors import ConfigError
 from octavo.models.encoders.bert import activation
 from octavo.models.encoders.encoder import ACTIVATIONS
-from octavo.models.encoders.layered import LayeredEncoder
+from octavo.models.encoders.layered import LayeredEncoder, attend_rotated
 from octavo.models.encoders.spec import Gate, SummaryKind
 from octavo.models.hf_config import Config, num_labels, only, value_or, whole
-from octavo.nn.attention.whole import attend_whole
 from octavo.nn.build import Build
 from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
@@ -114,7 +113,7 @@ class ModernLayer(nn.Module):
         super().__init__()
         size, inner = spec.hidden_size, spec.intermediate_size
         heads = Heads(spec.num_heads, spec.num_heads, spec.head_dim)
-        self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
+        self.head_dim = spec.head_dim
         self.reach = spec.reach if spec.kinds[layer] == _LOCAL else None
         self.activation = ACTIVATIONS[spec.activation]
         self.rope = rope
@@ -128,10 +127,8 @@ class ModernLayer(nn.Module):
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        heads = self.qkv(normed).unflatten(-1, (3 * self.num_heads, self.head_dim))
-        self.rope.joint(heads[:, : 2 * self.num_heads], step.positions)
-        q, k, v = heads.split(self.num_heads, dim=1)
-        x = self.out(attend_whole(q, k, v, step.attn, self.reach).flatten(1)).add_(x)
+        heads = self.qkv(normed).unflatten(-1, (-1, self.head_dim))
+        x = self.out(attend_rotated(heads, self.rope, step, self.reach)).add_(x)
         gate, up = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up).add_(x)
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.core.errors import ConfigError
-from octavo.models.encoders.layered import LayeredEncoder
+from octavo.models.encoders.layered import LayeredEncoder, attend_rotated
 from octavo.models.encoders.spec import SummaryKind
 from octavo.models.hf_config import Config, num_labels, only, value_or, whole
-from octavo.nn.attention.whole import attend_whole
 from octavo.nn.build import Build
 from octavo.nn.rope import Rope
 from octavo.nn.rope_spec import RopeSpec
@@ -116,7 +115,7 @@ class NomicLayer(nn.Module):
         super().__init__()
         size, inner = spec.hidden_size, spec.intermediate_size
         heads = Heads(spec.num_heads, spec.num_heads, spec.head_dim)
-        self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
+        self.head_dim = spec.head_dim
         self.rope = rope
         self.qkv = b.at("attn").linear("Wqkv", inputs=size, outputs=3 * size, shard=heads)
         self.out = b.at("attn").linear("out_proj", inputs=size, outputs=size, shard=ROW)
@@ -126,10 +125,8 @@ class NomicLayer(nn.Module):
         self.output_norm = b.layer_norm("norm2", size, spec.norm_eps)
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3 * self.num_heads, self.head_dim))
-        self.rope.joint(heads[:, : 2 * self.num_heads], step.positions)
-        q, k, v = heads.split(self.num_heads, dim=1)
-        x = self.attention_norm(self.out(attend_whole(q, k, v, step.attn).flatten(1)).add_(x))
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        x = self.attention_norm(self.out(attend_rotated(heads, self.rope, step)).add_(x))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.output_norm(self.down(F.silu(gate) * up).add_(x))
 

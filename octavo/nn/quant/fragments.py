@@ -19,7 +19,7 @@ from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.words import Words
 from octavo.nn.quant.blocks import dequantized
-from octavo.nn.quant.words import largest_group, minima_of, pack_words
+from octavo.nn.quant.words import joined_scales, largest_group, pack_words
 from octavo.nn.weights import QuantizedBlocks
 
 _BLOCK = 32
@@ -94,15 +94,12 @@ def _trial(bits: int, random: torch.Generator) -> tuple[QuantizedBlocks, int]:
 def pack_fragments(parts: Sequence[QuantizedBlocks], device: torch.device, group: int) -> Fragments:
     """Return the parts as one matrix on a device, whose sizes and groups `fragments.fits` accepts."""
     bits, inputs = parts[0].bits, parts[0].values.shape[1]
-    every = group * parts[0].scales.shape[1] // inputs
     codes = _codes(torch.cat([part.values.to(device) for part in parts]), bits)
-    scales = _by_thread(torch.cat([part.scales[:, ::every].to(device) for part in parts]))
-    minima = None
-    if any(part.minima is not None for part in parts):
-        minima = _by_thread(torch.cat([minima_of(part)[:, ::every].to(device) for part in parts]))
+    scales, minima = joined_scales(parts, group, device)
     order = None if parts[0].order is None else parts[0].order.to(device)
     outputs = sum(part.values.shape[0] for part in parts)
-    return Fragments(codes, scales, minima, order, outputs, inputs, bits, group)
+    turned = None if minima is None else _by_thread(minima)
+    return Fragments(codes, _by_thread(scales), turned, order, outputs, inputs, bits, group)
 
 
 def unpack_fragments(matrix: Fragments) -> Tensor:

@@ -14,7 +14,7 @@ from octavo.nn.ops.tables import book_of
 from octavo.nn.quant.blocks import alike
 from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.integers import as_integers, in_groups
-from octavo.nn.quant.words import codes_of_words, fits, largest_group, minima_of, narrowed
+from octavo.nn.quant.words import codes_of_words, fits, joined_scales, largest_group, narrowed
 from octavo.nn.weights import E2M1, Codebook, QuantizedBlocks
 
 _FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -159,11 +159,8 @@ def _joined(parts: Sequence[QuantizedBlocks], device: torch.device) -> tuple[Ten
 
 
 def _factors(parts: Sequence[QuantizedBlocks], group: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    every = group * parts[0].scales.shape[1] // parts[0].values.shape[1]
-    scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
-    if all(part.minima is None for part in parts):
-        return _by_group(scales), None
-    return _by_group(scales), _by_group(torch.cat([minima_of(part)[:, ::every].to(device) for part in parts]))
+    scales, minima = joined_scales(parts, group, device)
+    return _by_group(scales), None if minima is None else _by_group(minima)
 
 
 def _by_group(scales: Tensor) -> Tensor:

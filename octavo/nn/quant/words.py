@@ -29,11 +29,8 @@ def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: in
     """
     bits, inputs = parts[0].bits, parts[0].values.shape[1]
     width, group = _form(parts, group)
-    every = group * parts[0].scales.shape[1] // inputs
-    has_minima = any(part.minima is not None for part in parts)
     codes = torch.cat([codes_of_words(part.values.to(device), bits, width) for part in parts])
-    scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
-    minima = torch.cat([minima_of(part)[:, ::every].to(device) for part in parts]) if has_minima else None
+    scales, minima = joined_scales(parts, group, device)
     order = None if parts[0].order is None else parts[0].order.to(device)
     return Words(codes, scales, minima, order, codes.shape[0], inputs, bits, group)
 
@@ -100,9 +97,18 @@ def codes_of_words(values: Tensor, bits: int, width: int) -> Tensor:
     return words
 
 
-def minima_of(blocks: QuantizedBlocks) -> Tensor:
-    """Return the minima, also if all are 0."""
-    return torch.zeros_like(blocks.scales) if blocks.minima is None else blocks.minima
+def joined_scales(parts: Sequence[QuantizedBlocks], group: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the parts' scales, and their minima unless all are 0, as one matrix each: [N, inputs / group].
+
+    Args:
+        group: inputs that share scale and minimum; a multiple of the stored groups.
+    """
+    every = group * parts[0].scales.shape[1] // parts[0].values.shape[1]
+    scales = torch.cat([part.scales[:, ::every].to(device) for part in parts])
+    if all(part.minima is None for part in parts):
+        return scales, None
+    minima = (torch.zeros_like(part.scales) if part.minima is None else part.minima for part in parts)
+    return scales, torch.cat([part[:, ::every].to(device) for part in minima])
 
 
 def _form(parts: Sequence[QuantizedBlocks], known: int | None) -> tuple[int, int]:
