@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,23 @@ def test_integers_of_gguf_files(division: dict[str, Any], activations: str, tied
     made.clear()
     assert greedy(**division) == expected
     assert min(one.count for one in made) > 5
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_one_stage_in_torch(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the ranks of one stage share no memory."""
+
+    def reason_against(*args: Any, **settings: Any) -> str | None:
+        return "no reason" if threading.current_thread().name == f"rank {stage}" else None
+
+    expected = run(LONGER, **NATIVE)
+    made.clear()
+    for module in ("octavo.worker.worker", "octavo.models.model"):
+        monkeypatch.setattr(f"{module}.reason_against", reason_against)
+    assert run(LONGER, **TWO) == expected
+    (replay,) = made
+    assert replay.draws == (stage == 0)
+    assert replay.count > 10
 
 
 def test_torch_computes_stages_where_it_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
