@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_kit import write_model
 from rank_kit import ranks_in_threads
@@ -156,6 +157,7 @@ def test_log_probabilities_have_the_same_bits() -> None:
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_integers_of_gguf_files(division: dict[str, Any], activations: str, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     theirs = LlamaForCausalLM(
         LlamaConfig(vocab_size=132, num_hidden_layers=2, head_dim=16, tie_word_embeddings=tied, **shape)
