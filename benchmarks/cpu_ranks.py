@@ -6,6 +6,8 @@
     python benchmarks/cpu_ranks.py --model MODEL --stages 2 --threads 1             stages of a pipeline
     PYTHONPATH=OTHER_CHECKOUT python benchmarks/cpu_ranks.py ... --name "before"     the same with another version
 
+Run another version from a folder outside of this checkout: processes of ranks import from the current folder first.
+
 MODEL is a folder with a config.json; the weights are random. Rates are those of greedy decoding, after 128 tokens, and
 of one prompt of 256 tokens; each is the best of some repeats. Results of the same name replace each other in --output.
 """
