@@ -3,7 +3,10 @@
     python benchmarks/cpu_ranks.py --sums                   a sum of two processes: in shared memory, and by gloo
     python benchmarks/cpu_ranks.py --model MODEL --ranks 2 --threads 1
     python benchmarks/cpu_ranks.py --model MODEL --ranks 1 --threads 2
+    python benchmarks/cpu_ranks.py --model MODEL --stages 2 --threads 1             stages of a pipeline
     PYTHONPATH=OTHER_CHECKOUT python benchmarks/cpu_ranks.py ... --name "before"     the same with another version
+
+Run another version from a folder outside of this checkout: processes of ranks import from the current folder first.
 
 MODEL is a folder with a config.json; the weights are random. Rates are those of greedy decoding, after 128 tokens, and
 of one prompt of 256 tokens; each is the best of some repeats. Results of the same name replace each other in --output.
@@ -39,6 +42,7 @@ def main() -> None:
     parser.add_argument("--sums", action="store_true", help="time sums only")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--stages", type=int, default=1, help="of a pipeline, each of --ranks")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--steps", type=int, default=16, help="decoding steps that are timed")
     parser.add_argument("--repeats", type=int, default=2)
@@ -54,7 +58,8 @@ def main() -> None:
     if args.sums:
         name, figures = "sums of two ranks", {kind: times_of(kind) for kind in ("shared memory", "gloo")}
     else:
-        name = args.name or f"{args.model.name}, {args.ranks} ranks of {args.threads} threads"
+        parts = f"{args.ranks} ranks" if args.stages == 1 else f"{args.stages} stages of {args.ranks} ranks"
+        name = args.name or f"{args.model.name}, {parts} of {args.threads} threads"
         figures = rates(args)
     print(json.dumps(figures, indent=1))
     found = json.loads(args.output.read_text()) if args.output.exists() else {}
@@ -70,6 +75,7 @@ def rates(args: argparse.Namespace) -> dict[str, Any]:
         load_format="dummy",
         skip_tokenizer_init=True,
         tensor_parallel_size=args.ranks,
+        pipeline_parallel_size=args.stages,
         threads=args.threads,
         max_model_len=1024,
         max_num_seqs=max(BATCHES),
@@ -93,7 +99,7 @@ def rates(args: argparse.Namespace) -> dict[str, Any]:
 
     figures = {f"decode, {batch} requests, tokens/s": round(decoding(batch), 2) for batch in BATCHES}
     figures["prompt, tokens/s"] = round(PROMPT / min(seconds(made(1, PROMPT), 1) for _ in range(args.repeats)), 1)
-    return {"ranks": args.ranks, "threads of each": args.threads} | figures
+    return {"ranks": args.ranks, "stages": args.stages, "threads of each": args.threads} | figures
 
 
 def times_of(kind: str) -> dict[str, float]:

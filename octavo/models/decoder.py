@@ -20,7 +20,7 @@ from octavo.native.builder import ATTENDED, RESIDUAL, ProgramBuilder, Results
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.divided import DividedLogits
-from octavo.nn.embedding import TiedHead
+from octavo.nn.embedding import Embedding, TiedHead
 from octavo.nn.experts import ExpertLayer
 from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.linear import Projection
@@ -141,7 +141,7 @@ class CausalLM(nn.Module):
         super().__init__()
         model = b.at("model")
         self.spec = spec
-        self.device = b.device
+        self.device, self._dtype = b.device, b.dtype
         self.residual_dtype = b.residual_dtype(spec.hidden_size)
         # Models are trained with this factor in their own dtype.
         self.embedding_multiplier = torch.tensor(spec.multipliers.embedding, dtype=b.dtype).item()
@@ -184,7 +184,22 @@ class CausalLM(nn.Module):
     @property
     def is_whole(self) -> bool:
         """Whether it has all layers, and so also the embeddings and the head."""
-        return len(self.layer_range) == self.spec.num_layers
+        return self.is_first and self.is_last
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the first layer, and the embeddings."""
+        return self.layer_range.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the last layer, and what follows it: final norm and head."""
+        return self.layer_range.stop == self.spec.num_layers
+
+    @property
+    def _table(self) -> Embedding | TiedHead:
+        """What looks up embeddings in a native program."""
+        return self.head if self.is_last and isinstance(self.head, TiedHead) else self.embedding
 
     def _list_layers(self) -> None:
         self._running = list(enumerate(self.layers, self.layer_range.start))
@@ -233,7 +248,7 @@ class CausalLM(nn.Module):
 
     def embed(self, step: StepInput) -> Tensor:
         """Return the embeddings of `step.input_ids`, [T, hidden_size], which the caller may modify."""
-        if self.layer_range.start:
+        if not self.is_first:
             assert self.entry is not None, "the worker has bound no hidden states"
             return self.entry[: step.num_tokens]
         x = self.embedding(step.input_ids).to(self.residual_dtype)
@@ -266,16 +281,16 @@ class CausalLM(nn.Module):
         for layer in self.modules():
             if isinstance(layer, Projection | ExpertLayer | Norm):
                 layer.pack()
-        if not isinstance(self.head, TiedHead):
+        if self.is_first and self._table is self.embedding:
             self.embedding.pack()
         if self.positions is not None:
             self.positions.pack()
 
     def emit(self, b: ProgramBuilder) -> None:
         """Add the model to a native program: the embedding, from the mark "layers" on `forward`, from the mark "head"
-        on `logits`."""
-        table = self.head if isinstance(self.head, TiedHead) else self.embedding
-        table.emit_lookup(b, self.embedding_multiplier)
+        on `logits`. A stage of a pipeline adds the parts that it has; the residual stream holds the input of others."""
+        if self.is_first:
+            self._table.emit_lookup(b, self.embedding_multiplier)
         b.mark("layers")
         if self.positions is not None:
             self.positions.emit_positions(b, self.spec.position_offset)
@@ -285,11 +300,12 @@ class CausalLM(nn.Module):
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             b.mark(f"layer {i}")
-            layer.emit(b, self.embedding.dtype, attended if i < len(self.layers) - 1 else ATTENDED)
+            layer.emit(b, self._dtype, attended if i < len(self.layers) - 1 else ATTENDED)
         b.mark("head")
-        cap, scale = self.spec.logit_cap, self.spec.multipliers.logits
-        capped = Results(scale=scale) if cap is None else Results(function=Function.CAP, scale=scale, limit=cap)
-        self.head.emit_logits(b, self.norm, capped)
+        if self.is_last:
+            cap, scale = self.spec.logit_cap, self.spec.multipliers.logits
+            capped = Results(scale=scale) if cap is None else Results(function=Function.CAP, scale=scale, limit=cap)
+            self.head.emit_logits(b, self.norm, capped)
 
     @property
     def mixed_width(self) -> int:

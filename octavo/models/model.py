@@ -123,7 +123,8 @@ def compiled(
     *,
     exchanges_rows: bool = False,
 ) -> Model:
-    """Compile the model to a native program if possible, else return it unchanged. Its weights must be loaded.
+    """Compile the model, or a stage of one, to a native program if possible, else return it unchanged. Its weights must
+    be loaded.
 
     Args:
         mesh, exchanges_rows: see `reason_against`.
@@ -133,8 +134,6 @@ def compiled(
     reason = reason_against(model.spec, mesh, exchanges_rows=exchanges_rows)
     if not _has_mixers_of_spec(model):
         reason = reason or "its layers are not those of its spec"
-    if not model.is_whole:
-        reason = "it is divided into stages of a pipeline"
     if reason is None:
         return NativeDecoder(model, attention.pool, activation_dtype)
     log.warning(

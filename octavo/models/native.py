@@ -1,6 +1,7 @@
-"""`NativeDecoder`: a decoder run by Octavo's C++ kernels, in one call per step.
+"""`NativeDecoder`: a decoder, or a stage of one, run by Octavo's C++ kernels, in one call per step.
 
-The model's layers emit the operations (their `emit` methods); this class runs them in the methods of `CausalLM`.
+The model's layers emit the operations (their `emit` methods); this class runs them in the methods of `CausalLM`. The
+program of a stage of a pipeline has its layers, the first one's also the embeddings, the last one's the head.
 """
 
 from __future__ import annotations
@@ -153,7 +154,10 @@ class NativeDecoder:
         return sum(layer.nbytes for layer in weight_layers(self.source))
 
     def embed(self, step: StepInput) -> Tensor:
-        """Return the embeddings of `step.input_ids`, [T, hidden_size] float32."""
+        """Return the embeddings of `step.input_ids`, [T, hidden_size] float32; in a later stage of a pipeline, a copy
+        of the hidden states that it received."""
+        if not self.source.is_first:
+            return self.source.embed(step).clone()  # `forward` changes them
         x = torch.empty(step.num_tokens, self.spec.hidden_size)
         self._run(0, self._program.layers_from, step.attn, x)
         return x
@@ -184,7 +188,8 @@ class NativeDecoder:
         if taps is None:
             return begin
         for place in taps.places:
-            end = compiled.layers[place] if place < len(compiled.layers) else compiled.head_from
+            number = place - self.source.layer_range.start
+            end = compiled.layers[number] if number < len(compiled.layers) else compiled.head_from
             self._run(begin, end, batch, hidden)
             taps.keep(place, hidden)
             begin = end
@@ -231,21 +236,26 @@ class NativeDecoder:
         """Prepare to `decode` a batch any number of times, until another step is computed.
 
         Returns:
-            The buffer of its logits, [S, vocab_size] float32.
+            The buffer of its logits, [S, vocab_size] float32; before the last stage of a pipeline, that of its hidden
+            states, [S, hidden_size] float32.
         """
         rows = batch.results
-        self._make_room(rows)
-        if self._residual.shape[0] < rows:
+        if self.source.entry is not None:
+            self._residual = self.source.entry  # what the stage before has sent
+        elif self._residual.shape[0] < rows:
             self._residual = torch.empty(rows, self.spec.hidden_size)
         if self._attended.shape[0] < rows:
             self._attended = torch.empty(rows, self._mixed_width)
+        if self.samples:
+            self._make_room(rows)
         self._bind(batch, self._residual)
-        batch.logit_stride, batch.columns = self._logits_width, self.spec.vocab_size
+        batch.logit_stride, batch.columns = self._logits_width, self.spec.vocab_size if self.samples else 0
         batch.operations = self._program.end
-        return self._logits[:rows, : self.spec.vocab_size]
+        return self._logits[:rows, : self.spec.vocab_size] if self.samples else self._residual[:rows]
 
     def decode(self, batch: Decode) -> int:
-        """Compute a step of one token, and its drafts, for each of `batch.count` slots, from embedding to token.
+        """Compute a step of one token, and its drafts, for each of `batch.count` slots, from embedding to token, or the
+        part of a stage of a pipeline.
 
         Only for slots whose earlier tokens were computed by `forward`, which binds the KV caches.
 
@@ -256,6 +266,11 @@ class NativeDecoder:
         if self.taps is not None:
             self.taps.keep(self.spec.num_layers, self._residual[: batch.results])
         return flawed
+
+    @property
+    def samples(self) -> bool:
+        """Whether `decode` draws tokens: stages of a pipeline before the last one have no logits."""
+        return self.source.is_last
 
     @property
     def decodes(self) -> bool:

@@ -75,7 +75,8 @@ class Program:
     def decode(self, step: Decode) -> int:
         """Run a whole step of one token per row, and its drafts: layout, all operations, sampling, verification.
 
-        Appends the tokens that are kept to the slots and counts the computed positions.
+        Appends the tokens that are kept to the slots and counts the computed positions. Without `columns` of logits,
+        nothing is sampled or appended.
 
         Returns:
             The number of rows of logits without a finite largest one; their token is 0.

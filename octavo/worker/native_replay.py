@@ -1,4 +1,5 @@
-"""`NativeReplay`: steps of one token per row, and its drafts, from embedding to sampled token in a single native call.
+"""`NativeReplay`: steps of one token per row, and its drafts, from embedding to sampled token in a single native call;
+in a stage of a pipeline, from the states of the stage before to those for the next one.
 
 Python work costs more than its instructions here: the weights have just evicted the processor's caches, so every object
 is read from memory. Therefore only objects that change are touched.
@@ -25,9 +26,7 @@ from octavo.worker.step import Step
 
 
 class NativeReplay:
-    """A `Replay` that also samples: the kernels read slots and masks themselves."""
-
-    draws = True
+    """A `Replay` that also samples, unless a later stage does: the kernels read slots and masks themselves."""
 
     def __init__(self, model: NativeDecoder, slots: HostSlots, variants: Collection[Variant] = (ORDINARY,)) -> None:
         """
@@ -35,6 +34,7 @@ class NativeReplay:
             variants: those that it takes.
         """
         self.count = 0
+        self.draws = model.samples
         self._variants = frozenset(variants)
         self._variant = ORDINARY
         self._model = model
@@ -77,15 +77,13 @@ class NativeReplay:
         self._laid_out = False
         self._variant = variant
         self._model.select(variant)
-        if plan.needs_feedback or variant not in self._variants or not self._model.decodes:
+        if variant not in self._variants or not self._model.decodes or (self.draws and plan.needs_feedback):
             return False
         if kept:
             self._laid_out = True
             return True
         count, results = len(plan.slots), plan.total_tokens
-        if results != count + sum(plan.num_drafts) or not all(plan.samples):
-            return False
-        if not all(one is not None and one.logprobs is None for one in self._slots.params(plan.slots)):
+        if results != count + sum(plan.num_drafts) or (self.draws and not self._draws_all(plan)):
             return False
         self._rows[:count], self._drafts[:count] = plan.slots, plan.num_drafts
         self._drafted = results > count
@@ -95,9 +93,19 @@ class NativeReplay:
         self._laid_out, self._adoptions = True, self._model.adoptions
         return True
 
+    def _draws_all(self, plan: StepPlan) -> bool:
+        """Return whether the kernels can draw the tokens of all rows."""
+        params = self._slots.params(plan.slots)
+        return all(plan.samples) and all(one is not None and one.logprobs is None for one in params)
+
     def forward(self, step: Step, allowed: Allowed | None) -> None:
-        """Compute the step and append its tokens to the slots."""
+        """Compute the step and append its tokens to the slots; before the last stage, up to its hidden states."""
+        self.count += 1
         batch = self._batch
+        if not self.draws:
+            self._model.decode(batch)
+            step.hidden = self._results[0]
+            return
         masks = None if allowed is None else allowed.addresses(batch.results)
         batch.allowed = None if masks is None else masks.ctypes.data
         self._before = self._drafts_now() if self._drafted else None
@@ -111,7 +119,6 @@ class NativeReplay:
         if allowed is not None:
             step.failed = allowed.errors
         step.rows = step.plan.slots
-        self.count += 1
 
     def sample(self, step: Step, allowed: Allowed | None) -> Drawn | None:
         return None

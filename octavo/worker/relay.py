@@ -7,6 +7,7 @@ from torch import Tensor
 
 from octavo.models.decoder import CausalLM
 from octavo.models.model import Model
+from octavo.models.native import NativeDecoder
 from octavo.parallel.stage import WHOLE, Stage
 
 
@@ -44,8 +45,9 @@ NO_RELAY = Relay(WHOLE, 0, 0, torch.float32, torch.device("cpu"))
 
 def relay_of(model: Model, stage: Stage, max_tokens: int) -> Relay:
     """Return what passes on the hidden states of steps of up to `max_tokens`, and bind the model to what comes in."""
-    if not isinstance(model, CausalLM) or stage.count == 1:
+    layers = model.source if isinstance(model, NativeDecoder) else model
+    if not isinstance(layers, CausalLM) or stage.count == 1:
         return NO_RELAY
-    relay = Relay(stage, max_tokens, model.spec.hidden_size, model.residual_dtype, model.device)
-    model.entry = relay.entry
+    relay = Relay(stage, max_tokens, layers.spec.hidden_size, layers.residual_dtype, layers.device)
+    layers.entry = relay.entry
     return relay

@@ -293,7 +293,6 @@ class Worker:
         """Whether the model will run as a native program."""
         return (
             isinstance(self.attention, NativeBackend)
-            and self.stage.count == 1
             and isinstance(self.spec, DecoderSpec)
             and reason_against(self.spec, self.mesh, exchanges_rows=self.parallel.sends_rows) is None
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_kit import write_model
 from rank_kit import ranks_in_threads
@@ -104,6 +105,7 @@ def test_integers_of_gguf_files(
 ) -> None:
     """Each rank has a part of the blocks; the table is divided in panels."""
     ranks_in_threads(monkeypatch)
+    torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     theirs = LlamaForCausalLM(LlamaConfig(vocab_size=132, num_hidden_layers=2, head_dim=16, **shape))
     files = write_model(tmp_path / "model.gguf", theirs, "llama", [Kind.Q8_0, Kind.Q4_1])

@@ -36,6 +36,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (LONGER, {"pipeline_parallel_size": 3}),
         (LONGER, {"pipeline_parallel_size": 3, **CROWDED}),
+        (LONGER, {"pipeline_parallel_size": 2, "attention_backend": "torch", **CROWDED}),
         (LONGER, {"pipeline_parallel_size": 2, "pipeline_layers": (1, 2), "enable_prefix_caching": False}),
         (LONGER, {"pipeline_parallel_size": 2, "async_scheduling": True, "tensor_parallel_size": 2}),
         (LONGER, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **CROWDED}),

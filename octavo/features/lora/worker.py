@@ -127,7 +127,7 @@ class LoraWorker(WorkerHook):
         helpers = self._helpers if site.device.resident else None  # a CPU's cores compute
         self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains, helpers)
         self._norms = norms
-        self._around = native and not divided and site.build.mesh.size == 1
+        self._around = native and site.build.mesh.size == 1
         if (self._around or not native) and (self._attached is None or self._attached() is not model):
             self._attached = weakref.ref(model)
             self._wrap(model)

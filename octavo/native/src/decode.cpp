@@ -1,5 +1,5 @@
 // A whole step of one token per row, and its drafts, in one call. The slots have all inputs of the next step, so the
-// kernels lay out the batch themselves, and append the tokens.
+// kernels lay out the batch themselves, and append the tokens. Stages of a pipeline before the last one draw none.
 
 #include <algorithm>
 #include <cmath>
@@ -83,6 +83,12 @@ int note(const OctavoDecode& d, const Layout& layout) {
     return flawed;
 }
 
+// Counts the step's tokens as computed; the last stage of the pipeline draws the next ones.
+int pass_on(const OctavoDecode& d) {
+    for (int row = 0; row < d.count; row++) d.computed[d.slots[row]] += 1 + d.drafts[row];
+    return 0;
+}
+
 }  // namespace
 
 }  // namespace octavo
@@ -102,6 +108,7 @@ int octavo_decode(void* program, const OctavoDecode* decode) {
     } catch (const std::bad_alloc&) {
         return -1;
     }
+    if (!d.columns) return pass_on(d);
     const OctavoSample rows{static_cast<float*>(d.external[1]), layout.slots.data(), layout.ahead.data(), d.allowed,
                             d.sampling, d.tokens, d.length, d.chosen, d.peaks, d.logit_stride, d.token_stride,
                             d.results, d.columns};

@@ -77,7 +77,9 @@ struct OctavoDecode {
     float* peaks;     // [results], their logits
     int64_t* kept;    // [count], tokens appended to each slot: the accepted drafts and one more
     int64_t token_stride, table_stride, group_stride, logit_stride;  // `group_stride`: between groups' block tables
-    int32_t count, results, block_size, operations, columns, groups;
+    int32_t count, results, block_size, operations;
+    int32_t columns;  // of logits; 0 in a stage of a pipeline without a head, whose result is external[0]
+    int32_t groups;
     int32_t rewinds;  // a row with a rejected draft is computed again, since a recurrent state can't take it back
 };
 

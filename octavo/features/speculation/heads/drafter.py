@@ -60,8 +60,7 @@ class HeadDrafter(CompanionDrafter):
         layers = HeadLayers(kind, spec, shared, own.names(), worker.checkpoint())
         self._companion = Companion(worker, files, layers)
         kept = cast("HeadSpec", self._companion.spec)
-        if isinstance(model, CausalLM):
-            self._check_places(kept, model.layer_range)
+        self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
         self._companion.prepare_kernels()
         self._companion.load()
         self._dtype = worker.dtype

@@ -20,8 +20,8 @@ from octavo.features.lora.requests import Part, encode
 
 @pytest.mark.slow
 @pytest.mark.features("speculation")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "torch"), (2, "torch"), (1, "native")])
+def test_tokens(ranks: int, backend: str, tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, changes={"vocab_size": 200})
     config = msgspec.json.decode((tmp_path / "config.json").read_bytes())
     names = {"a": 4, "b": 8}
@@ -39,7 +39,7 @@ def test_tokens(ranks: int, tmp_path: Path) -> None:
 
     def run(**settings: Any) -> tuple[dict[tuple[str, int], list[int]], float]:
         modules = tuple(f"{name}={path}" for name, path in folders.items())
-        own = {"load_format": "auto", "attention_backend": "torch", "device": "cpu", "cpu_bind": "nobind"}
+        own = {"load_format": "auto", "attention_backend": backend, "device": "cpu", "cpu_bind": "nobind"}
         loop = build_core(tiny_config(lora_modules=modules, **own, **settings), model_files(tmp_path))[0]
         found = tokens_of(drive(loop, asked))
         counts = {one.name: sum(one.values.values()) for one in loop.stats().features}

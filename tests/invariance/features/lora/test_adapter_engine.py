@@ -120,6 +120,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two ranks": TWO_RANKS,
     "two stages": {**PIPELINE, "async_scheduling": True, "num_blocks": 80, "max_model_len": 96},
     "two stages of two ranks": {**PIPELINE, **TWO_RANKS},
+    "two native stages": {
+        **PIPELINE,
+        "attention_backend": "native",
+        "max_num_batched_tokens": 8,
+        "num_blocks": 80,
+        "max_model_len": 96,
+    },
     "two ranks that divide prompts": CONTEXTS,
     "three stages, one adapter at a time": {**PIPELINE, "pipeline_parallel_size": 3, "max_loras": 1},
 }
@@ -169,12 +176,28 @@ def test_ranks_have_the_embeddings_or_the_head(tied: bool, tmp_path: Path) -> No
     asked = [asking(name, 2, (name, 1.0)) for name in adapters] + [asking("base", 2)]
     room = {"memory_bytes": 1 << 22, "max_model_len": 96, "max_lora_rank": 16}
     found = []
-    for settings in ({}, PIPELINE, TWO_RANKS):
-        loop = engine(tmp_path, adapters, **room, **settings)
+    for settings in ({}, PIPELINE, TWO_RANKS, PIPELINE | {"attention_backend": "native"}):
+        loop = engine(tmp_path, adapters, **room | settings)
         found.append(tokens_of(drive(loop, asked)))
         loop.close()
-    assert found[0] == found[1] == found[2]
+    assert all(one == found[0] for one in found)
     assert len({tuple(tokens) for tokens in found[0].values()}) == len(asked)
+
+
+@pytest.mark.slow
+def test_native_stages_of_two_ranks(tmp_path: Path) -> None:
+    """Each rank's part of a feed-forward is in whole panels, which the kernels need for adapters."""
+    make_checkpoint("llama", tmp_path, changes={"intermediate_size": 128, "vocab_size": 200})
+    config = msgspec.json.decode((tmp_path / "config.json").read_bytes())
+    adapters = {name: save_adapter(tmp_path / name, config, seed=i, rank=4 + i) for i, name in enumerate("ab")}
+    asked = [asking(f"{name}{i}", i, (name, 1.0)) for i, name in enumerate("abab")] + [asking("base", 2)]
+    native = {"attention_backend": "native", "device": "cpu", "max_num_batched_tokens": 8, "max_num_seqs": 6}
+    found = []
+    for settings in ({}, {**PIPELINE, **TWO_RANKS}):
+        loop = engine(tmp_path, adapters, **native | settings)
+        found.append(tokens_of(drive(loop, asked)))
+        loop.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("tied", [False, True])

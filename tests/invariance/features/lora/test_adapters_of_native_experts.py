@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from rank_kit import PIPELINE, ranks_in_threads
 from tiny import make_checkpoint, model_files
 from tiny_adapters import save_adapter
 from tiny_expert_adapters import FORMS, save_and_merge
@@ -115,6 +116,14 @@ def test_answers_are_those_of_merged_experts(kind: str, case: Case) -> None:
     assert len({tuple(one.logprobs) for one in case.expected.values()}) == len(case.expected)
     evictions = next(one.values[""] for one in loop.stats().features if one.name == "lora_evictions")
     assert (kind == "little memory") == (loop._scheduler.stats().num_preemptions > 0) == (evictions > 0)
+    loop.close()
+
+
+@pytest.mark.slow
+def test_answers_of_stages(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
+    loop = engine(case.base, case.adapters, **PIPELINE, **SETTINGS["chunks"])
+    compare(answers(loop, case.asked), case.expected)
     loop.close()
 
 
