@@ -41,7 +41,6 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
 from octavo.schedule.hooks import EngineHook, most_drafts
 from octavo.schedule.limits import Limits
-from octavo.schedule.pages import PageShape
 from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
 from octavo.version import __version__
@@ -132,7 +131,7 @@ def _with_worker(
     )
     profiler = Profiler(profile, port.tracer(profile)) if profile else None
     executor = port.executor()
-    scheduler.attach(_page_shape(loaded), port.call_hook)
+    scheduler.attach(port.call_hook)
     content = _content(config, files, worker.facts, loaded, port) if any(hook.tier for hook in hooks) else ""
     depth = steps_ahead(config, worker.facts)
     loop = EngineLoop(scheduler, executor, depth, worker=port, profiler=profiler, content=content)
@@ -158,11 +157,6 @@ def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: L
         return KVCache(0, 1, groups=())
     in_flight = limits.max_ahead * limits.max_num_batched_tokens
     return KVCache(num_blocks, loaded.block_size, loaded.groups, in_flight, config.parallel.cache_ranks)
-
-
-def _page_shape(loaded: LoadedFacts) -> PageShape:
-    slices = max((len(group.layers) for group in loaded.groups), default=0)
-    return PageShape(slices, loaded.block_size * loaded.kv_bytes_per_token // max(1, slices))
 
 
 def _content(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, port: WorkerPort) -> str:

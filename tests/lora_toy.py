@@ -22,9 +22,8 @@ from octavo.features.lora.adapter_file import AdapterFile
 from octavo.features.lora.layout import Manifest, Piece, Target, TargetPart
 from octavo.features.lora.payload import NAME, RankTargets, page_names, pages_of
 from octavo.features.lora.requests import Part, encode
-from octavo.schedule.pages import PageShape
 
-SHAPE = PageShape(1, 1024)
+SLICE_BYTES = 1024
 """A block has two tiles, so an adapter of rank r takes r blocks."""
 INVOCATION = (7, 8)
 LAYER = Target("layers.0", (TargetPart("up", 8, 8, 8, 8),))
@@ -79,9 +78,7 @@ class ToyWorker:
         assert feature == NAME
         args = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
         if method == "targets":
-            return done(
-                [msgspec.to_builtins(RankTargets((LAYER, HEAD), (0, 1), SHAPE.num_slices, SHAPE.slice_bytes, 4))]
-            )
+            return done([msgspec.to_builtins(RankTargets((LAYER, HEAD), (0, 1), 1, SLICE_BYTES, 4))])
         if method == "drop":
             self.host.remove(args["uid"])
             return done([{}])

@@ -92,8 +92,7 @@ PUBLIC = (
     public("server/tokens/render.py", "prompt_embeds", "prompt_embeds", "a field of requests, named in an error"),
     public("text/prompts/prompt.py", "prompt_embeds", "prompt_embeds", "a key of prompts"),
     public("server/openai/unsupported.py", "logits_processors", "logits_processors", "a field of vLLM's requests"),
-    public("server/schema/limits.py", "grammar", "grammar guided_grammar", "fields of requests"),
-    public("server/schema/limits.py", "thinking", "thinking _thinking_tokens", "fields of requests"),
+    public("server/schema/limits.py", "thinking", "thinking", "Anthropic's word for reasoning"),
     public("server/anthropic/events.py", "thinking", "thinking thinking_delta", "Anthropic's word for reasoning"),
     public("server/anthropic/messages.py", "thinking", "thinking", "Anthropic's word for reasoning"),
     public(

@@ -10,7 +10,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from octavo.cache.cache import KVCache
@@ -29,17 +28,6 @@ Loaded = Callable[[bool], None]
 
 
 _OWNER = "pages of "
-
-
-@dataclass(frozen=True, slots=True)
-class PageShape:
-    """The memory of one block: `slice_bytes` bytes in each of `num_slices` slices of the KV cache.
-
-    A slice is the cache of one layer of each group; a page in the host's memory has its slices one after the other.
-    """
-
-    num_slices: int
-    slice_bytes: int
 
 
 class PageLoads:
@@ -98,17 +86,11 @@ class PageLoads:
 
 
 class Pages:
-    """What one feature can do with blocks; see `EngineHook.attach`.
-
-    Attributes:
-        shape: of a block's memory.
-        block_size: tokens of a block.
-    """
+    """What one feature can do with blocks; see `EngineHook.attach`."""
 
     def __init__(
         self,
         feature: str,
-        shape: PageShape,
         cache: KVCache,
         shortage: Callable[[Request], int],
         loads: PageLoads,
@@ -119,7 +101,6 @@ class Pages:
             shortage: blocks missing to admit a request, as of now; negative if some are left over.
             call: `WorkerPort.call_hook`.
         """
-        self.shape = shape
         self._owner = _OWNER + feature
         self._feature = feature
         self._cache = cache

@@ -40,7 +40,7 @@ from octavo.schedule.hooks import (
 )
 from octavo.schedule.limits import Limits, checked_max_tokens
 from octavo.schedule.outputs import Last, append, last_news, prompt_news, times_at_first_token
-from octavo.schedule.pages import HookCall, PageLoads, Pages, PageShape, is_pages, merged, tickets
+from octavo.schedule.pages import HookCall, PageLoads, Pages, is_pages, merged, tickets
 from octavo.schedule.planner import Planner
 from octavo.schedule.policy import Policy
 from octavo.schedule.quarantine import Quarantine
@@ -97,15 +97,14 @@ class Scheduler:
         """Deltas not handed over yet; kept here, so that no failure loses them."""
         self._turns = Turns(limits, cache, self._requests.kv, hooks, self._drafts)
 
-    def attach(self, shape: PageShape, call: HookCall) -> None:
+    def attach(self, call: HookCall) -> None:
         """Give the features access to KV blocks and to their worker halves; called once, when the worker is there.
 
         Args:
-            shape: of a block.
             call: `WorkerPort.call_hook`.
         """
         for hook in self._hooks:
-            hook.attach(Pages(hook.name, shape, self.cache, self._requests.shortage, self._loads, call))
+            hook.attach(Pages(hook.name, self.cache, self._requests.shortage, self._loads, call))
 
     # Adding and ending requests
 

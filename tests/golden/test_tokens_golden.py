@@ -48,6 +48,6 @@ def test_chat_prompts(tokenizer: Tokenizer, chat: ChatTemplate, number: int) -> 
 
 def test_marks(tokenizer: Tokenizer, smollm2_files: ModelFiles) -> None:
     assert tokenizer.vocab_size == smollm2_files.config["vocab_size"] == 49152
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert [tokenizer.named_tokens[name] for name in ("bos_token", "eos_token")] == ["<|im_start|>", "<|im_end|>"]
     assert {0, 1, 2} <= tokenizer.special_ids
     assert len(tokenizer.special_ids) == 17

@@ -24,7 +24,7 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.schedule.hooks import NO_ROOM, EngineHook
 from octavo.schedule.limits import Limits
-from octavo.schedule.pages import Pages, PageShape
+from octavo.schedule.pages import Pages
 from octavo.schedule.policy import make_policy
 from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Scheduler
@@ -157,7 +157,7 @@ def vaulted(world: World, *, tier=False, **mover) -> World:
     world.device.__class__ = PageDevice
     world.device.read = read
     world.device._mover = PageMover("vault", rng, rng.choice([0.3, 0.5, 1.0]), others=others, **mover)
-    world.scheduler.attach(PageShape(1, 64), lambda *call: pytest.fail("nothing is called"))
+    world.scheduler.attach(lambda *call: pytest.fail("nothing is called"))
     return world
 
 
@@ -265,7 +265,7 @@ def small_engine(depth=1, num_blocks=20):
     scheduler = Scheduler(KVCache(num_blocks, 4), limits, make_policy("fcfs"), hooks=[vault])
     device = PageDevice(num_blocks, 4, mover=mover)
     device.read = read
-    scheduler.attach(PageShape(1, 64), lambda *call: pytest.fail("nothing is called"))
+    scheduler.attach(lambda *call: pytest.fail("nothing is called"))
     return EngineLoop(scheduler, device, depth), scheduler, vault, mover
 
 

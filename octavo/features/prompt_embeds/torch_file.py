@@ -77,7 +77,6 @@ def _read(file: bytes) -> SavedTensor:
 class _Storage:
     dtype: FloatType
     key: str
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def _storage(identity: Any) -> _Storage:
         raise NotATensorError(f"is a tensor of {_kind(kind)}; convert it to float32, float16 or bfloat16")
     if not isinstance(key, str) or type(count) is not int:
         raise NotATensorError("is no file of torch.save: a storage without a name")
-    return _Storage(_STORAGES[kind.name], key, count)
+    return _Storage(_STORAGES[kind.name], key)
 
 
 def _call(what: Any, arguments: Any) -> Any:

@@ -21,10 +21,6 @@ class BucketCounts:
         self._counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
     def buckets(self) -> list[tuple[str, float]]:
         """Return cumulative counts with their bounds as Prometheus writes them, the last one "+Inf"."""
         result = []

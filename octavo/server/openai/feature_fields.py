@@ -65,3 +65,10 @@ class FeatureFields(BaseModel):
 
 FEATURE_FIELDS = frozenset(FeatureFields.model_fields)
 """Every one of them must be claimed by a feature, or a request that sets it is refused."""
+
+BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
+"""Fields with a number of tokens, or -1 for no limit."""
+FORM_TEXTS = ("guided_json", "guided_regex", "guided_grammar", "regex", "ebnf", "json_schema", "json", "grammar")
+"""Fields whose texts are a form of the output, so none may be empty."""
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag", "grammar")
+"""Values of `ResponseFormat.type`."""

@@ -14,7 +14,7 @@ from typing import Any
 from octavo.core.params import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_PATTERN, RANGES, Range
 from octavo.core.structured import MAX_CHOICES
 from octavo.server.context import ServerContext
-from octavo.server.openai.feature_fields import FEATURE_FIELDS
+from octavo.server.openai.feature_fields import BUDGETS, FORM_TEXTS, RESPONSE_FORMATS
 from octavo.server.openai.tools import MAX_TOOLS, NAME_PATTERN
 
 Fragment = dict[str, Any]
@@ -29,7 +29,6 @@ _NUMBERS = (
     "top_p",
     "min_p",
 )
-_TEXTS = ("guided_json", "guided_regex", "guided_grammar", "regex", "ebnf", "json_schema", "json", "grammar")
 
 
 def limits(ctx: ServerContext, batch_urls: list[str]) -> Mapping[str, list[Fragment]]:
@@ -48,8 +47,7 @@ def _sampling(ctx: ServerContext) -> dict[str, list[Fragment]]:
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
     }
     made |= {name: [bounded("integer", told)] for name in ("logprobs", "prompt_logprobs", "top_logprobs")}
-    budgets = [name for name in FEATURE_FIELDS if name.endswith(("_budget", "_thinking_tokens"))]
-    made |= {name: [bounded("integer", Range(-1))] for name in budgets}
+    made |= {name: [bounded("integer", Range(-1))] for name in BUDGETS}
     stops = {"type": "array", "items": _TEXT, "maxItems": config.max_stop_strings}
     pattern = bounded("integer", Range(1, MAX_PATTERN))
     return made | {
@@ -69,10 +67,10 @@ def _sampling(ctx: ServerContext) -> dict[str, list[Fragment]]:
 def _forms() -> dict[str, list[Fragment]]:
     """Return the restrictions of tools and structured output."""
     choices = [{"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES}]
-    return {name: [_TEXT] for name in _TEXTS} | {
+    return {name: [_TEXT] for name in FORM_TEXTS} | {
         "choice": choices,
         "guided_choice": choices,
-        "ResponseFormat.type": [_one_of("text", "json_object", "json_schema", "structural_tag", "grammar")],
+        "ResponseFormat.type": [_one_of(*RESPONSE_FORMATS)],
         "tools": [{"type": "array", "maxItems": MAX_TOOLS}],
         "ToolBody.type": [_one_of("function")],
         "FunctionBody.name": [{"type": "string", "pattern": f"^{NAME_PATTERN}$"}],

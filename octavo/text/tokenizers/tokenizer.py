@@ -57,14 +57,6 @@ class Tokenizer:
         self._longest: int | None = None
 
     @property
-    def bos_token(self) -> str | None:
-        return self.named_tokens.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.named_tokens.get("eos_token")
-
-    @property
     def max_token_chars(self) -> int:
         """Characters of the longest token in the vocabulary's spelling, an upper bound for any token's text."""
         if self._longest is None:

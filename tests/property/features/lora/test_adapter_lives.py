@@ -17,7 +17,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora_toy import INVOCATION, SHAPE, LoraDevice, ToyWorker, fake_files, folders, option
+from lora_toy import INVOCATION, LoraDevice, ToyWorker, fake_files, folders, option
 from world_kit import LAYOUTS, World, random_requests, worlds
 
 from octavo.core.errors import EngineStateError, InvalidRequestError, ModelFileError, ModelNotFoundError
@@ -90,7 +90,7 @@ def adapted(world: World, paths, *, failures=0.0, churn=0.0, read_failures=0.0, 
     world = replace(world, rng=rng, faulty=world.faulty or churn > 0 or read_failures > 0, extra=(driver,))
     world.device.__class__ = LoraDevice
     world.device._mover = worker.mover(latency=rng.choice([0.3, 1.0]), failures=failures)
-    world.scheduler.attach(SHAPE, worker.call)
+    world.scheduler.attach(worker.call)
     world.device.prepare(lambda slot: uid_in(world, driver, slot))
     world.driver = driver
     return world

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_toy import SHAPE, LoraDevice, ToyWorker, fake_files, folders, option
+from lora_toy import LoraDevice, ToyWorker, fake_files, folders, option
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import EngineStateError, InvalidRequestError, ModelFileError, ModelNotFoundError
@@ -77,7 +77,7 @@ class House:
         sleepy = SleepyWorker()
         sleepy.device = self.device
         self.loop = EngineLoop(self.scheduler, self.device, depth, worker=sleepy)
-        self.scheduler.attach(SHAPE, self.worker.call)
+        self.scheduler.attach(self.worker.call)
         self.ends: list[str] = []
         self.last: dict[str, TokenDelta] = {}
 

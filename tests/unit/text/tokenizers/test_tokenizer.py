@@ -134,7 +134,7 @@ def test_folder(tmp_path: Path) -> None:
         special_tokens_map={"eos_token": "</s>", "bos_token": "x"},
     )
     tokenizer = load_tokenizer(files)
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    assert [tokenizer.named_tokens[name] for name in ("bos_token", "eos_token")] == ["<s>", "</s>"]
     assert tokenizer.chat_templates == {"default": "A"}
     assert tokenizer.encode("the dog") == BYTES.encode("the dog")
 
