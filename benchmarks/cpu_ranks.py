@@ -4,6 +4,7 @@
     python benchmarks/cpu_ranks.py --model MODEL --ranks 2 --threads 1
     python benchmarks/cpu_ranks.py --model MODEL --ranks 1 --threads 2
     python benchmarks/cpu_ranks.py --model MODEL --stages 2 --threads 1             stages of a pipeline
+    python benchmarks/cpu_ranks.py ... --attention-backend torch                   the same layer by layer
     PYTHONPATH=OTHER_CHECKOUT python benchmarks/cpu_ranks.py ... --name "before"     the same with another version
 
 Run another version from a folder outside of this checkout: processes of ranks import from the current folder first.
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stages", type=int, default=1, help="of a pipeline, each of --ranks")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--attention-backend", help="left out, the engine chooses")
     parser.add_argument("--steps", type=int, default=16, help="decoding steps that are timed")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--name", help="of the result")
@@ -59,7 +61,8 @@ def main() -> None:
         name, figures = "sums of two ranks", {kind: times_of(kind) for kind in ("shared memory", "gloo")}
     else:
         parts = f"{args.ranks} ranks" if args.stages == 1 else f"{args.stages} stages of {args.ranks} ranks"
-        name = args.name or f"{args.model.name}, {parts} of {args.threads} threads"
+        form = "" if args.attention_backend is None else f", attention_backend={args.attention_backend}"
+        name = args.name or f"{args.model.name}, {parts} of {args.threads} threads{form}"
         figures = rates(args)
     print(json.dumps(figures, indent=1))
     found = json.loads(args.output.read_text()) if args.output.exists() else {}
@@ -77,6 +80,7 @@ def rates(args: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=args.ranks,
         pipeline_parallel_size=args.stages,
         threads=args.threads,
+        attention_backend=args.attention_backend,
         max_model_len=1024,
         max_num_seqs=max(BATCHES),
     )

@@ -87,6 +87,20 @@ def test_stages_on_two_nodes_and_the_loss_of_one(blow: signal.Signals, said: str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_whose_ranks_are_on_one_node_are_native(
+    stages: int, model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With one stage, its ranks are on two nodes, so they share no memory."""
+    divided = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", str(stages))
+    with two_nodes(model, *divided) as (loop, _):
+        found = tokens_of(drive(loop, requests(9)))
+        loop.close()
+    assert found == tokens_of(drive(engine(model, *FEW), requests(9)))
+    assert ("layer by layer in torch" in "".join(capfd.readouterr())) == (stages == 1)
+
+
+@pytest.mark.slow
 def test_a_lost_process_of_another_node_is_named(model: str) -> None:
     with two_nodes(model, "--tensor-parallel-size", "2") as (loop, other):
         assert tokens_of(drive(loop, requests(9))) == tokens_of(drive(engine(model, *FEW), requests(9)))
