@@ -26,7 +26,8 @@ def draft_files(config: DraftConfig, context: FeatureContext, download_dir: str 
 
 
 def check_layers(config: DraftConfig, groups: Sequence[CacheGroup]) -> None:
-    """Raise ConfigError if the target has no cache group with blocks for all positions, which what drafts follows."""
+    """Raise ConfigError if the target has no cache group with blocks for all positions, which models that draft and
+    heads need."""
     if not any(group.grows for group in groups):
         raise ConfigError(
             f"speculative_config: method={config.method} does not work with models that have only recurrent layers. "

@@ -1,7 +1,7 @@
 """The forms in which checkpoints have a layer for multi-token prediction (https://arxiv.org/abs/2412.19437, 2.2).
 
-All of them join a normed embedding and the target's normed state by a projection, for one layer like the target's. They
-differ in names, and in four choices.
+All of them project a normed embedding and the target's normed state to the input of one layer like the target's. They
+differ in the names of tensors and in the choices of `MtpForm`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MtpForm:
-    """
+    """One form; compared by identity.
+
     Attributes:
         marks: beginnings of the names of its tensors; empty for DeepSeek's, which has those of `model.layers.N`.
         layer: what stands before the names of the decoder layer's tensors.
         own: names of the other tensors, without ".weight" -> those of DeepSeek's form.
         state_first: the projection reads state and embedding in this order.
         masks_first: the first pair of a sequence has no embedding.
-        normed: the states that it goes on with are behind its last norm.
+        normed: further drafts are made from states after its last norm.
         final_norm: it has a norm before the output head.
         dense: its feed-forward is like that of the target's first layer, in place of the last one's.
     """
