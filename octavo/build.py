@@ -6,9 +6,10 @@ takes seconds.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import msgspec
 from octavo.build_ranks import RANK_MODULE, in_processes, rank_arguments, rank_environments
 from octavo.build_sizes import encoder_limits, sizes_of, steps_ahead
 from octavo.cache.cache import KVCache
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ParallelConfig
 from octavo.core.cache_fit import check_positions
 from octavo.core.cache_groups import GroupKind, blocks_held
 from octavo.core.errors import ConfigError
@@ -28,7 +29,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.profiling import ProfileSettings, from_environment, profile_settings
 from octavo.core.request import GenerateRequest
 from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
-from octavo.device.early import begin_context, without_collection
+from octavo.device.early import begin_context, is_cpu, without_collection
 from octavo.engine.executor import WorkerBuild, WorkerPort
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase, PhaseTimer
@@ -44,6 +45,8 @@ from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy, make_policy
 from octavo.schedule.scheduler import Scheduler
 from octavo.version import __version__
+
+log = logging.getLogger(__name__)
 
 
 def build_core(
@@ -63,6 +66,8 @@ def build_core(
             "processes of their own. Leave it out."
         )
     config.check()
+    for notice in _without_effect(config):
+        log.warning("%s", notice)
     if config.parallel.node_rank:
         raise ConfigError(
             f"--node-rank {config.parallel.node_rank}: the engine runs on node 0. Start others with octavo serve."
@@ -71,6 +76,18 @@ def build_core(
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
     with memory_errors(), EarlyRanks(RANK_MODULE, rank_arguments(config), rank_environments(config)) as early:
         return _build(config, files, timer, profile, early)
+
+
+def _without_effect(config: EngineConfig) -> Iterator[str]:
+    """Yield a notice for each setting that is for another device or for several."""
+    device, parallel = config.device, config.parallel
+    if is_cpu(device.device):
+        if device.enforce_eager:
+            yield "--enforce-eager has no effect on a CPU: no graphs are recorded there."
+    elif device.cpu_isa != "auto":
+        yield f"--cpu-isa {device.cpu_isa} has no effect on a GPU."
+    if parallel.num_ranks == 1 and parallel.rank_timeout_s != ParallelConfig().rank_timeout_s:
+        yield f"--rank-timeout {parallel.rank_timeout_s:g} has no effect with one device."
 
 
 def _build(

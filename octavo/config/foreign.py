@@ -86,8 +86,7 @@ _ENGINE: dict[str, Missing | Needless] = {
     ),
     "data-parallel-size-local": Missing(
         "this flag is not supported: replicas are on one machine, or where a Ray cluster has devices "
-        "(--distributed-executor-backend ray)",
-        frozenset({"1"}),
+        "(--distributed-executor-backend ray). Leave it out",
     ),
     "dbo-decode-token-threshold": Needless("--enable-dbo divides steps with prompts only", takes_value=True),
     "enable-eplb": _switch("balancing experts over ranks is"),

@@ -116,7 +116,9 @@ def _dense_layer(folder: Path, size: int) -> DenseLayer:
         raise ConfigError(f"{folder / 'config.json'} has the activation {stated}; Octavo has {known}.")
     odd = [name for name, neutral in _DENSE_NEUTRAL.items() if config.get(name, neutral) != neutral]
     if odd:
-        raise ConfigError(f"{folder / 'config.json'} sets {odd[0]}={config[odd[0]]!r}, which Octavo does not have.")
+        raise ConfigError(
+            f"{folder / 'config.json'} sets {odd[0]}={config[odd[0]]!r}, which Octavo does not have. Use another model."
+        )
     inputs, outputs = config.get("in_features"), config.get("out_features")
     if inputs != size or type(outputs) is not int or outputs < 1:
         raise ModelFileError(

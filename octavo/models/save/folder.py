@@ -145,7 +145,9 @@ def _named_as_published(files: ModelFiles) -> Checkpoint:
 def _check_layout(files: ModelFiles) -> None:
     """Raise ConfigError for matrices that are stored transposed: other engines would not find them quantized."""
     if is_own(files.config) and any(module.transposed for module in spec_of(files.config).stored.modules):
-        raise ConfigError(f"{files.name} stores its matrices transposed (Conv1D), which compressed-tensors lacks.")
+        raise ConfigError(
+            f"{files.name} stores its matrices transposed (Conv1D), which compressed-tensors lacks. Serve it as it is."
+        )
 
 
 def group_size_of(checkpoint: Checkpoint, stated: int | None, ignore: Sequence[str]) -> int:

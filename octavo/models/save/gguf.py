@@ -207,7 +207,8 @@ def _places(config: Mapping[str, Any], arch: gguf.MODEL_ARCH, names: Any) -> Ite
         found = known.get_name(name, (".weight", ".bias"))
         if found is None:
             raise ConfigError(
-                f"llama.cpp has no place for the tensor {name} in models of {gguf.MODEL_ARCH_NAMES[arch]}."
+                f"llama.cpp has no place for the tensor {name} in models of {gguf.MODEL_ARCH_NAMES[arch]}. Choose a "
+                "format that is not gguf-*."
             )
         yield found, name
 
