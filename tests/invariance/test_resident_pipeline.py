@@ -127,6 +127,7 @@ def test_every_stage_replays_its_steps(
     assert all(torch.equal(x, then) for x, then in sent), "a replay wrote to what may not have arrived yet"
 
 
+@pytest.mark.slow
 def test_drafts(replayed: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(requests(12), enforce_eager=True, async_scheduling=False, max_num_seqs=1)
     prompts = {request.id: request.tokens for request in requests(12)}

@@ -69,7 +69,9 @@ def check_tokens(model: Any, found: dict[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("accepted", [False, True], ids=["rejected", "accepted"])
-@pytest.mark.parametrize(("kind", "backend"), [("eagle", None), ("eagle", "torch"), ("eagle3", None)])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("eagle", None), pytest.param("eagle", "torch", marks=pytest.mark.slow), ("eagle3", None)]
+)
 def test_drafts_are_the_references(
     kind: str, backend: str | None, accepted: bool, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two native stages": PIPELINE | {"attention_backend": "native", "max_num_batched_tokens": 8},
     "two ranks that divide prompts": CONTEXTS,
 }
-LONG_TAIL = ("another process", "two ranks", "two stages", "two native stages", "two ranks that divide prompts")
+LONG_TAIL = (
+    "no shared prefixes",
+    "another process",
+    "two ranks",
+    "two stages",
+    "two native stages",
+    "two ranks that divide prompts",
+)
 KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind in LONG_TAIL else kind for kind in SETTINGS]
 
 

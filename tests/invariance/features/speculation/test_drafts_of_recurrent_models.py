@@ -92,7 +92,7 @@ AROUND_HEADS: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 24, "max_num_seqs": 6, "async_scheduling": True},
     "preemption": {"num_blocks": 12},
 }
-SLOW = ("BambaForCausalLM", "JambaForCausalLM")
+SLOW = ("BambaForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM")
 
 
 @pytest.mark.parametrize(
