@@ -86,8 +86,8 @@ def _without_effect(config: EngineConfig) -> Iterator[str]:
             yield "--enforce-eager has no effect on a CPU: no graphs are recorded there."
     elif device.cpu_isa != "auto":
         yield f"--cpu-isa {device.cpu_isa} has no effect on a GPU."
-    if parallel.num_ranks == 1 and parallel.rank_timeout_s != ParallelConfig().rank_timeout_s:
-        yield f"--rank-timeout {parallel.rank_timeout_s:g} has no effect with one device."
+    if not in_processes(config) and parallel.rank_timeout_s != ParallelConfig().rank_timeout_s:
+        yield f"--rank-timeout {parallel.rank_timeout_s:g} has no effect: the model is in the engine's process."
 
 
 def _build(

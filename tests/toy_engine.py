@@ -32,6 +32,12 @@ def tiny_config(**settings: Any) -> EngineConfig:
     return EngineConfig.of(**tiny | (_FEW if device == "cuda" else {}) | settings | {"device": device})
 
 
+def strict(loop: EngineLoop) -> EngineLoop:
+    """Return the loop, which raises what fails in a step from now on. It would recover, and hide what is wrong."""
+    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]
+    return loop
+
+
 def drive(loop: EngineLoop, asked: Sequence[GenerateRequest], *, at_once: int = 2) -> Iterator[TokenDelta]:
     """The news of requests that come a few a step, until all have ended and nothing is left of them."""
     waiting = list(asked)

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toy_models import LLAMA, VOCAB
+from toy_engine import strict, tiny_config
+from toy_models import LLAMA, VOCAB, model_files
 
+from octavo.build import build_core
+from octavo.engine.loop import EngineLoop
 from octavo.models.decoder import CausalLM
 from octavo.models.mixers.attention import Attention
 from octavo.models.spec import DecoderSpec
@@ -32,6 +35,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 """A small configuration of each kind of recurrent mixer, of two layers."""
+
+
+def engine(config: dict[str, Any], **settings: Any) -> EngineLoop:
+    """An engine on a CPU, which raises what fails in a step."""
+    loop = build_core(tiny_config(**{"max_model_len": 128, "device": "cpu"} | settings), model_files(config))[0]
+    return strict(loop)
+
 
 DECAY = 0.9
 SNAPSHOT = 16

@@ -19,7 +19,7 @@ from chi_square import chi_square
 from msgspec import structs
 from torch import Tensor
 from toy_drafter import DrafterEngine, DrafterWorker, News, check_same, news_of, runner_of, with_drafter
-from toy_engine import GPU, device_of, drive, one_by_one, tiny_config, tokens_of
+from toy_engine import GPU, device_of, drive, one_by_one, strict, tiny_config, tokens_of
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
 from toy_recurrent import FAMILIES
 
@@ -70,8 +70,7 @@ def requests() -> list[GenerateRequest]:
 
 def engine(config: dict[str, Any] = LLAMA, **settings: Any) -> EngineLoop:
     loop = build_core(tiny_config(**settings), model_files(config))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 @cache

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 from toy_drafter import DrafterEngine, DrafterWorker, check_same, news_of, runner_of, with_drafter
-from toy_engine import drive, tiny_config
+from toy_engine import drive, strict, tiny_config
 from toy_graphs import recorded_graphs
 from toy_models import QWEN3, VOCAB, behind, model_files
 
@@ -52,8 +52,7 @@ def requests() -> list[GenerateRequest]:
 def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineLoop:
     small = {"memory_bytes": 1 << 21, "max_num_seqs": 3, "max_num_batched_tokens": 48}
     loop = build_core(tiny_config(**small | behind(monkeypatch) | settings), model_files(QWEN3))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 _truth: dict[str, Any] = {}

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from rank_kit import ThreadLink, ranks_in_threads
 from test_recorded_features import Adapter, Adapting
 from toy_drafter import DrafterEngine, DrafterWorker, check_same, news_of
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import drive, strict, tiny_config, tokens_of
 from toy_graphs import interpret_in_turns, recorded_graphs
 from toy_models import QWEN3, VOCAB, Behind, model_files
 
@@ -54,8 +54,7 @@ def engine(**settings: Any) -> EngineLoop:
     small = {"memory_bytes": 1 << 21, "max_num_seqs": 4, "max_num_batched_tokens": 48}
     where = {"attention_backend": "triton", "device": "cpu", "cpu_bind": "nobind"}
     loop = build_core(tiny_config(**small | where | settings), model_files(MODEL))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from octavo.build import build_core
     ("settings", "text"),
     [
         ({"enforce_eager": True}, "--enforce-eager has no effect on a CPU"),
-        ({"rank_timeout_s": 7.5}, "--rank-timeout 7.5 has no effect with one device"),
+        ({"rank_timeout_s": 7.5}, "--rank-timeout 7.5 has no effect: the model is in the engine's process"),
+        ({"rank_timeout_s": 7.5, "distributed_executor_backend": "mp"}, ""),
         ({}, ""),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from test_draft_heads import CONFIG, LAYERS, SIZE, VOCAB, greedy, random_head, reference, spied
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import drive, strict, tiny_config, tokens_of
 
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
@@ -54,7 +54,7 @@ def run(
     given = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "device": "cpu"} | settings
     config = {"num_speculative_tokens": 3, "adaptive": False} | own
     loop, _ = build_core(tiny_config(**given, speculative_config=config), resolve(str(folder)))
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
+    strict(loop)
     params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     asked = [GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + 2 * n)), params=params) for n in PROMPTS]
     found = {name: tokens for (name, _), tokens in tokens_of(drive(loop, asked)).items()}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rank_kit import TWO_RANKS, ranks_in_threads
 from toy_drafter import DrafterEngine, News, beside_others, check_same, news_of
-from toy_engine import drive, one_by_one, tiny_config
+from toy_engine import drive, one_by_one, strict, tiny_config
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, behind, model_files
 from toy_tokenizers import byte_level
 
@@ -94,8 +94,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 def engine(files: ModelFiles, **settings: Any) -> EngineLoop:
     loop = build_core(tiny_config(**settings), files)[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from chi_square import chi_square
 from draft_models import NEAR, folder_of
 from toy_drafter import News, check_same, news_of
-from toy_engine import device_of, drive, one_by_one, tiny_config
+from toy_engine import device_of, drive, one_by_one, strict, tiny_config
 from toy_models import LATENT, LATENT_BYTES_PER_TOKEN, LLAMA, LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
 
 from octavo.build import build_core
@@ -98,8 +98,7 @@ def endless(count: int = 6) -> list[GenerateRequest]:
 
 def engine(config: dict[str, Any] = LLAMA, **settings: Any) -> EngineLoop:
     loop = build_core(tiny_config(**settings), model_files(config))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 def drafting(model: dict[str, Any], folder: Path, count: int = 4, *, adaptive: bool = False) -> dict[str, Any]:

@@ -11,11 +11,10 @@ import pytest
 from draft_models import NEAR, folder_of
 from rank_kit import ranks_in_threads
 from toy_drafter import check_same, news_of, runner_of
-from toy_engine import drive, one_by_one, tiny_config, tokens_of
-from toy_models import VOCAB, model_files
-from toy_recurrent import FAMILIES
+from toy_engine import drive, one_by_one, tokens_of
+from toy_models import VOCAB
+from toy_recurrent import FAMILIES, engine
 
-from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
@@ -39,12 +38,6 @@ HYBRID = [
     if name != "Mamba2ForCausalLM"
 ]
 """Those with attention."""
-
-
-def engine(config: dict[str, Any], **settings: Any) -> EngineLoop:
-    loop = build_core(tiny_config(**{"max_model_len": 128, "device": "cpu"} | settings), model_files(config))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
 
 
 def requests() -> list[GenerateRequest]:

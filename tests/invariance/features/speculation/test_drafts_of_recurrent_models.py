@@ -10,15 +10,13 @@ import msgspec
 import pytest
 from draft_models import NEAR, folder_of
 from toy_drafter import check_same, news_of
-from toy_engine import drive, one_by_one, tiny_config
-from toy_models import LLAMA, VOCAB, model_files
-from toy_recurrent import FAMILIES
+from toy_engine import drive, one_by_one
+from toy_models import LLAMA, VOCAB
+from toy_recurrent import FAMILIES, engine
 
-from octavo.build import build_core
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.engine.loop import EngineLoop
 from octavo.features.speculation.payload import NAME, SpeculationOption
 
 FIXED = {"adaptive": False, "prompt_lookup_min": 1, "num_speculative_tokens": 4}
@@ -37,12 +35,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=[*FAMILIES])
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return FAMILIES[request.param] | {"architectures": [request.param], "model_type": "any", "initializer_range": 0.3}
-
-
-def engine(config: dict[str, Any], **settings: Any) -> EngineLoop:
-    loop = build_core(tiny_config(**{"max_model_len": 128, "device": "cpu"} | settings), model_files(config))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
 
 
 def requests() -> list[GenerateRequest]:

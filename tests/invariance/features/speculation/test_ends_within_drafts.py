@@ -15,7 +15,7 @@ import pytest
 import toy_models
 from draft_models import folder_of
 from toy_drafter import News, check_same, corrected, news_of
-from toy_engine import drive, one_by_one, tiny_config
+from toy_engine import drive, one_by_one, strict, tiny_config
 from toy_models import LLAMA, VOCAB, model_files
 
 from octavo import LLM, build_worker
@@ -73,8 +73,7 @@ def requests(*, endless: bool = False) -> list[GenerateRequest]:
 
 def engine(**settings: Any) -> EngineLoop:
     loop = build_core(tiny_config(device="cpu", **settings), model_files(TARGET))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 @cache

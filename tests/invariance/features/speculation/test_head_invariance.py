@@ -9,7 +9,7 @@ import pytest
 from draft_models import folder_of
 from test_draft_model import FEATURES, requests, truth
 from toy_drafter import check_same, news_of
-from toy_engine import device_of, drive, tiny_config
+from toy_engine import device_of, drive, strict, tiny_config
 from toy_models import LLAMA, model_files
 
 from octavo.build import build_core
@@ -31,7 +31,7 @@ def test_a_head_changes_nothing(name: str, kind: str, tmp_path: Path) -> None:
     head = folder_of(LLAMA | HEADS[kind], tmp_path / "head")
     own = {"method": kind, "model": head, "num_speculative_tokens": 3, "adaptive": False}
     loop = build_core(tiny_config(**settings, speculative_config=own), model_files(LLAMA))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
+    strict(loop)
     check_same(news_of(list(drive(loop, requests()))), truth(device_of(settings)))
     found = {one.name: one.values for one in loop.stats().features}
     assert sum(found["spec_decode_num_draft_tokens"].values()) > 200

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from draft_models import folder_of
 from toy_drafter import check_same, news_of
-from toy_engine import GPU, drive, tiny_config
+from toy_engine import GPU, drive, strict, tiny_config
 from toy_graphs import recorded_graphs
 from toy_models import QWEN3, VOCAB, behind, model_files
 
@@ -51,8 +51,7 @@ def requests() -> list[GenerateRequest]:
 def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineLoop:
     small = {"memory_bytes": 1 << 21, "max_num_seqs": 3, "max_num_batched_tokens": 48}
     loop = build_core(tiny_config(**small | behind(monkeypatch) | settings), model_files(QWEN3))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 @pytest.mark.parametrize("name", [name if GPU else pytest.param(name, marks=pytest.mark.slow) for name in WAYS])

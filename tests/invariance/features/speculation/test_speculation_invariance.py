@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from toy_drafter import News, check_same, news_of
-from toy_engine import device_of, drive, one_by_one, tiny_config
+from toy_engine import device_of, drive, one_by_one, strict, tiny_config
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, VOCAB, model_files
 
 from octavo.build import build_core
@@ -64,8 +64,7 @@ def _with_option(request: GenerateRequest, number: int, output: list[int]) -> Ge
 
 def engine(**settings: Any) -> EngineLoop:
     loop = build_core(tiny_config(**settings), model_files(LLAMA))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 @cache

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from draft_models import folder_of
 from toy_drafter import News, check_same, news_of
-from toy_engine import drive, tiny_config
+from toy_engine import drive, strict, tiny_config
 from toy_models import LLAMA, model_files
 from toy_tokenizers import byte_level
 
@@ -49,8 +49,7 @@ def requests() -> list[GenerateRequest]:
 def engine(folder: Path, **settings: Any) -> EngineLoop:
     TOKENIZER.save(str(folder / "tokenizer.json"))
     loop = build_core(tiny_config(device="cpu", **settings), model_files(MODEL, folder))[0]
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]  # else it would hide what is wrong
-    return loop
+    return strict(loop)
 
 
 def run(loop: EngineLoop) -> tuple[News, float, float]:
