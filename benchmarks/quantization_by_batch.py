@@ -33,6 +33,7 @@ FORMATS = {
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPT = 16
+FOUR_BITS = "w4a16"
 WITH_MINIMA = {"awq": 128, "q4_k": 32}
 """Formats that --quantization does not have -> inputs that share a scale and a minimum."""
 COLORS = ("#333333", "#d62728", "#1f77b4", "#17becf", "#2ca02c", "#ff7f0e", "#9467bd")
@@ -72,28 +73,25 @@ def measure(form: str, model: Path, batches: list[int], tokens: int) -> dict[str
     from octavo.config import EngineConfig
 
     if form in WITH_MINIMA:
-        offer(form)
+        round_with_minima(WITH_MINIMA[form])
     config = EngineConfig.of(
         load_format="dummy",
         device="cuda",
         max_num_seqs=max(batches),
         max_num_batched_tokens=max(batches) * PROMPT,
         max_model_len=1024,
-        quantization=None if form == "bf16" else form,
+        quantization={"bf16": None, **dict.fromkeys(WITH_MINIMA, FOUR_BITS)}.get(form, form),
     )
     loop, _ = build_core(config, files_of(model))
     return {str(batch): round(max(speed(loop, batch, tokens) for _ in range(2)), 1) for batch in batches}
 
 
-def offer(form: str) -> None:
-    """Let --quantization round to 4 bits with minima, as the format does."""
+def round_with_minima(group: int) -> None:
+    """Let --quantization round to 4 bits with minima in this process."""
     import torch
 
-    from octavo.nn.quant.fragments import pack_integers
     from octavo.nn.quant.online import ONLINE, Online
     from octavo.nn.weights import QuantizedBlocks
-
-    group = WITH_MINIMA[form]
 
     def blocks_of(weight: torch.Tensor) -> QuantizedBlocks:
         grouped = weight.float().unflatten(1, (-1, group))
@@ -104,11 +102,7 @@ def offer(form: str) -> None:
         scales, least = (one.repeat_interleave(group // 32, 1) for one in (scales, least))
         return QuantizedBlocks(values.flatten(1), scales, least, 8, 4)
 
-    def pack(weights: Any) -> Any:
-        parts = [blocks_of(weight) for weight in weights]
-        return pack_integers(parts, weights[0].device, weights[0].dtype, group)
-
-    ONLINE[form] = Online(pack, group)
+    ONLINE[FOUR_BITS] = Online(lambda weights: [blocks_of(weight) for weight in weights], 32, 4, group)
 
 
 def speed(loop: Any, batch: int, tokens: int) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.device.cuda_staging import PIECE, Staging
 from octavo.device.rooms import Rooms
 from octavo.device.transfer import Copier, Copy, Download, Event, Graph, GraphRecorder, Lane
 
@@ -158,6 +159,11 @@ class CudaLink:
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
+        self._staging = Staging(device)
+
+    def move(self, tensor: Tensor) -> Tensor:
+        large = tensor.device.type == "cpu" and tensor.nbytes >= PIECE and tensor.is_contiguous()
+        return self._staging.move(tensor) if large else tensor.to(self.torch_device)
 
     def upload(self, array: np.ndarray) -> Tensor:
         """The pinned copy needs no reference: torch keeps its memory until the transfer has read it."""

@@ -117,6 +117,10 @@ class Link(Protocol):
 
     torch_device: torch.device
 
+    def move(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device: itself if it is there. Fast for large tensors of mapped files."""
+        ...
+
     def upload(self, array: np.ndarray) -> Tensor:
         """Return the array on the device; all work launched after this call sees it."""
         ...
@@ -207,6 +211,9 @@ class HostLink:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
 
+    def move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.torch_device)
+
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.torch_device, copy=True)
 
@@ -237,6 +244,11 @@ def link_of(device: torch.device) -> Link:
 
         return CudaLink(device)
     return HostLink(device)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """`Link.move`."""
+    return link_of(device).move(tensor)
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.errors import ModelFileError
+from octavo.device.transfer import move
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.nn.quant.base import QuantizingAtLoad
 from octavo.nn.shard import local_shape
@@ -168,7 +169,7 @@ def _pull(want: Wanted, layer: WeightLayer, checkpoint: Checkpoint) -> Tensor | 
         raise ModelFileError(
             f"Tensor {want.name} in {checkpoint.origin} is {tensor.dtype}, but the model needs {want.spec.dtype}."
         )
-    return want.spec.converted(tensor.to(layer.device))
+    return want.spec.converted(move(tensor, layer.device))
 
 
 def _present(want: Wanted, checkpoint: Checkpoint) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.device.transfer import move
 from octavo.nn.ops.floats import TILE, Floats
 from octavo.nn.weights import QuantizedBlocks
 
@@ -25,7 +26,7 @@ def pack_floats(parts: Sequence[QuantizedBlocks], device: torch.device) -> Float
     scales = _integer_scales(parts) if first.book is None else _float_scales(parts)
     if scales is None:
         return None
-    codes = torch.cat([part.values.to(device) for part in parts])
+    codes = torch.cat([move(part.values, device) for part in parts])
     if first.book is None:
         return Floats((codes ^ _MIDDLE).view(torch.int8), scales.to(device))
     return Floats(codes.view(_DTYPES[first.book.kind]), scales.to(device))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.device.transfer import move
 from octavo.nn.ops import fragments, nvrtc
 from octavo.nn.ops.fragments import Fragments
 from octavo.nn.ops.ring import RowForm
@@ -94,7 +95,7 @@ def _trial(bits: int, random: torch.Generator) -> tuple[QuantizedBlocks, int]:
 def pack_fragments(parts: Sequence[QuantizedBlocks], device: torch.device, group: int) -> Fragments:
     """Return the parts as one matrix on a device, whose sizes and groups `fragments.fits` accepts."""
     bits, inputs = parts[0].bits, parts[0].values.shape[1]
-    codes = _codes(torch.cat([part.values.to(device) for part in parts]), bits)
+    codes = _codes(torch.cat([move(part.values, device) for part in parts]), bits)
     scales, minima = joined_scales(parts, group, device)
     order = None if parts[0].order is None else parts[0].order.to(device)
     outputs = sum(part.values.shape[0] for part in parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from octavo.device.transfer import move
 from octavo.nn.ops.expert_weights import Kind, PackedMatrices
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.tables import book_of
@@ -154,7 +155,7 @@ def _sizes(inputs: int) -> list[int]:
 
 def _joined(parts: Sequence[QuantizedBlocks], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values [N, K] and the scales [N, blocks] of all parts."""
-    values = torch.cat([part.values.to(device) for part in parts])
+    values = torch.cat([move(part.values, device) for part in parts])
     return values, torch.cat([part.scales.to(device) for part in parts])
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.device.transfer import move
 from octavo.nn.ops.tables import book_of
 from octavo.nn.ops.words import Words
 from octavo.nn.quant.integers import in_groups
@@ -29,7 +30,7 @@ def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: in
     """
     bits, inputs = parts[0].bits, parts[0].values.shape[1]
     width, group = _form(parts, group)
-    codes = torch.cat([codes_of_words(part.values.to(device), bits, width) for part in parts])
+    codes = torch.cat([codes_of_words(move(part.values, device), bits, width) for part in parts])
     scales, minima = joined_scales(parts, group, device)
     order = None if parts[0].order is None else parts[0].order.to(device)
     return Words(codes, scales, minima, order, codes.shape[0], inputs, bits, group)
