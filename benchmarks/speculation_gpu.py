@@ -1,7 +1,7 @@
 """What drafts gain on a GPU if a fixed share of them is accepted, with random weights of real shapes.
 
     python benchmarks/speculation_gpu.py [--ways plain synthetic model] [--streams 1 16 256] [--acceptance 0.8]
-        [--drafts 5] [--tokens 256] [--output FILE]
+        [--drafts 5] [--tokens 256] [--model FOLDER] [--ranks 2] [--output FILE]
 
 `synthetic` drafts at no cost, `model` with a drafting model of the 1B shape. In both, a draft is accepted with the
 given probability whatever it is, so that figures depend on costs alone, and tokens mean nothing. Everything else is the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 from machine import describe
-from torch import Tensor
+from speculation_ranks import ACCEPTANCE, accept_some
 
 from octavo import build, build_worker
 from octavo.config import EngineConfig
@@ -35,9 +36,9 @@ from octavo.features.speculation.payload import NAME, SpeculationOption
 from octavo.hub.files import ModelFiles
 from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.hooks import WorkerHook
-from octavo.worker.resident import drafts as verification
 
-MODELS = Path(__file__).parent / "models"
+HERE = Path(__file__).resolve().parent
+MODELS = HERE / "models"
 
 
 class Synthetic(WorkerHook):
@@ -50,23 +51,18 @@ class Synthetic(WorkerHook):
         return Drafts(tokens, drafting.limits)
 
 
-def accept_some(share: float) -> None:
-    """Accept each draft with this probability if those before it were."""
-
-    def verify(drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor) -> Tensor:
-        order = torch.arange(drafts.shape[1], device=drafts.device)
-        right = (torch.rand(drafts.shape, device=drafts.device) < share) & (order < counts[:, None])
-        return 1 + right.long().cumprod(1).sum(1)
-
-    verification.verify = verify
+def accept_in_ranks(share: float) -> None:
+    """Start ranks that accept as this process does."""
+    os.environ[ACCEPTANCE] = str(share)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    build.RANK_MODULE = build_worker.RANK_MODULE = "speculation_ranks"
 
 
-def engine(way: str, drafts: int, most: int, *, adaptive: bool) -> EngineLoop:
-    folder = MODELS / "llama-3.1-8b"
+def engine(way: str, folder: Path, ranks: int, drafts: int, most: int, *, adaptive: bool) -> EngineLoop:
     config = json.loads((folder / "config.json").read_text())
     files = ModelFiles(name=folder.name, path=folder, format="safetensors", weights=(), config=config)
     settings: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "max_num_seqs": most, "max_model_len": 4096}
-    settings |= {"max_num_batched_tokens": 4096, "memory_bytes": 12 << 30}
+    settings |= {"max_num_batched_tokens": 4096, "memory_bytes": 12 << 30, "tensor_parallel_size": ranks}
     halves = build.build_engine_halves, build_worker.build_worker_halves
     if way == "model":
         own = {"method": "draft_model", "model": str(MODELS / "llama-3.2-1b"), "num_speculative_tokens": drafts}
@@ -112,14 +108,20 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--drafts", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--model", type=Path, default=MODELS / "llama-3.1-8b", help="folder with a config.json")
+    parser.add_argument("--ranks", type=int, default=1, help="--tensor-parallel-size; `synthetic` has one")
     parser.add_argument("--fixed", action="store_true", help="always draft, instead of as many as gain")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.ranks > 1 and "synthetic" in args.ways:
+        parser.error("synthetic drafts are those of a single process: give --ways plain model")
 
     accept_some(args.acceptance)
-    report: dict[str, Any] = {**describe(), "device": torch.cuda.get_device_name(), "ways": {}}
+    accept_in_ranks(args.acceptance)
+    report: dict[str, Any] = {**describe(), "device": torch.cuda.get_device_name(), "model": args.model.name}
+    report |= {"ranks": args.ranks, "acceptance": args.acceptance, "ways": {}}
     for way in args.ways:
-        loop = engine(way, args.drafts, max(args.streams), adaptive=not args.fixed)
+        loop = engine(way, args.model, args.ranks, args.drafts, max(args.streams), adaptive=not args.fixed)
         found = report["ways"][way] = {}
         for streams in args.streams:
             for _ in range(2):
