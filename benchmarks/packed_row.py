@@ -140,7 +140,7 @@ def packed_one(matrix: Matrix, form: str) -> Fragments:
 
 
 def bytes_of(weight: Fragments) -> int:
-    return weight.codes.nbytes + weight.scales.nbytes + (0 if weight.minima is None else weight.minima.nbytes)
+    return weight.codes.nbytes + weight.scales.nbytes
 
 
 def sweep(layers: Layers, report: dict[str, Any]) -> None:

@@ -53,6 +53,8 @@ _TILES = {
 """Bits -> rows of a tile -> depth, stages, blocks; see `RowsPlan`."""
 _LARGE = 3
 """Tiles for more rows than one has."""
+_HALF_TILE = 128
+"""Half the rows of the largest tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class Fragments:
     Attributes:
         codes: [N / 64, K / 64, bits / 4, 128, 4] int32: 16 bytes for each thread; see `quant/fragments.py`. Integers of
             8 bits are stored less 128.
-        scales: [N / 64, G, 4, 8, 2] float16, for groups of `group` inputs: of outputs 16 a + b and 16 a + b + 8.
-        minima: likewise, or None if all are 0.
+        scales: [N / 64, G / S, 4, 8, S, V, 2] float16: for S groups of `group` inputs, as many as a step has or one, the
+            scales and with V = 2 the minima of outputs 16 a + b and 16 a + b + 8. A thread loads those of a step at once.
         order: [K] int32: input of the layer that the matrix's column multiplies; None if they are in order.
         outputs, inputs: N and K.
         bits: 4 or 8.
@@ -72,7 +74,6 @@ class Fragments:
 
     codes: Tensor
     scales: Tensor
-    minima: Tensor | None
     order: Tensor | None
     outputs: int
     inputs: int
@@ -81,7 +82,11 @@ class Fragments:
 
     @property
     def groups(self) -> int:
-        return self.scales.shape[1]
+        return self.scales.shape[1] * self.scales.shape[4]
+
+    @property
+    def has_minima(self) -> bool:
+        return self.scales.shape[5] == 2
 
 
 class RowsPlan(NamedTuple):
@@ -136,18 +141,24 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
     """
     rows, outputs = x.shape[0], matrix.outputs
     out = torch.empty(plan.parts, rows, outputs // 2 if gated else outputs, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(outputs, _BLOCK_OUTPUTS), plan.parts, triton.cdiv(rows, plan.rows))
-    _rows_kernel(plan._replace(parts=1), *form_of(matrix), x.dtype, gated=gated).launch(
-        grid,
-        [
-            nvrtc.tiles_of(x, plan.rows, OUTPUTS),
-            address(matrix.codes),
-            address(matrix.scales),
-            address(matrix.scales if matrix.minima is None else matrix.minima),
-            address(out),
-            *map(c_int, (rows, outputs, matrix.inputs, matrix.groups, dtype == torch.float32)),
-        ],
-    )
+    columns = triton.cdiv(outputs, _BLOCK_OUTPUTS)
+    last = last_columns(plan, columns, rows, multiprocessors(x.device))
+
+    def launch(plan: RowsPlan, begin: int, end: int) -> None:
+        _rows_kernel(plan._replace(parts=1), *form_of(matrix), x.dtype, gated=gated).launch(
+            (end - begin, plan.parts, triton.cdiv(rows, plan.rows)),
+            [
+                nvrtc.tiles_of(x, plan.rows, OUTPUTS),
+                address(matrix.codes),
+                address(matrix.scales),
+                address(out),
+                *map(c_int, (rows, outputs, matrix.inputs, matrix.groups, dtype == torch.float32, begin)),
+            ],
+        )
+
+    launch(plan, 0, columns - last)
+    if last:
+        launch(plan_of(matrix.bits, _HALF_TILE), columns - last, columns)
     return out
 
 
@@ -193,7 +204,6 @@ def row_product(
             address(scale),
             address(matrix.codes),
             address(matrix.scales),
-            address(matrix.scales if matrix.minima is None else matrix.minima),
             address(x if bias is None else bias),
             address(out),
             c_float(eps),
@@ -205,11 +215,29 @@ def row_product(
 def rows_plan(matrix: Fragments, rows: int) -> RowsPlan:
     """Return how blocks divide a product, as measured on an H200: at most one round of them, unless whole tiles fill
     several."""
-    tile = tile_rows(rows)
-    depth, stages, blocks = _TILES[matrix.bits][tile]
-    tiles = triton.cdiv(matrix.outputs, _BLOCK_OUTPUTS) * triton.cdiv(rows, tile)
-    wanted = min(_MOST_PARTS, multiprocessors(matrix.codes.device) * blocks // tiles, matrix.inputs // (4 * OUTPUTS))
-    return RowsPlan(tile, depth, stages, blocks, 1 << max(0, wanted.bit_length() - 1))
+    plan = plan_of(matrix.bits, tile_rows(rows))
+    tiles = triton.cdiv(matrix.outputs, _BLOCK_OUTPUTS) * triton.cdiv(rows, plan.rows)
+    room = multiprocessors(matrix.codes.device) * plan.blocks
+    wanted = min(_MOST_PARTS, room // tiles, matrix.inputs // (4 * OUTPUTS))
+    return plan._replace(parts=1 << max(0, wanted.bit_length() - 1))
+
+
+def plan_of(bits: int, rows: int) -> RowsPlan:
+    """Return the plan of tiles of so many rows, in one part."""
+    return RowsPlan(rows, *_TILES[bits][rows], 1)
+
+
+def last_columns(plan: RowsPlan, columns: int, rows: int, multiprocessors: int) -> int:
+    """Return how many of a product's last columns of tiles to launch in tiles of half the rows.
+
+    Blocks of large tiles run in rounds, one for each multiprocessor. If less than half of the last round's would have
+    one, halves of these tiles take half a round.
+    """
+    down, halves = triton.cdiv(rows, plan.rows), triton.cdiv(rows, _HALF_TILE)
+    if plan.rows < 2 * _HALF_TILE or plan.parts > 1 or columns * down <= multiprocessors:
+        return 0
+    left = triton.cdiv(columns * down % multiprocessors, down)
+    return left if left * halves <= multiprocessors else 0
 
 
 def fuses(matrix: Fragments) -> bool:
@@ -243,7 +271,7 @@ def tile_rows(rows: int) -> int:
 
 def form_of(matrix: Fragments) -> tuple[int, int, bool]:
     """Return the macros BITS, GROUP and MINIMA: a scale per output is multiplied with sums, unless there are minima."""
-    minima = matrix.minima is not None
+    minima = matrix.has_minima
     return matrix.bits, 0 if matrix.group == matrix.inputs and not minima else matrix.group, minima
 
 

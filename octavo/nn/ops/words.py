@@ -44,6 +44,10 @@ class Words:
     book: Tensor | None = None
 
     @property
+    def has_minima(self) -> bool:
+        return self.minima is not None
+
+    @property
     def width(self) -> int:
         """Words of a block."""
         return self.codes.shape[2]
@@ -75,7 +79,7 @@ def rows_product(x: Tensor, words: Words, plan: RowsPlan, dtype: torch.dtype) ->
         x: contiguous, in the matrix's order of inputs.
     """
     rows, outputs = x.shape[0], words.outputs
-    scaled = plan.scaled or words.minima is not None
+    scaled = plan.scaled or words.has_minima
     kind, book = words.looked_up(x, scaled=scaled)
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
     words_rows_kernel[(triton.cdiv(outputs, plan.block_n), plan.parts, triton.cdiv(rows, plan.block_m))](
@@ -95,7 +99,7 @@ def rows_product(x: Tensor, words: Words, plan: RowsPlan, dtype: torch.dtype) ->
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         PARTS_OF_K=plan.parts,
-        MINIMA=words.minima is not None,
+        MINIMA=words.has_minima,
         SCALED=scaled,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -123,7 +127,7 @@ def widen(words: Words, out: Tensor) -> Tensor:
         GROUP=words.group,
         BLOCK_N=plan.block_n,
         BLOCK_B=plan.block_b,
-        MINIMA=words.minima is not None,
+        MINIMA=words.has_minima,
         num_warps=plan.warps,
         **overlap(out.device),
     )

@@ -99,16 +99,16 @@ def pack_fragments(parts: Sequence[QuantizedBlocks], device: torch.device, group
     scales, minima = joined_scales(parts, group, device)
     order = None if parts[0].order is None else parts[0].order.to(device)
     outputs = sum(part.values.shape[0] for part in parts)
-    turned = None if minima is None else _by_thread(minima)
-    return Fragments(codes, _by_thread(scales), turned, order, outputs, inputs, bits, group)
+    together = _by_thread([scales] if minima is None else [scales, minima], group)
+    return Fragments(codes, together, order, outputs, inputs, bits, group)
 
 
 def unpack_fragments(matrix: Fragments) -> Tensor:
     """Return the matrix's values [N, K] in float32, in its order of inputs."""
     integers = _integers(matrix).float() - (1 << (matrix.bits - 1))
     place = torch.arange(matrix.inputs, device=integers.device) // matrix.group
-    values = integers * _by_output(matrix.scales).float()[:, place]
-    return values if matrix.minima is None else values + _by_output(matrix.minima).float()[:, place]
+    scales, *minima = (one.float()[:, place] for one in _by_output(matrix.scales))
+    return integers * scales + sum(minima)
 
 
 def _sizes(inputs: int) -> list[int]:
@@ -147,11 +147,15 @@ def _integers(matrix: Fragments) -> Tensor:
     return integers ^ _MIDDLE if matrix.bits == 8 else integers
 
 
-def _by_thread(scales: Tensor) -> Tensor:
-    """Arrange scales [N, G] as threads read them: [N / 64, G, 4, 8, 2]."""
-    return scales.view(-1, 4, 2, 8, scales.shape[1]).permute(0, 4, 1, 3, 2).contiguous()
+def _by_thread(each: Sequence[Tensor], group: int) -> Tensor:
+    """Arrange scales, or scales and minima, [N, G] each, as threads read them: [N / 64, G / S, 4, 8, S, V, 2]."""
+    groups = _STEP // group if group < _STEP else 1
+    return torch.stack([one.view(-1, 4, 2, 8, one.shape[1] // groups, groups) for one in each], -1).permute(
+        0, 4, 1, 3, 5, 6, 2
+    ).contiguous()
 
 
-def _by_output(scales: Tensor) -> Tensor:
-    """Return scales [N, G] of those that threads read."""
-    return scales.permute(0, 2, 4, 3, 1).reshape(-1, scales.shape[1])
+def _by_output(scales: Tensor) -> list[Tensor]:
+    """Return scales, or scales and minima, [N, G] each, of those that threads read."""
+    strips, steps, _, _, groups, _, _ = scales.shape
+    return [one.reshape(strips * _STEP, steps * groups) for one in scales.permute(5, 0, 2, 6, 3, 1, 4)]

@@ -108,11 +108,11 @@ class PackedOnGpu(OnGpu):
     def _take(self, matrix: packed.Matrix) -> None:
         self.matrix, self.codes, self.scales = matrix, matrix.codes, matrix.scales
         if not isinstance(matrix, Floats):
-            self.minima, self.order = matrix.minima, matrix.order
+            self.order = matrix.order
         if isinstance(matrix, Fragments):
             fragments.compile_ahead(matrix, self.dtype)
         elif isinstance(matrix, Words):
-            self.book = matrix.book
+            self.minima, self.book = matrix.minima, matrix.book
             packed.SCRATCH.reserve(matrix.outputs * matrix.inputs, self.dtype, self.device)
 
     @property
@@ -137,7 +137,7 @@ class PackedOnGpu(OnGpu):
         if isinstance(self.matrix, Floats):
             form = "8-bit integers" if self.matrix.codes.dtype == torch.int8 else "8-bit floats"
             return f"{form} in tiles" if self.matrix.tile else form
-        minima, order = " with minima" if self.minima is not None else "", ", inputs reordered"
+        minima, order = " with minima" if self.matrix.has_minima else "", ", inputs reordered"
         kind = self.matrix.kind if isinstance(self.matrix, Words) else "integers"
         form = _CODES.get(kind, f"{self.matrix.bits}-bit integers")
         return f"{form}{minima}{'' if self.order is None else order}"

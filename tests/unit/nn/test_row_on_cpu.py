@@ -87,10 +87,9 @@ def test_packed_integers(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert macros["DEPTH"] >= depth
     macros["DEPTH"] = depth
     library = cuda_on_cpu.compiled(source, "row", macros, tmp_path)
-    minima_of = matrix.scales if matrix.minima is None else matrix.minima
     for grid, late in itertools.product((3, outputs // fused.sides // 16), (False, True)):
         out = row.stream.clone()
-        tensors = [row.x, row.norm, matrix.codes, matrix.scales, minima_of, row.bias, out]
+        tensors = [row.x, row.norm, matrix.codes, matrix.scales, row.bias, out]
         cuda_on_cpu.launch(library, tensors, [EPS], [], (grid, 1, 1), shared, late=late)
         assert off(out, row.expected) < LIMITS[out.dtype], (grid, late)
 

@@ -16,6 +16,7 @@ typedef unsigned long long u64;
 #define WORDS (BITS / 4)              // 16-byte loads of a thread for 64 inputs of 64 outputs
 #define SCALES (GROUP == 16 ? 4 : GROUP == 32 ? 2 : 1)  // groups in 64 inputs, at most
 #define SCALED (4 / SCALES)                             // fragments of 16 inputs in one of them
+#define EACH (SCALES * (1 + MINIMA))  // pairs of scales and minima of a thread for 64 inputs: they lie together
 
 __device__ __forceinline__ void overlap() { asm volatile("griddepcontrol.launch_dependents;"); }
 
@@ -32,6 +33,12 @@ __device__ __forceinline__ uint4 fetch(const uint4* from) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ uint2 fetch(const uint2* from) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
   return v;
 }
 

@@ -19,19 +19,20 @@
 #define GROUPS (GROUP ? K / GROUP : 1)
 #define UNIT (64 / SCALES)  // inputs whose sum is scaled at a time
 #if GROUP
-#define HELD (GROUP % (64 * SPAN) ? SPAN * SCALES : 1)  // groups of a span
+#define HELD (GROUP % (64 * SPAN) ? SPAN : 1)  // steps of a span with scales of their own
 #else
 #define HELD 0
 #endif
+#define PIECES (HELD * EACH * 2)  // 16 bytes each: a span's scales and minima
 #define CODES (SIDES * SPAN * WORDS * 512)
-#define SLOT (CODES + SIDES * (1 + MINIMA) * HELD * 32)
+#define SLOT (CODES + SIDES * PIECES * 16)
 // Constants of outputs g and g + 8; the integers of 4 bits of the latter are multiplied by 16.
 #define LOW (BITS == 4 ? 1032.f : 1152.f)
 #define HIGH 1152.f
 #define TIMES (BITS == 4 ? 16.f : 1.f)
 
 static_assert(WARPS * SPAN % 4 == 0, "steps of a thread have one place in the row's order");
-static_assert(HELD <= 16 && (HELD & (HELD - 1)) == 0, "two lanes copy a group, or more of them the same");
+static_assert((PIECES & (PIECES - 1)) == 0, "all lanes copy as many pieces, or some of them the same");
 
 // (w & mask) | 1024, in both halves.
 __device__ __forceinline__ u32 low_nibbles(u32 w) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void multiply(float* d, const uint4* words, int r, u3
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ codes, const uint4* __restrict__ scales,
-    const uint4* __restrict__ minima, const void* __restrict__ bias, void* out, float eps) {
+    const void* __restrict__ bias, void* out, float eps) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float sums[2][WARPS][16 * SIDES], measures[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -84,7 +85,7 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
     for (int side = 0; side < SIDES; side++) {
       const u32 strip = next_strip + side * STRIPS;
       next[side] = codes + ((u64)(strip / 4 * STEPS + warp * SPAN) * (128 * WORDS) + strip % 4 * 32 + lane);
-      scale_place[side] = strip / 4 * (GROUPS * 8) + strip % 4 * 2 + lane % 2;
+      scale_place[side] = strip / 4 * (GROUPS / SCALES * 8 * EACH) + strip % 4 * (2 * EACH);
     }
   };
   begin();
@@ -92,10 +93,6 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
     const int span = next_part * WARPS + warp;
     if (next_strip < STRIPS && (SPANS % WARPS == 0 || span < SPANS)) {
       const u32 to = in_shared(slot);
-#if GROUP
-      const u32 copied = lane % (2 * HELD), first = span * (SPAN * 64) + copied / 2 * UNIT;  // input
-      const u32 group = (STEPS % SPAN ? min(first, K - UNIT) : first) / GROUP;
-#endif
 #pragma unroll
       for (int side = 0; side < SIDES; side++) {
 #pragma unroll
@@ -104,9 +101,12 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
           copy(to + (side * SPAN * WORDS + i) * 512 + lane * 16, next[side] + i * 128);
         }
 #if GROUP
-        const u32 place = scale_place[side] + group * 8, to_scales = to + CODES + copied * 16;
-        copy(to_scales + side * HELD * 32, scales + place);
-        if (MINIMA) copy(to_scales + (SIDES + side) * HELD * 32, minima + place);
+#pragma unroll
+        for (int i = 0; i < PIECES; i += 32) {
+          const u32 piece = (i + lane) % PIECES, input = (span * SPAN + piece / (2 * EACH)) * 64;
+          const u32 step = (STEPS % SPAN ? min(input, K - 64) : input) / (GROUP < 64 ? 64 : GROUP);
+          copy(to + CODES + (side * PIECES + piece) * 16, scales + scale_place[side] + step * (8 * EACH) + piece % (2 * EACH));
+        }
 #endif
       }
     }
@@ -188,11 +188,12 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
 #pragma unroll
           for (int side = 0; side < SIDES; side++) {
 #if GROUP
-            const u32* const of_group = (const u32*)(held + CODES) + (HELD == 1 ? 0 : j * SCALES + r / SCALED) * 8 + g;
-            const float2 s = both(of_group[side * HELD * 8]);
+            const u32* const of_group = (const u32*)(held + CODES) + side * PIECES * 4 +
+                                        ((HELD == 1 ? 0 : j) * 8 + g) * EACH + r / SCALED * (1 + MINIMA);
+            const float2 s = both(of_group[0]);
             total[side][0] += d[side][0] * s.x, total[side][1] += d[side][2] * s.y;
             if (MINIMA) {
-              const float2 l = both(of_group[(SIDES + side) * HELD * 8]);
+              const float2 l = both(of_group[1]);
               total[side][0] += start.y * l.x, total[side][1] += start.w * l.y;
             }
 #else

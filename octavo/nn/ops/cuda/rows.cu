@@ -1,9 +1,9 @@
 // Multiply rows x [M, K] by a matrix [N, K]: the matrix units take values from registers, into which their integers are
 // widened while the previous ones are multiplied, and rows from shared memory, into which one thread copies them.
 //
-// Grid: 128 outputs, parts of the inputs, ROWS rows; 256 threads, of which each half has 64 outputs. Writes the parts'
-// sums [parts, M, N], in float or the rows' dtype. With GATED, a block has 64 outputs of the gate, N / 2, and the 64
-// that they gate, and writes silu(gate) * up [M, N / 2]; there is one part then.
+// Grid: 128 outputs each, behind the first `before` times 128; parts of the inputs; ROWS rows. Of 256 threads each half
+// has 64 outputs. Writes the parts' sums [parts, M, N], in float or the rows' dtype. With GATED, a block has 64 outputs of the
+// gate, N / 2, and the 64 that they gate, and writes silu(gate) * up [M, N / 2]; there is one part then.
 //
 // Macros: those of integers.cuh; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose rows are
 // held in shared memory; BLOCKS of a multiprocessor; GATED. `multiply` is defined by nn/ops/fragments.py.
@@ -25,6 +25,22 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap* map, u32 barrier, 
                ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(m) : "memory");
 }
 
+// Load a thread's scales and minima of a step; 0 if there is no such step.
+__device__ __forceinline__ void fetch_each(u32* to, const u32* from, bool valid) {
+#if EACH == 1
+  to[0] = valid ? fetch(from) : 0u;
+#elif EACH == 2
+  const uint2 v = valid ? fetch((const uint2*)from) : make_uint2(0u, 0u);
+  to[0] = v.x, to[1] = v.y;
+#else
+#pragma unroll
+  for (int h = 0; h < EACH; h += 4) {
+    const uint4 v = valid ? fetch((const uint4*)(from + h)) : make_uint4(0u, 0u, 0u, 0u);
+    to[h] = v.x, to[h + 1] = v.y, to[h + 2] = v.z, to[h + 3] = v.w;
+  }
+#endif
+}
+
 __device__ __forceinline__ u32 scaled(u32 pair, u32 scale, u32 least) {
 #if !GROUP
   return pair;
@@ -39,7 +55,7 @@ __device__ __forceinline__ float gated(float gate, float up) { return __fdividef
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, const u32* __restrict__ scales,
-     const u32* __restrict__ minima, void* __restrict__ out, int M, int N, int K, int groups, int wide) {
+     void* __restrict__ out, int M, int N, int K, int groups, int wide, int before) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const int steps = K / 64, share = (steps + gridDim.y - 1) / gridDim.y, first = blockIdx.y * share;
@@ -49,7 +65,7 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int id = blockIdx.z * gridDim.x + blockIdx.x, band = id / (NEAR * gridDim.x) * NEAR;
   const int high = min(NEAR, (int)gridDim.z - band), in_band = id - band * gridDim.x;
-  const int column = in_band / high, row = (band + in_band % high) * ROWS;
+  const int column = before + in_band / high, row = (band + in_band % high) * ROWS;
   overlap();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -68,21 +84,16 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
   const int tiles = N / 64, side = warp / 4, tile = GATED ? column + side * (tiles / 2) : column * 2 + side;
   const int near = min(tile, tiles - 1);
   const uint4* at = codes + ((u64)near * steps + first) * (128 * WORDS) + (threadIdx.x & 127);
-  const u64 place = (u64)near * groups * 32 + (warp & 3) * 8 + g;
+  const u32* const scales_at = scales + ((u64)near * (groups / SCALES) * 32 + (warp & 3) * 8 + g) * EACH;
   uint4 held[DEPTH][WORDS];
-  u32 held_scale[DEPTH][SCALES], held_least[DEPTH][SCALES];
+  u32 held_scales[DEPTH][EACH];
   auto take = [&](int i, int slot) {
     const bool valid = i < count;
 #pragma unroll
     for (int j = 0; j < WORDS; j++)
       held[slot][j] = valid ? fetch(at + (i * WORDS + j) * 128) : make_uint4(MIDDLE, MIDDLE, MIDDLE, MIDDLE);
 #if GROUP
-#pragma unroll
-    for (int h = 0; h < SCALES; h++) {
-      const int group = GROUP < 64 ? SCALES * (first + i) + h : (first + i) * 64 / GROUP;
-      held_scale[slot][h] = valid ? fetch(scales + place + group * 32) : 0u;
-      held_least[slot][h] = valid && MINIMA ? fetch(minima + place + group * 32) : 0u;
-    }
+    fetch_each(held_scales[slot], scales_at + (GROUP < 64 ? first + i : (first + i) * 64 / GROUP) * (32 * EACH), valid);
 #endif
   };
   u32 values[2][16];
@@ -92,7 +103,8 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
     for (int r = 0; r < 4; r++) {
 #if GROUP
       if (r % SCALED == 0) {
-        const float2 s = both(held_scale[slot][r / SCALED]), l = both(held_least[slot][r / SCALED]);
+        const u32* const of_group = held_scales[slot] + r / SCALED * (1 + MINIMA);
+        const float2 s = both(of_group[0]), l = both(of_group[MINIMA]);
         low = narrow2(s.x, s.x), high = narrow2(s.y, s.y);
         if (MINIMA) least_low = narrow2(l.x, l.x), least_high = narrow2(l.y, l.y);
       }
@@ -147,7 +159,7 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
   for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
 
 #if !GROUP
-  const float2 scale = both(fetch(scales + place));
+  const float2 scale = both(fetch(scales_at));
 #pragma unroll
   for (int i = 0; i < ROWS / 2; i++) acc[i] *= i & 2 ? scale.y : scale.x;
 #endif
