@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,24 @@ def test_blocks_fit_into_shared_memory(inputs: int, gated: bool, dtype: torch.dt
     assert threads <= 1024
     assert macros["DEPTH"] >= 2
     assert shared + STATIC <= LARGEST_BLOCK
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("inputs", [64, 4096, 8192, 14336, 20480])
+@pytest.mark.parametrize("dtype", [floats.DTYPE, torch.bfloat16], ids=str)
+def test_blocks_of_several_rows_fit_into_shared_memory(inputs: int, gated: bool, dtype: torch.dtype) -> None:
+    form, row = StoredForm(dtype, 0, torch.bfloat16, 64, inputs), RowForm(gated, *[False] * 5)
+    for rows in stored_row.COLUMNS:
+        if not stored_row.fits_rows(form, rows, gated=gated):
+            assert gated, "others are divided"
+            continue
+        divided, several = stored_row.rows_form(form, rows, gated=gated), row._replace(rows=rows)
+        plan = stored_row._rows_plan(divided, several)
+        assert plan is not None
+        _, macros, threads, shared = stored_row.source_of(divided, several, plan)
+        assert threads <= 1024
+        assert macros["DEPTH"] >= 2
+        assert shared + stored_row._sum_bytes(several) + 1024 <= LARGEST_BLOCK
 
 
 @on_hopper
@@ -116,6 +135,80 @@ def test_numbers_as_they_are_stored(form: str, dtype: torch.dtype) -> None:
         gate, up = (normed @ exact.T).chunk(2, 1)
         got = row8.row_product(x.to(GPU), matrix, norm=norm, gated=True, narrow=dtype)
         assert off(got, F.silu(gate) * up) < 1e-2
+
+
+@on_hopper
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("form", ["E4M3", "E5M2", "integers", "tiles", "plain", "float16"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(OUTPUTS, INPUTS), (512, 14336)])
+def test_several_rows(form: str, rows: int, outputs: int, inputs: int) -> None:
+    dtype = torch.float16 if form == "float16" else torch.bfloat16
+    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    x[0] *= 100  # rows are scaled apart
+    if form in ("plain", "float16"):
+        weight = torch.randn(outputs, inputs, device=GPU).div_(inputs**0.5).to(dtype)
+        exact, product = weight, partial(row16.rows_product, x.to(GPU), weight)
+        assert row16.serves_rows(rows, outputs, inputs, dtype, GPU, gated=False)
+        gates = row16.serves_rows(rows, outputs, inputs, dtype, GPU, gated=True)
+    else:
+        matrix = stored(form, outputs, inputs)
+        exact, product = matrix.values(), partial(row8.rows_product, x.to(GPU), matrix, narrow=dtype)
+        assert row8.serves_rows(rows, matrix, dtype)
+        gates = row8.serves_rows(rows, matrix, dtype, gated=True)
+        got = product(bias=bias.to(GPU), dtype=dtype)
+        expected = x.double() @ exact.cpu().double().T + bias.double()
+        assert max(off(one, other) for one, other in zip(got, expected, strict=True)) < 1e-2
+        product = partial(product, bias=None)
+    y = x.double() @ exact.cpu().double().T
+    close = 1e-4 if inputs == INPUTS or dtype == torch.float32 else 1e-3
+    for result, limit in ((dtype, 1e-2), (torch.float32, close)):
+        assert max(off(one, other) for one, other in zip(product(dtype=result), y, strict=True)) < limit
+        stream = torch.randn(rows, outputs).to(result)
+        target = stream.to(GPU, copy=True)
+        assert product(add_to=target, dtype=result) is target
+        assert off(target, y + stream.double()) < limit
+    if gates:
+        gate, up = y.chunk(2, 1)
+        assert off(product(gated=True, dtype=dtype), F.silu(gate) * up) < 1e-2
+
+
+@on_hopper
+@pytest.mark.parametrize("form", ["plain", "E4M3"])
+def test_several_rows_wait_for_the_launch_before(form: str) -> None:
+    """In a recorded step, a launch begins while the previous one runs."""
+    size, inner = 2048, 8704
+    ups, downs = [], []
+    for _ in range(4):
+        up, down = (
+            torch.randn(2 * inner, size, device=GPU) / size**0.5,
+            torch.randn(size, inner, device=GPU) / inner**0.5,
+        )
+        ups.append(up.bfloat16() if form == "plain" else floats.rounded(up))
+        downs.append(down.bfloat16() if form == "plain" else floats.rounded(down))
+    start = torch.randn(8, size, device=GPU).bfloat16()
+    stream = start.clone()
+
+    def multiply(x: Tensor, matrix: Any, **options: Any) -> Tensor:
+        if form == "plain":
+            return row16.rows_product(x, matrix, **options)
+        return row8.rows_product(x, matrix, None, torch.bfloat16, torch.bfloat16, **options)
+
+    def step(between: Callable[[], None]) -> None:
+        stream.copy_(start)
+        for up, down in zip(ups, downs, strict=True):
+            inner = multiply(stream, up, gated=True)
+            between()
+            multiply(inner, down, add_to=stream)
+            between()
+
+    step(torch.cuda.synchronize)
+    expected = stream.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(lambda: None)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(stream, expected)
 
 
 Product = Callable[..., Tensor]

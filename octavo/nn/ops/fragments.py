@@ -64,8 +64,8 @@ class Fragments:
     Attributes:
         codes: [N / 64, K / 64, bits / 4, 128, 4] int32: 16 bytes for each thread; see `quant/fragments.py`. Integers of
             8 bits are stored less 128.
-        scales: [N / 64, G / S, 4, 8, S, V, 2] float16: for S groups of `group` inputs, as many as a step has or one, the
-            scales and with V = 2 the minima of outputs 16 a + b and 16 a + b + 8. A thread loads those of a step at once.
+        scales: [N / 64, G / S, 4, 8, S, V, 2] float16: for S groups of `group` inputs, those of a step or one, the
+            scales and with V = 2 the minima of outputs 16 a + b and 16 a + b + 8. A thread loads a step's at once.
         order: [K] int32: input of the layer that the matrix's column multiplies; None if they are in order.
         outputs, inputs: N and K.
         bits: 4 or 8.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.ops import floats, fragments, products, words
+from octavo.nn.ops import floats, fragments, products, row8, words
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
@@ -56,6 +56,8 @@ def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: tor
         return torch.empty(0, matrix.outputs, dtype=dtype, device=x.device)
     if isinstance(matrix, Floats):
         x = x.contiguous()
+        if row8.serves_rows(rows, matrix, x.dtype):
+            return row8.rows_product(x, matrix, bias, dtype, x.dtype)
         if rows <= FEW_FLOATS or (matrix.tile and not floats.multiplies_tiles(x.device)):
             return floats.product(x, matrix, bias, dtype)
         if matrix.tile:
@@ -73,6 +75,8 @@ def gated_product(x: Tensor, matrix: Matrix, bias: Tensor | None, dtype: torch.d
     """Return silu(first half) * second half of x [M, K] @ W^T + bias: [M, N / 2]."""
     if isinstance(matrix, Fragments) and x.shape[0]:
         return fragments.product(in_order(x, matrix), matrix, bias, dtype, gated=True)
+    if isinstance(matrix, Floats) and row8.serves_rows(x.shape[0], matrix, x.dtype, gated=True):
+        return row8.rows_product(x.contiguous(), matrix, bias, dtype, x.dtype, gated=True)
     return silu_mul(product(x, matrix, bias, dtype))
 
 
@@ -85,6 +89,8 @@ def parts(x: Tensor, matrix: Matrix) -> Tensor | None:
         divided = fragments.rows_plan(matrix, rows)
         return fragments.rows_product(in_order(x, matrix), matrix, divided, fragments.dtype_of_parts(x))
     if rows > (FEW_WORDS if isinstance(matrix, Words) else FEW_LEFT):
+        return None
+    if isinstance(matrix, Floats) and row8.serves_rows(rows, matrix, x.dtype):
         return None
     if isinstance(matrix, Words):
         return words.rows_product(in_order(x, matrix), matrix, words.rows_plan(matrix, x), torch.float32)

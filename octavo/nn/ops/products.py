@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from torch.nn import functional as F
 from triton.errors import TritonError
 
 from octavo.hub.cache import kernel_dir
-from octavo.nn.ops import few_rows, gating, triton_norm
+from octavo.nn.ops import few_rows, gating, row16, triton_norm
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.cublaslt import Library, Product, algorithm_of, aligned, library
 from octavo.nn.ops.race import Track
+from octavo.nn.ops.ring_rows import RingRows, Usual
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Products:
 
     Attributes:
         tried: number of shapes that were measured, not found on disk.
+        ring: the products of few rows for which Octavo's own kernel was chosen.
     """
 
     def __init__(self, lib: Library, path: Path) -> None:
@@ -77,6 +80,7 @@ class Products:
         self._known: dict[str, str] = _read(path)
         self._track = Track()
         self.tried = 0
+        self.ring = RingRows(self._known, self._better)
 
     def run(self, x: Tensor, weight: Tensor, dtype: torch.dtype, add_to: Tensor | None = None) -> Tensor | None:
         """Return x [M, K] @ weight [N, K]^T, or add it to `add_to` [M, N] in place; None if no algorithm was chosen."""
@@ -135,6 +139,10 @@ class Products:
                 self._choose_halves(shape, x, like)
             if like.gated and gating.serves(count, weight):
                 self._choose_gated(shape, x, like)
+
+    def choose_ring(self, like: Like, usual: Usual) -> None:
+        """Choose whether Octavo's kernel multiplies few rows; call it when all else is chosen."""
+        self.tried += self.ring.choose(like.weights, like.dtype, usual, gated=like.gated, added=like.added)
 
     def _choose_one(self, count: int, like: Like) -> None:
         weights, dtype = like.weights, like.dtype
@@ -206,12 +214,21 @@ class Products:
         name = self._name_of_pair(shape, f"gated-{triton.__version__}")
         if name not in self._known:
             weights = like.weights
-            better = _same(together, apart, weights[0]) and self._pays(together, apart, weights, shape[0])
-            self._known[name] = "together" if better else ""
+            self._known[name] = "together" if self._better(together, apart, weights, shape[0]) else ""
             self.tried += 1
         if self._known[name]:
             self._gated.add(shape)
             self.gated(x, like.weights[0])
+
+    def _better(
+        self,
+        other: Callable[[Tensor], Tensor],
+        usual: Callable[[Tensor], Tensor],
+        weights: Sequence[Tensor],
+        rows: int,
+    ) -> bool:
+        """Return whether `other` gives the same result, and is clearly faster."""
+        return _same(other, usual, weights[0]) and self._pays(other, usual, weights, rows)
 
     def _pays(
         self,
@@ -286,12 +303,16 @@ def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]
         return
     began = time.perf_counter()
     for like in narrow:
+        owner.ring.begin(like.weights[0], like.dtype, gated=like.gated, added=like.added)
+    for like in narrow:
         owner.choose(like, rows)
     middle = time.perf_counter()
     wait()
     again = time.perf_counter()
     for like in narrow:
         owner.pair(like, rows)
+    for like in narrow:
+        owner.choose_ring(like, sys.modules[__name__])
     owner.save()
     log.info(
         "chose matrix products for %d shapes in %.1f s, %d measured; %d in halves, %d with a fused gate",
@@ -306,6 +327,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | 
     """Return x @ weight^T + bias: [..., K] to [..., N], rounded once, to `dtype` if given."""
     wanted = dtype or x.dtype
     if x.is_cuda and x.dim() == 2 and bias is None and x.dtype.itemsize == 2:
+        if x.is_contiguous() and _takes_ring(x, weight, wanted):
+            return row16.rows_product(x, weight, dtype=wanted)
         if wanted == x.dtype and x.is_contiguous() and few_rows.pays(x.shape[0], weight.shape[0]):
             return few_rows.few_product(x, weight)
         owner = products()
@@ -320,6 +343,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | 
 def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
     """Add x [M, K] @ weight [N, K]^T to stream [M, N], in place and rounded once; contiguous tensors of one dtype."""
     if x.is_cuda and x.dtype.itemsize == 2:
+        if _takes_ring(x, weight, stream.dtype, added=True):
+            row16.rows_product(x, weight, add_to=stream)
+            return
         if few_rows.pays(x.shape[0], weight.shape[0]):
             few_rows.few_product(x, weight, add_to=stream)
             return
@@ -333,11 +359,15 @@ def halves(x: Tensor, weight: Tensor) -> Tensor | None:
     """Return [2, M, N]: x [M, K] @ weight [N, K]^T over each half of the inputs, both rounded; contiguous tensors of
     one dtype. None unless summing them in the norm of a residual stream was measured to be faster than `add_linear`."""
     owner = products() if x.is_cuda else None
-    return None if owner is None else owner.halves(x, weight)
+    if owner is None or owner.ring.takes(x, weight, x.dtype, gated=False, added=True):
+        return None
+    return owner.halves(x, weight)
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     """Return silu(x @ gate^T) * (x @ up^T): [M, K] to [M, N], for weight [2N, K]; contiguous tensors of one dtype."""
+    if _takes_ring(x, weight, x.dtype, gated=True):
+        return row16.rows_product(x, weight, gated=True)
     owner = products() if x.is_cuda else None
     out = None if owner is None else owner.gated(x, weight)
     return silu_mul(linear(x, weight, None)) if out is None else out
@@ -347,6 +377,11 @@ def gates(x: Tensor, weight: Tensor) -> bool:
     """Return whether the gated product in one launch was measured to be faster than two launches."""
     owner = products() if x.is_cuda else None
     return owner is not None and owner.gates(x, weight)
+
+
+def _takes_ring(x: Tensor, weight: Tensor, result: torch.dtype, *, gated: bool = False, added: bool = False) -> bool:
+    owner = products() if x.is_cuda else None
+    return owner is not None and owner.ring.takes(x, weight, result, gated=gated, added=added)
 
 
 def _same(other: Callable[[Tensor], Tensor], usual: Callable[[Tensor], Tensor], weight: Tensor) -> bool:

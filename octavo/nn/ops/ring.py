@@ -22,7 +22,8 @@ MOST_INPUTS = 20480
 
 
 class RowForm(NamedTuple):
-    """What is fused with the product of one row: macros of the kernels."""
+    """What is fused with the product of one row or, without a norm and for a narrow x, of up to `rows`: macros of the
+    kernels."""
 
     gated: bool
     normed: bool
@@ -30,6 +31,7 @@ class RowForm(NamedTuple):
     added: bool
     x_float: bool
     out_float: bool
+    rows: int = 1
 
     @property
     def sides(self) -> int:

@@ -1,4 +1,4 @@
-"""Products of one row with a plain 16-bit matrix on a Hopper GPU: `stored_row.py` for tensors."""
+"""Products of up to 8 rows with a plain 16-bit matrix on a Hopper GPU: `stored_row.py` for tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _usable(device: torch.device) -> bool:
     """Return whether the kernel runs on a device and computes a trial right; log why it doesn't."""
     if not stored_row.runs(device):
         return False
-    return nvrtc.trusted("16-bit weights are multiplied with one row", functools.partial(_deviation, device), _LIMIT)
+    return nvrtc.trusted("16-bit weights are multiplied with few rows", functools.partial(_deviation, device), _LIMIT)
 
 
 def _deviation(device: torch.device) -> float:
@@ -47,7 +47,10 @@ def _deviation(device: torch.device) -> float:
         expected = row @ weight.float().T
         made = row_product(given.to(device), weight.to(device), norm=norm, dtype=torch.float32)
         deviations.append(float((made.cpu() - expected).norm() / expected.norm()))
-    return max(deviations)
+    several = torch.randn(5, 320, generator=random).bfloat16()
+    expected = several.float() @ weight.float().T
+    made = rows_product(several.to(device), weight.to(device), dtype=torch.float32)
+    return max(*deviations, float((made.cpu() - expected).norm() / expected.norm()))
 
 
 def row_product(
@@ -78,6 +81,30 @@ def row_product(
         dtype=dtype,
         plan=plan,
     )
+
+
+def serves_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, *, gated: bool) -> bool:
+    """Return whether `rows_product` multiplies so many rows with a matrix."""
+    if dtype.itemsize != 2 or not stored_row.runs(device):
+        return False
+    return stored_row.fits_rows(_form(outputs, inputs, dtype), rows, gated=gated) and _usable(device)
+
+
+def rows_product(
+    x: Tensor, weight: Tensor, *, gated: bool = False, add_to: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the product of 2 to 8 rows, contiguous and of the matrix's dtype; see `stored_row.rows_product`."""
+    form = _form(weight.shape[0], weight.shape[1], weight.dtype)
+    return stored_row.rows_product(x, weight, None, form, gated=gated, add_to=add_to, dtype=dtype)
+
+
+def compile_rows_ahead(
+    outputs: int, inputs: int, dtype: torch.dtype, rows: int, result: torch.dtype, *, gated: bool, added: bool
+) -> None:
+    """Compile the kernels for a matrix in the background."""
+    wide = result == torch.float32
+    row = RowForm(gated, normed=False, biased=False, added=added, x_float=False, out_float=wide)
+    stored_row.compile_rows_ahead(_form(outputs, inputs, dtype), rows, row)
 
 
 def compile_ahead(outputs: int, inputs: int, dtype: torch.dtype, row: RowForm) -> None:

@@ -1,4 +1,4 @@
-"""Products of one row with a matrix of 8-bit numbers on a Hopper GPU: `stored_row.py` for `Floats`.
+"""Products of up to 8 rows with a matrix of 8-bit numbers on a Hopper GPU: `stored_row.py` for `Floats`.
 
 On an H200, the products of a layer of E4M3 take 0.9 of the time of Triton's kernel in `triton_floats.py`.
 """
@@ -6,6 +6,7 @@ On an H200, the products of a layer of E4M3 take 0.9 of the time of Triton's ker
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from octavo.nn.ops import nvrtc, stored_row
 from octavo.nn.ops.floats import DTYPE, TILE, Floats
 from octavo.nn.ops.ring import RowForm
-from octavo.nn.ops.stored_row import StoredForm
+from octavo.nn.ops.stored_row import COLUMNS, MOST_ROWS, StoredForm
 
 _LIMIT = 0.01
 """Largest relative error of the trial."""
@@ -29,7 +30,7 @@ def usable(device: torch.device) -> bool:
     """Return whether the kernel runs on a device and computes a trial right; log why it doesn't."""
     if not stored_row.runs(device):
         return False
-    return nvrtc.trusted("8-bit weights are multiplied with one row", functools.partial(_deviation, device), _LIMIT)
+    return nvrtc.trusted("8-bit weights are multiplied with few rows", functools.partial(_deviation, device), _LIMIT)
 
 
 def _deviation(device: torch.device) -> float:
@@ -48,6 +49,10 @@ def _deviation(device: torch.device) -> float:
         x = torch.randn(1, matrix.inputs, generator=random).bfloat16()
         expected = x.float() @ matrix.values().T
         made = row_product(x.to(device), on_device, dtype=torch.float32, narrow=torch.bfloat16)
+        deviations.append(float((made.cpu() - expected).norm() / expected.norm()))
+        several = torch.randn(5, matrix.inputs, generator=random).bfloat16()
+        expected = several.float() @ matrix.values().T
+        made = rows_product(several.to(device), on_device, None, torch.float32, torch.bfloat16)
         deviations.append(float((made.cpu() - expected).norm() / expected.norm()))
     return max(deviations)
 
@@ -79,6 +84,37 @@ def row_product(
         add_to=add_to,
         dtype=dtype,
     )
+
+
+def serves_rows(rows: int, matrix: Floats, dtype: torch.dtype, *, gated: bool = False) -> bool:
+    """Return whether `rows_product` multiplies so many rows, of a dtype, with a matrix."""
+    if dtype.itemsize != 2 or not 1 < rows <= MOST_ROWS or not stored_row.runs(matrix.codes.device):
+        return False
+    return stored_row.fits_rows(_form(matrix, dtype), rows, gated=gated) and usable(matrix.codes.device)
+
+
+def rows_product(
+    x: Tensor,
+    matrix: Floats,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+    *,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """Return the product of 2 to 8 rows, contiguous and of the dtype `narrow`; see `stored_row.rows_product`."""
+    return stored_row.rows_product(
+        x, matrix.codes, matrix.scales, _form(matrix, narrow), bias=bias, gated=gated, add_to=add_to, dtype=dtype
+    )
+
+
+def compile_rows_ahead(matrix: Floats, narrow: torch.dtype) -> None:
+    """Compile the kernels for 2 to 8 rows in the background, for all that may be fused with the product."""
+    for rows, gated, added in itertools.product(COLUMNS, (False, True), (False, True)):
+        if not (gated and added) and serves_rows(rows, matrix, narrow, gated=gated):
+            form = RowForm(gated, normed=False, biased=False, added=added, x_float=False, out_float=False)
+            stored_row.compile_rows_ahead(_form(matrix, narrow), rows, form)
 
 
 def compile_ahead(matrix: Floats, narrow: torch.dtype, form: RowForm) -> None:

@@ -1,4 +1,5 @@
-"""Products of one row with a matrix of 8- or 16-bit numbers on a Hopper GPU, by the CUDA kernel `cuda/stored_row.cu`.
+"""Products of up to 8 rows with a matrix of 8- or 16-bit numbers on a Hopper GPU, by the CUDA kernel
+`cuda/stored_row.cu`.
 
 A block for each multiprocessor copies numbers into shared memory far ahead of those that it multiplies, and the first
 ones while the previous launch ends. So memory is read with fewer pauses than by kernels in Triton.
@@ -7,7 +8,7 @@ ones while the previous launch ends. So memory is read with fewer pauses than by
 from __future__ import annotations
 
 import functools
-from ctypes import c_float, c_void_p
+from ctypes import c_float, c_int
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,20 @@ import triton
 from torch import Tensor
 
 from octavo.nn.ops import nvrtc
-from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.ops.nvrtc import Argument, Kernel, address
 from octavo.nn.ops.ring import LEAST_DEPTH, MOST_INPUTS, SHARED, STRIP, RingPlan, RowForm, blocks_of
 
 _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2, torch.bfloat16: 3, torch.float16: 3}
+COLUMNS = (4, 8)
+"""Rows that kernels for several rows have room for; the matrix units have 8 columns."""
+MOST_ROWS = COLUMNS[-1]
+_WARPS = 16
 _STEP_BYTES = STRIP * 64
+_SPAN_BYTES = _WARPS * _STEP_BYTES
+"""Of all warps' steps of one matrix."""
+_PARTS = (1, 2, 4)
+_LEAST_DEPTHS = {2: 4, 1: LEAST_DEPTH}
+"""Steps of a span -> spans in the ring beside several rows, at least: larger ones need more of them."""
 _TILE = 128
 
 
@@ -30,6 +40,7 @@ class StoredForm(NamedTuple):
         codes: dtype of its numbers.
         tile: outputs and inputs that share a scale; 0 if an output has one, or there are none.
         narrow: the 16-bit dtype of the norm's weights, of the bias, and of x and the result if they are not float32.
+        parts: launches that multiply several rows, each some of the inputs.
     """
 
     codes: torch.dtype
@@ -37,6 +48,7 @@ class StoredForm(NamedTuple):
     narrow: torch.dtype
     outputs: int
     inputs: int
+    parts: int = 1
 
 
 def fits(outputs: int, inputs: int, codes: torch.dtype, *, tile: int = 0, gated: bool) -> bool:
@@ -83,12 +95,67 @@ def product(
         x_float=x.dtype == torch.float32,
         out_float=out.dtype == torch.float32,
     )
-    arguments = [address(x), address(scale), address(codes)]
-    arguments += [address(codes if scales is None else scales), address(x if bias is None else bias), address(out)]
-    grid = blocks_of(outputs, x.device), 1, 1
-    given: list[c_void_p | c_float] = [*arguments, c_float(eps)]
-    _kernel(form, row, plan or ring_plan(form)).launch(grid, given)
+    _launch(form, row, plan or ring_plan(form), x, scale, codes, scales, bias, out, eps)
     return out
+
+
+def rows_product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    form: StoredForm,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the product of several rows x [M, K], contiguous, of the narrow dtype, that `fits_rows` accepts: [M, N],
+    of `dtype` or the narrow one. Other arguments are those of `few_rows.fused_product`.
+
+    If the rows don't fit in shared memory, several launches multiply a part of the inputs each, and add to the first
+    one's rounded result.
+    """
+    count, outputs = x.shape[0], form.outputs // 2 if gated else form.outputs
+    out = add_to
+    if out is None:
+        out = torch.empty(count, outputs, dtype=dtype or form.narrow, device=x.device)
+    form = rows_form(form, count, gated=gated)
+    inputs = form.inputs // form.parts
+    for part in range(form.parts):
+        own = slice(part * inputs, (part + 1) * inputs)
+        row = RowForm(
+            gated=gated,
+            normed=False,
+            biased=bias is not None and part == 0,
+            added=add_to is not None or part > 0,
+            x_float=False,
+            out_float=out.dtype == torch.float32,
+            rows=columns_for(count),
+        )
+        of_part = scales
+        if scales is not None and form.tile:
+            of_part = scales[:, own.start // form.tile :]
+        _launch(form, row, _rows_plan(form, row), x[:, own], x, codes[:, own], of_part, bias, out, 0.0)
+    return out
+
+
+def _launch(
+    form: StoredForm,
+    row: RowForm,
+    plan: RingPlan | None,
+    x: Tensor,
+    norm: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+) -> None:
+    assert plan is not None, "x fits in shared memory"
+    tensors = [x, norm, codes, codes if scales is None else scales, x if bias is None else bias, out]
+    given: list[Argument] = [*map(address, tensors), c_float(eps), c_int(x.shape[0])]
+    _kernel(form, row, plan).launch((blocks_of(out.shape[1], x.device), 1, 1), given)
 
 
 def compile_ahead(form: StoredForm, row: RowForm) -> None:
@@ -97,16 +164,70 @@ def compile_ahead(form: StoredForm, row: RowForm) -> None:
     nvrtc.compile_ahead(source, macros)
 
 
+def compile_rows_ahead(form: StoredForm, rows: int, fused: RowForm) -> None:
+    """Compile the kernels for several rows in the background."""
+    form, columns = rows_form(form, rows, gated=fused.gated), columns_for(rows)
+    for added in {fused.added, form.parts > 1}:
+        row = fused._replace(added=added, rows=columns)
+        plan = _rows_plan(form, row)
+        assert plan is not None, "x fits in shared memory"
+        source, macros, _, _ = source_of(form, row, plan)
+        nvrtc.compile_ahead(source, macros)
+
+
 def ring_plan(form: StoredForm) -> RingPlan:
     """Return the fastest division, as measured on an H200: a block fills a multiprocessor's shared memory. With two
     smaller ones, of this launch and the next, a whole model is slower."""
-    return RingPlan(16, 2, SHARED)
+    return RingPlan(_WARPS, 2, SHARED)
+
+
+def fits_rows(form: StoredForm, rows: int, *, gated: bool) -> bool:
+    """Return whether the kernel multiplies so many rows, and has room for them in shared memory."""
+    if not 1 < rows <= MOST_ROWS or not fits(form.outputs, form.inputs, form.codes, tile=form.tile, gated=gated):
+        return False
+    return _rows_plan(rows_form(form, rows, gated=gated), _rows_alone(rows, gated=gated)) is not None
+
+
+def rows_form(form: StoredForm, rows: int, *, gated: bool) -> StoredForm:
+    """Return the form with as few parts as rows need; parts of gated products can't be added."""
+    row, unit = _rows_alone(rows, gated=gated), max(form.tile, 64)
+    divided = (form._replace(parts=parts) for parts in ((1,) if gated else _PARTS) if form.inputs % (parts * unit) == 0)
+    return next((one for one in divided if _rows_plan(one, row) is not None), form)
+
+
+def _rows_alone(rows: int, *, gated: bool) -> RowForm:
+    return RowForm(
+        gated, normed=False, biased=False, added=False, x_float=False, out_float=False, rows=columns_for(rows)
+    )
+
+
+@functools.cache
+def _rows_plan(form: StoredForm, row: RowForm) -> RingPlan | None:
+    """Return the division for several rows; None if there is no room for a ring beside them."""
+    room = SHARED - _row_bytes(form, row)
+    for span, depth in _LEAST_DEPTHS.items():
+        if room >= depth * span * _SPAN_BYTES * row.sides:
+            return RingPlan(_WARPS, span, SHARED)
+    return None
+
+
+def columns_for(rows: int) -> int:
+    """Return for how many rows a kernel is compiled that multiplies this number of them."""
+    return next(columns for columns in COLUMNS if rows <= columns)
 
 
 def _row_bytes(form: StoredForm, row: RowForm) -> int:
-    """Return the bytes of x in shared memory; one that is not narrow yet takes two narrow ones."""
+    """Return the bytes of x in shared memory; one that is not narrow yet takes two narrow ones. Several are apart, and
+    their sums count, too."""
+    if row.rows > 1:
+        return row.rows * (2 * (form.inputs // form.parts) + (64 if form.codes.itemsize == 2 else 16)) + _sum_bytes(row)
     splits = form.codes.itemsize == 2 and (row.normed or row.x_float)
     return 2 * form.inputs * (2 if splits else 1)
+
+
+def _sum_bytes(row: RowForm) -> int:
+    """Return the bytes of the warps' sums, of this strip and the last one."""
+    return 2 * _WARPS * row.rows * STRIP * row.sides * 4
 
 
 @functools.cache
@@ -118,12 +239,21 @@ def source_of(form: StoredForm, row: RowForm, plan: RingPlan) -> tuple[str, dict
     """Return source, macros, threads and bytes of shared memory."""
     spans, own = plan.warps * plan.span * _STEP_BYTES * row.sides, _row_bytes(form, row)
     depth = max(LEAST_DEPTH, (plan.shared - own) // spans)
+    if row.rows > 1:
+        own -= _sum_bytes(row)  # the kernel has them beside
     macros = {
         "FORM": _FORMS[form.codes],
         "TILED": int(form.tile > 0),
         "STRIDE": triton.cdiv(form.inputs, 4 * _TILE) * 4,
     }
     macros |= {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.narrow == torch.float16)}
-    macros |= {"N": form.outputs, "K": form.inputs, "WARPS": plan.warps, "SPAN": plan.span, "DEPTH": depth}
+    macros |= {
+        "N": form.outputs,
+        "K": form.inputs // form.parts,
+        "LINE": form.inputs,
+        "WARPS": plan.warps,
+        "SPAN": plan.span,
+        "DEPTH": depth,
+    }
     macros |= row.macros()
     return nvrtc.source_of("integers.cuh", "row.cuh", "stored_row.cu"), macros, 32 * plan.warps, depth * spans + own

@@ -150,9 +150,11 @@ def _integers(matrix: Fragments) -> Tensor:
 def _by_thread(each: Sequence[Tensor], group: int) -> Tensor:
     """Arrange scales, or scales and minima, [N, G] each, as threads read them: [N / 64, G / S, 4, 8, S, V, 2]."""
     groups = _STEP // group if group < _STEP else 1
-    return torch.stack([one.view(-1, 4, 2, 8, one.shape[1] // groups, groups) for one in each], -1).permute(
-        0, 4, 1, 3, 5, 6, 2
-    ).contiguous()
+    return (
+        torch.stack([one.view(-1, 4, 2, 8, one.shape[1] // groups, groups) for one in each], -1)
+        .permute(0, 4, 1, 3, 5, 6, 2)
+        .contiguous()
+    )
 
 
 def _by_output(scales: Tensor) -> list[Tensor]:

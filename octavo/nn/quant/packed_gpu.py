@@ -111,6 +111,8 @@ class PackedOnGpu(OnGpu):
             self.order = matrix.order
         if isinstance(matrix, Fragments):
             fragments.compile_ahead(matrix, self.dtype)
+        elif isinstance(matrix, Floats):
+            row8.compile_rows_ahead(matrix, self.dtype)
         elif isinstance(matrix, Words):
             self.minima, self.book = matrix.minima, matrix.book
             packed.SCRATCH.reserve(matrix.outputs * matrix.inputs, self.dtype, self.device)
@@ -254,6 +256,9 @@ class PackedOnGpu(OnGpu):
         if parts is not None or not stream.shape[0]:
             return parts
         if isinstance(matrix, Floats):
+            if row8.serves_rows(x.shape[0], matrix, x.dtype):
+                row8.rows_product(x.contiguous(), matrix, None, stream.dtype, x.dtype, add_to=stream)
+                return None
             return packed.product(x, matrix, None, stream.dtype)[None]
         assert isinstance(matrix, Words), "parts of all other products are left"
         ordered = packed.in_order(x, matrix)

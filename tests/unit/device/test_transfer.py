@@ -45,7 +45,7 @@ def test_values_stay_until_what_reads_them_has_done_so(arrays):
 
 
 def test_tensors_of_several_threads_arrive_whole():
-    """More pieces than there is pinned memory for; sizes that pieces don't divide, and a view that is not contiguous."""
+    """More pieces than pinned memory has room for; sizes that pieces don't divide; a view that is not contiguous."""
     drawn = [torch.randint(0, 256, (11 << 20,), dtype=torch.uint8) for _ in range(8)]
     sent = [*(one[: len(one) - i].view(1, -1) for i, one in enumerate(drawn)), drawn[0].view(1024, -1).T, drawn[0][:3]]
     with ThreadPoolExecutor(4) as threads:

@@ -37,6 +37,15 @@ INTEGERS = {
     "8 bits, whole columns": (8, 0, False, 128, 704, (4, 2, 2), "normed"),
     "8 bits, groups of 16": (8, 16, True, 64, 192, (2, 4, 2), "added"),
 }
+# Numbers, rows of x, inputs, operations. Fewer rows than columns, inputs beyond the last span.
+SEVERAL = {
+    "plain, 2": (torch.bfloat16, 2, 320, ""),
+    "plain, 3 gated": (torch.bfloat16, 3, 512, "gated"),
+    "plain, 8": (torch.bfloat16, 8, 544, "added out_float"),
+    "integers, 5": (torch.int8, 5, 448, "biased"),
+    "integers, 2 gated": (torch.int8, 2, 512, "gated out_float"),
+    "integers, 8": (torch.int8, 8, 1088, "added"),
+}
 STORED = {
     "integers": (torch.int8, 320, "normed"),
     "integers, gated": (torch.int8, 512, "gated normed x_float"),
@@ -46,7 +55,7 @@ STORED = {
 
 
 def operations(names: str) -> RowForm:
-    return RowForm(*(name in names.split() for name in RowForm._fields))
+    return RowForm(*(name in names.split() for name in RowForm._fields[:-1]))
 
 
 class Row:
@@ -110,6 +119,37 @@ def test_numbers_as_they_are_stored(form: str, tmp_path: Path) -> None:
     for late in (False, True):
         out = row.stream.clone()
         cuda_on_cpu.launch(
-            library, [row.x, row.norm, codes, scales, row.bias, out], [EPS], [], (5, 1, 1), shared, late=late
+            library, [row.x, row.norm, codes, scales, row.bias, out], [EPS], [1], (5, 1, 1), shared, late=late
         )
         assert off(out, row.expected) < LIMITS[out.dtype], late
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_several_rows(form: str, tmp_path: Path) -> None:
+    dtype, count, inputs, names = SEVERAL[form]
+    outputs, fused = 192, operations(names)
+    values, scales = torch.randn(outputs, inputs) / inputs**0.5, torch.rand(outputs) / 100 + 0.01
+    if dtype == torch.bfloat16:
+        codes, exact = values.to(dtype), values.to(dtype).double()
+    else:
+        codes = values / scales[:, None]
+        codes = (codes.round().clamp(-127, 127) if dtype == torch.int8 else codes).to(dtype)
+        exact = codes.double() * scales[:, None].double()
+    rows = [Row(fused, exact, torch.bfloat16) for _ in range(count)]
+    x, stream = torch.stack([row.x for row in rows]), torch.stack([row.stream for row in rows])
+    x[-1] *= 1e4  # rows are scaled apart
+    bias = rows[0].bias
+    y = x.double() @ exact.T + (bias.double() if fused.biased else 0)
+    if fused.gated:
+        y = F.silu(y[:, : outputs // 2]) * y[:, outputs // 2 :]
+    expected = y + stream.double() if fused.added else y
+    stored_as = StoredForm(dtype, 0, torch.bfloat16, outputs, inputs)
+    several = fused._replace(rows=stored_row.columns_for(count))
+    source, macros, _, shared = stored_row.source_of(stored_as, several, RingPlan(16, 1, 200 << 10))
+    macros["DEPTH"] = 2
+    library = cuda_on_cpu.compiled(source, "stored_row", macros, tmp_path)
+    for late in (False, True):
+        out = stream.clone()
+        cuda_on_cpu.launch(library, [x, x, codes, scales, bias, out], [EPS], [count], (5, 1, 1), shared, late=late)
+        for got, wanted in zip(out, expected, strict=True):
+            assert off(got, wanted) < LIMITS[out.dtype], late

@@ -1,9 +1,10 @@
-// Multiply one row x [K] by a matrix [N, K] of 8- or 16-bit numbers as they are stored, with the operations of a decoder
-// before and after: the norm of the row, the gated activation or the addition to `out`.
+// Multiply rows x [M, K] by a matrix [N, K] of 8- or 16-bit numbers as they are stored, with the operations of a decoder
+// before and after: the norm of a single row, the gated activation or the addition to `out`.
 //
 // Each thread has 16 bytes of adjacent numbers of two outputs, in an order of inputs that does not change the units' sums.
 // For 8 bits, the matrix units take float16, which has all of these numbers; the row is scaled so that it fits. For 16
 // bits they take the narrow type: a row that is not narrow yet is the sum of two that are, in two of the units' columns.
+// Several rows, up to ROWS of them, are narrow, and have columns of their own.
 //
 // Grid: a block for each multiprocessor, which takes strips of 16 outputs in turn, with GATED also the 16 that they gate,
 // N / 2 below. The block's warps share the inputs. Each thread copies the numbers that it multiplies itself into a ring
@@ -11,7 +12,8 @@
 // previous launch, and others across strips.
 //
 // Macros: those of row.cuh; FORM 0 for E4M3, 1 for E5M2, 2 for integers, 3 for the narrow type; TILED: scales of tiles of
-// 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time.
+// 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time;
+// ROWS 1, 2, 4 or 8; LINE: numbers from one row of x or of the matrix to the next.
 
 #define BYTES (FORM == 3 ? 2 : 1)
 #define STEPS (K * BYTES / 64)
@@ -19,6 +21,8 @@
 #define SHARE ((SPANS + WARPS - 1) / WARPS)
 #define LOADS (SIDES * 2 * SPAN)
 #define SLOT (LOADS * 512)
+#define PITCH (K / 8 + (FORM == 3 ? 4 : 1))  // 16 bytes each: a row of several in shared memory, so that banks differ
+#define SHARERS (WARPS * 32 / ROWS)          // threads that bring a row of several
 
 // Two adjacent numbers, the upper two of a word if HIGH, as float16.
 template <int HIGH>
@@ -36,13 +40,14 @@ __device__ __forceinline__ u32 pair8(u32 w) {
 }
 
 // Multiply a step of a strip; `held` are the thread's numbers.
-__device__ __forceinline__ void multiply(float (*d)[4], float (*total)[2], const uint4* held, const u32* given,
+__device__ __forceinline__ void multiply(float (*d)[4], float (*total)[4], const uint4* held, const uint4* given,
                                          const float* scales, int strip, int step, int lane) {
+  const uint4* const column = given + (ROWS > 1 ? lane / 4 % ROWS * PITCH : SPLIT ? lane / 4 % 2 * (K / 8) : 0);
 #if FORM == 3
-  const uint4 low = ((const uint4*)given)[(SPLIT ? lane / 4 % 2 * (K / 8) : 0) + step * 4 + lane % 4];
+  const uint4 low = column[step * 4 + lane % 4];
   const u32 right[4] = {low.x, low.y, low.z, low.w};
 #else
-  const uint4* const row = (const uint4*)given + step * 8 + 2 * (lane % 4);
+  const uint4* const row = column + step * 8 + 2 * (lane % 4);
   const uint4 low = row[0], high = row[1];
   const u32 right[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #endif
@@ -66,20 +71,64 @@ __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[2], const
 #endif
 #if TILED
     const float scale = scales[(strip * 16 + side * (N / 2)) / 128 * STRIDE + step / 2];
-    total[side][0] += d[side][0] * scale, total[side][1] += d[side][2] * scale;
-    d[side][0] = d[side][1] = d[side][2] = d[side][3] = 0.f;
+#pragma unroll
+    for (int e = 0; e < 4; e++) total[side][e] += d[side][e] * scale, d[side][e] = 0.f;
 #endif
   }
 }
 
+#if ROWS > 1
+// Bring rows, which earlier launches wrote, into shared memory as the units take them; those from M on are 0. Sets each
+// row's factor of the products' sums.
+__device__ __forceinline__ void bring(const uint4* x, int M, uint4* given, float* measures, float* factors) {
+  const int row = threadIdx.x / SHARERS, own = threadIdx.x % SHARERS;
+  uint4* const to = given + row * PITCH;
+  float measure = 0.f;  // the largest magnitude
+#pragma unroll 4
+  for (int i = own; i < K / 8; i += SHARERS) {
+    const uint4 q = row < M ? written(x + row * (LINE / 8) + i) : make_uint4(0u, 0u, 0u, 0u);
+    to[i] = q;
+#if FORM != 3
+    const u32 pairs[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+      const float2 v = wide2(pairs[p]);
+      measure = fmaxf(measure, fmaxf(fabsf(v.x), fabsf(v.y)));
+    }
+#endif
+  }
+#if FORM != 3
+#pragma unroll
+  for (int i = 16; i; i /= 2) measure = fmaxf(measure, __shfl_xor_sync(0xffffffffu, measure, i));
+  if (threadIdx.x % 32 == 0) measures[threadIdx.x / 32] = measure;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS / ROWS; w++) measure = fmaxf(measure, measures[row * (WARPS / ROWS) + w]);
+  const int power = min(max((int)(__float_as_uint(measure) >> 23) - 135, -126), 126);
+  const float factor = __uint_as_float((u32)(127 - power) << 23);
+  if (own == 0) factors[row] = __uint_as_float((u32)(127 + power) << 23);
+#pragma unroll 4
+  for (int i = own; i < K / 8; i += SHARERS) {
+    const uint4 q = to[i];
+    const float2 a = wide2(q.x), b = wide2(q.y), c = wide2(q.z), d = wide2(q.w);
+    to[i] = make_uint4(half2(a.x * factor, a.y * factor), half2(b.x * factor, b.y * factor),
+                       half2(c.x * factor, c.y * factor), half2(d.x * factor, d.y * factor));
+  }
+#else
+  if (own == 0) factors[row] = 1.f;
+#endif
+  __syncthreads();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __restrict__ codes,
-     const float* __restrict__ scales, const void* __restrict__ bias, void* out, float eps) {
+     const float* __restrict__ scales, const void* __restrict__ bias, void* out, float eps, int M) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ float sums[2][WARPS][16 * SIDES], measures[WARPS];
+  __shared__ float sums[2][WARPS][ROWS][16 * SIDES], measures[WARPS], factors[ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
   unsigned char* const ring = memory + warp * (DEPTH * SLOT);
-  u32* const given = (u32*)(memory + WARPS * DEPTH * SLOT);
+  uint4* const given = (uint4*)(memory + WARPS * DEPTH * SLOT);
   overlap();
 
   int next_strip = blockIdx.x, next_part = 0, next_slot = 0;
@@ -87,7 +136,7 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
   auto begin = [&]() {
 #pragma unroll
     for (int side = 0; side < SIDES; side++)
-      next[side] = codes + (u64)(next_strip * 16 + side * (N / 2) + lane / 4) * (K * BYTES) + 16 * (lane % 4) + warp * (SPAN * 64);
+      next[side] = codes + (u64)(next_strip * 16 + side * (N / 2) + lane / 4) * (LINE * BYTES) + 16 * (lane % 4) + warp * (SPAN * 64);
   };
   begin();
   auto issue = [&]() {
@@ -98,7 +147,7 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
       for (int i = 0; i < LOADS; i++) {
         const int side = i / (2 * SPAN), half = i / SPAN % 2, step = i % SPAN;
         if (STEPS % SPAN && span * SPAN + step >= STEPS) continue;
-        copy(to + i * 512, next[side] + half * 8 * K * BYTES + step * 64);
+        copy(to + i * 512, next[side] + half * 8 * LINE * BYTES + step * 64);
       }
     }
     commit();
@@ -116,29 +165,35 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
   if (NORMED) load_norm(norm_of, norm);
   follow();
 
+#if ROWS > 1
+  bring(x, M, given, measures, factors);
+#else
   const float back = prepare(x, norm_of, eps, measures, [&](int i, const u32* pairs, const u32* rest) {
     if (i * 8 >= K) return;
-    ((uint4*)given)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    if (SPLIT) ((uint4*)given)[K / 8 + i] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
+    given[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    if (SPLIT) given[K / 8 + i] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
   });
+#endif
 
+  const int row = ROWS > 1 ? threadIdx.x / 16 : 0, of_strip = ROWS > 1 ? threadIdx.x % 16 : threadIdx.x;
+  const bool finishes = threadIdx.x < 16 * ROWS && (ROWS == 1 || row < M);
+  void* const out_row = (char*)out + (u64)row * (N / SIDES) * (OUT_FLOAT ? 4 : 2);
   int slot = 0, turn = 0;
   for (int strip = blockIdx.x; strip < STRIPS; strip += gridDim.x, turn ^= 1) {
-    const int n = strip * 16 + threadIdx.x;
+    const int n = strip * 16 + of_strip;
     u32 added = 0;
     float scale_of[SIDES];
-    if (threadIdx.x < 16) {
-      added = before(out, n);
+    if (finishes) {
+      added = before(out_row, n);
 #pragma unroll
       for (int side = 0; side < SIDES; side++)
         scale_of[side] = FORM == 3 || TILED ? 1.f : __uint_as_float(fetch((const u32*)scales + n + side * (N / 2)));
     }
-    float d[SIDES][4], total[SIDES][2];
+    float d[SIDES][4], total[SIDES][4];
 #pragma unroll
-    for (int side = 0; side < SIDES; side++) {
-      d[side][0] = d[side][1] = d[side][2] = d[side][3] = 0.f;
-      total[side][0] = total[side][1] = 0.f;
-    }
+    for (int side = 0; side < SIDES; side++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) d[side][e] = total[side][e] = 0.f;
     for (int part = 0; part < SHARE; part++) {
       await();
       const uint4* const held = (const uint4*)(ring + slot * SLOT) + lane;
@@ -151,24 +206,35 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
       issue();
       if (++slot == DEPTH) slot = 0;
     }
+#if ROWS > 1
+#pragma unroll
+    for (int e = 0; e < 4 * SIDES; e++) {
+      const int column = 2 * (lane % 4) + e % 2;
+      if (column < ROWS) sums[turn][warp][column][e / 4 * 16 + e / 2 % 2 * 8 + g] = total[e / 4][e % 4] + d[e / 4][e % 4];
+    }
+#else
     if (lane % 4 == 0) {
 #pragma unroll
       for (int side = 0; side < SIDES; side++) {
-        sums[turn][warp][side * 16 + g] = total[side][0] + d[side][0] + (SPLIT ? d[side][1] : 0.f);
-        sums[turn][warp][side * 16 + g + 8] = total[side][1] + d[side][2] + (SPLIT ? d[side][3] : 0.f);
+        sums[turn][warp][0][side * 16 + g] = total[side][0] + d[side][0] + (SPLIT ? d[side][1] : 0.f);
+        sums[turn][warp][0][side * 16 + g + 8] = total[side][2] + d[side][2] + (SPLIT ? d[side][3] : 0.f);
       }
     }
+#endif
     __syncthreads();
-    if (threadIdx.x < 16) {
+    if (finishes) {
+#if ROWS > 1
+      const float back = factors[row];
+#endif
       float y[SIDES];
 #pragma unroll
       for (int side = 0; side < SIDES; side++) {
         y[side] = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) y[side] += sums[turn][w][side * 16 + threadIdx.x];
+        for (int w = 0; w < WARPS; w++) y[side] += sums[turn][w][row][side * 16 + of_strip];
         y[side] *= scale_of[side] * back;
       }
-      finish(out, n, y, bias, added);
+      finish(out_row, n, y, bias, added);
     }
     __syncwarp();  // the matrix units need the whole warp
   }
