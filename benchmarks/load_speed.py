@@ -5,8 +5,9 @@
 
 Writes a Llama of random bfloat16 weights into a temporary folder, and reads the files once, so that they are in the
 page cache. Then, in a process of its own for each round: a copy of all tensors from the files, one after another, which
-is the page cache's bandwidth to the device; and the weights of a worker, as an engine loads them. Memory that files are
-mapped to belongs to the page cache: what loading takes besides is anonymous, and read off every few milliseconds.
+is the page cache's bandwidth to the device; and the weights of a worker, as an engine loads them. `reading` is the
+loader alone, `phase` what a start reports, which begins to compile kernels before. Memory that files are mapped to
+belongs to the page cache: what loading takes besides is anonymous, and read off every few milliseconds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from machine import describe
@@ -118,17 +120,31 @@ class PeakAnonymous:
 
 
 def loaded(folder: Path, device: str) -> dict[str, float]:
-    """Return the seconds of the weights' phase of a start, and by how much the peak memory exceeds that before."""
+    """Return the seconds of reading, and of the weights' phase of a start, and by how much the peak memory exceeds that
+    before."""
     from octavo import LLM
+    from octavo.worker import worker
 
+    load, reading = worker.load_weights, [0.0]
+
+    def timed(*args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        report = load(*args, **options)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        reading[0] += time.perf_counter() - began
+        return report
+
+    worker.load_weights = timed
     torch.zeros(1, device=device)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26, "device": device}
     with PeakAnonymous() as anonymous, LLM(str(folder), **settings, enforce_eager=True, self_check=False) as llm:
-        seconds, weights, cache = llm.info.phases["weights"], llm.info.memory["weights"], llm.info.memory["kv_cache"]
+        phase, weights, cache = llm.info.phases["weights"], llm.info.memory["weights"], llm.info.memory["kv_cache"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
-        "seconds": seconds,
+        "reading": reading[0],
+        "phase": phase,
         "peak_bytes": (peak - before) * 1024,
         "weights": weights,
         "anonymous_bytes": anonymous.nbytes,
@@ -154,12 +170,13 @@ def main() -> int:
             path.read_bytes()
         command = [sys.executable, __file__, "--round", name, "--device", args.device]
         rounds = [json.loads(subprocess.check_output(command).splitlines()[-1]) for _ in range(args.rounds)]
-    copy, load = (statistics.median(one[key] for one in rounds) for key in ("copy", "seconds"))
+    copy, load, phase = (statistics.median(one[key] for one in rounds) for key in ("copy", "reading", "phase"))
     result = {
         "gb": round(size / 1e9, 2),
         "shards": args.shards,
         "copy_gb_s": round(size / copy / 1e9, 2),
         "load_gb_s": round(size / load / 1e9, 2),
+        "phase_gb_s": round(size / phase / 1e9, 2),
         "rounds": rounds,
     }
     print(json.dumps({**describe(), "command": sys.argv[1:], **result}, indent=1))
