@@ -30,13 +30,22 @@ FORMATS = {
     "w4a16": "GPTQ-4 (W4A16), groups of 128",
     "awq": "AWQ-4, groups of 128 with zero points",
     "q4_k": "Q4_K, groups of 32 with minima",
+    "nf4": "NF4, groups of 64",
+    "mxfp8": "MXFP8, groups of 32",
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPT = 16
 FOUR_BITS = "w4a16"
 WITH_MINIMA = {"awq": 128, "q4_k": 32}
 """Formats that --quantization does not have -> inputs that share a scale and a minimum."""
-COLORS = ("#333333", "#d62728", "#1f77b4", "#17becf", "#2ca02c", "#ff7f0e", "#9467bd")
+CODES = {"nf4": 64, "mxfp8": 32}
+"""Likewise -> inputs that share a scale."""
+NF4 = """
+-1.0 -0.6961928 -0.5250731 -0.3949175 -0.2844414 -0.1847734 -0.09105 0.0
+0.0795803 0.1609302 0.2461123 0.3379152 0.4407098 0.562617 0.7229568 1.0
+"""
+"""Its numbers: https://arxiv.org/abs/2305.14314, appendix E."""
+COLORS = ("#333333", "#d62728", "#1f77b4", "#17becf", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2")
 
 
 def main() -> None:
@@ -74,13 +83,15 @@ def measure(form: str, model: Path, batches: list[int], tokens: int) -> dict[str
 
     if form in WITH_MINIMA:
         round_with_minima(WITH_MINIMA[form])
+    if form in CODES:
+        round_to_codes(form)
     config = EngineConfig.of(
         load_format="dummy",
         device="cuda",
         max_num_seqs=max(batches),
         max_num_batched_tokens=max(batches) * PROMPT,
         max_model_len=1024,
-        quantization={"bf16": None, **dict.fromkeys(WITH_MINIMA, FOUR_BITS)}.get(form, form),
+        quantization={"bf16": None, **dict.fromkeys((*WITH_MINIMA, *CODES), FOUR_BITS)}.get(form, form),
     )
     loop, _ = build_core(config, files_of(model))
     return {str(batch): round(max(speed(loop, batch, tokens) for _ in range(2)), 1) for batch in batches}
@@ -103,6 +114,44 @@ def round_with_minima(group: int) -> None:
         return QuantizedBlocks(values.flatten(1), scales, least, 8, 4)
 
     ONLINE[FOUR_BITS] = Online(lambda weights: [blocks_of(weight) for weight in weights], 32, 4, group)
+
+
+def round_to_codes(form: str) -> None:
+    """Let --quantization round to NF4 or MXFP8 in this process."""
+    import torch
+    from torch import Tensor
+
+    from octavo.nn.ops.fragments import Fragments
+    from octavo.nn.ops.words import Words
+    from octavo.nn.quant.coded_fragments import pack_numbers
+    from octavo.nn.quant.online import ONLINE, Online
+    from octavo.nn.weights import Codebook, QuantizedBlocks
+
+    group, table = CODES[form], torch.tensor([float(number) for number in NF4.split()])
+    floats = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    book = Codebook("table", table) if form == "nf4" else Codebook("e4m3", floats)
+
+    def blocks_of(weight: Tensor) -> QuantizedBlocks:
+        grouped = weight.float().unflatten(1, (-1, group))
+        largest = grouped.abs().amax(2).clamp_min(2.0**-14)
+        if form == "nf4":
+            scales, limits = largest, (table[1:] + table[:-1]).to(weight.device) / 2
+            codes = torch.bucketize(grouped / scales[..., None], limits, out_int32=True).to(torch.uint8)
+        else:
+            scales = torch.exp2(torch.log2(largest / 448).ceil())
+            codes = (grouped / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+        return QuantizedBlocks(codes.flatten(1), scales, None, 0, book.bits, book=book)
+
+    class Coded(Online):
+        __slots__ = ()
+
+        def pack(self, weights: Any) -> Words | Fragments:
+            made = pack_numbers(self.round(weights), weights[0].device, weights[0].dtype)
+            if made is None:
+                raise RuntimeError(f"no kernel multiplies with {form}")
+            return made
+
+    ONLINE[FOUR_BITS] = Coded(lambda weights: [blocks_of(weight) for weight in weights], 64, book.bits, group)
 
 
 def speed(loop: Any, batch: int, tokens: int) -> float:

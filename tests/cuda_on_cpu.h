@@ -132,6 +132,25 @@ inline u32 pair8(u32 w) {  // of integers
   return half2((int)a - 128, (int)b - 128);
 }
 
+inline u32 permuted(u32 low, u32 high, u32 selection) {
+  const u64 bytes = (u64)high << 32 | low;
+  u32 found = 0;
+  for (int i = 0; i < 4; i++) found |= (u32)(bytes >> 8 * (selection >> 4 * i & 7) & 0xFF) << 8 * i;
+  return found;
+}
+inline u32 places_in_half(u32 w) { return w & 0x77777777; }
+inline u32 halves_of_table(u32 w) { return (w >> 1 & 0x44444444) | 0x32103210; }
+inline u32 float8_pair(u32 w) {  // of E4M3, as float16
+  float values[2];
+  for (int i = 0; i < 2; i++) {
+    const int code = w >> 8 * i & 0xFF, exponent = code >> 3 & 15;
+    const float size = exponent ? std::ldexp(8 + code % 8, exponent - 10) : std::ldexp(code % 8, -9);
+    values[i] = code & 128 ? -size : size;
+  }
+  return half2(values[0], values[1]);
+}
+inline void float8_halves(u32 w, u32* to) { to[0] = float8_pair(w), to[1] = float8_pair(w >> 16); }
+
 inline u32 in_shared(const void* at) { return (const unsigned char*)at - emulated_shared; }
 inline void copy(u32 to, const void* from, int bytes = 16) {
   const emulated::Copy one = {emulated_shared + to, bytes ? from : nullptr};

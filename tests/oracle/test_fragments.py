@@ -1,4 +1,4 @@
-"""Integers in the order of a Hopper GPU's matrix units: their layout, and the CUDA kernels against float64."""
+"""Small numbers in the order of a Hopper GPU's matrix units: their layout, and the CUDA kernels against float64."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantized_kit import blocks_of, value_of
+from quantized_kit import blocks_of, codes_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops import fragments, packed
-from octavo.nn.ops.fragments import Fragments
+from octavo.nn.ops import fragments, nvrtc, packed, words
+from octavo.nn.ops.fragments import Form, Fragments, Kind
 from octavo.nn.ops.ring import HALF_SHARED, SHARED, RingPlan, RowForm
+from octavo.nn.quant.coded_fragments import pack_coded, pack_numbers
 from octavo.nn.quant.fragments import pack_fragments, pack_integers, unpack_fragments
 from octavo.nn.quant.online import ONLINE
 from octavo.nn.quant.packed_gpu import PackedOnGpu
+from octavo.nn.weights import Codebook, QuantizedBlocks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 TOLERANCE = 1e-2
-# Bits, group (0: all inputs), minima; outputs, inputs. An odd number of strips; steps that don't fill the last part.
-FORMS = {
+Sizes = tuple[int | str, int, bool, int, int]
+# Bits of integers or kind of codes, group (0: all inputs), minima; outputs, inputs. An odd number of strips; steps that
+# don't fill the last part.
+FORMS: dict[str, Sizes] = {
     "4 bits, groups of 128": (4, 128, False, 448, 1024),
     "4 bits, groups of 128 with whole halves": (4, 128, False, 640, 512),
     "4 bits, groups of 64 with minima": (4, 64, True, 192, 832),
@@ -38,9 +42,17 @@ FORMS = {
     "8 bits, groups of 32": (8, 32, False, 64, 64),
     "8 bits, whole columns": (8, 0, False, 320, 704),
     "8 bits, groups of 16": (8, 16, True, 128, 192),
+    "E4M3, groups of 128": ("e4m3", 128, False, 448, 1024),
+    "E4M3, groups of 32": ("e4m3", 32, False, 128, 832),
+    "E4M3, groups of 16": ("e4m3", 16, False, 192, 192),
+    "E4M3, whole columns": ("e4m3", 0, False, 320, 704),
+    "a table, groups of 64": ("table", 64, False, 448, 1024),
+    "a table, groups of 32": ("table", 32, False, 128, 832),
+    "a table, groups of 16": ("table", 16, False, 192, 192),
+    "a table, whole columns": ("table", 0, False, 640, 512),
 }
 # Of one row: blocks that take several strips, some more than others; warps without inputs; the most inputs.
-ONE_ROW = {
+ONE_ROW: dict[str, Sizes] = {
     "4 bits, groups of 64": (4, 64, False, 8896, 1088),
     "4 bits, groups of 192": (4, 192, False, 4544, 960),
     "4 bits, long rows": (4, 128, False, 4544, 14336),
@@ -49,6 +61,10 @@ ONE_ROW = {
     "8 bits, groups of 64 with minima": (8, 64, True, 8896, 832),
     "8 bits, groups of 16 with minima": (8, 16, True, 192, 20480),
     "8 bits, whole columns": (8, 0, False, 4544, 4160),
+    "E4M3, groups of 32": ("e4m3", 32, False, 4544, 1088),
+    "E4M3, whole columns, long rows": ("e4m3", 0, False, 2240, 14336),
+    "a table, groups of 64": ("table", 64, False, 8896, 832),
+    "a table, groups of 128, long rows": ("table", 128, False, 2240, 14336),
 }
 PLANS: tuple[RingPlan | None, ...] = (
     None,
@@ -58,14 +74,25 @@ PLANS: tuple[RingPlan | None, ...] = (
 )
 LARGEST_BLOCK = 227 << 10
 STATIC = 6 << 10
-ROWS = (1, 2, 7, 16, 33, 64, 100, 150, 200, 257, 600)
+ROWS = (1, 2, 7, 16, 33, 64, 100, 150, 200, 257, 512, 600)
+
+
+def random_blocks(of: int | str, group: int, minima: bool, outputs: int, inputs: int) -> QuantizedBlocks:
+    if isinstance(of, int):
+        return blocks_of(of, group, minima, outputs, inputs)
+    return codes_of(of, group, outputs, inputs)
+
+
+def random_matrix(sizes: Sizes, dtype: torch.dtype) -> tuple[Fragments, Tensor]:
+    blocks = random_blocks(*sizes)
+    pack = pack_integers if blocks.book is None else pack_numbers
+    matrix = pack([blocks], GPU, dtype)
+    assert isinstance(matrix, Fragments)
+    return matrix, value_of(blocks)
 
 
 def packed_on_gpu(form: str) -> tuple[Fragments, Tensor]:
-    blocks = blocks_of(*FORMS[form])
-    matrix = pack_integers([blocks], GPU, torch.bfloat16)
-    assert isinstance(matrix, Fragments)
-    return matrix, value_of(blocks)
+    return random_matrix(FORMS[form], torch.bfloat16)
 
 
 def off(got: Tensor, expected: Tensor) -> float:
@@ -73,12 +100,48 @@ def off(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_integers_are_stored_and_restored(form: str) -> None:
-    bits, group, minima, outputs, inputs = FORMS[form]
+def test_numbers_are_stored_and_restored(form: str) -> None:
+    _, group, _, outputs, inputs = FORMS[form]
     assert fragments.fits(outputs, inputs, group or inputs)
-    blocks = blocks_of(bits, group, minima, outputs, inputs)
-    matrix = pack_fragments([blocks], CPU, group or inputs)
-    torch.testing.assert_close(unpack_fragments(matrix).double(), value_of(blocks), rtol=1e-6, atol=1e-9)
+    blocks = random_blocks(*FORMS[form])
+    coded = blocks.book is not None
+    matrix = pack_coded([blocks], CPU) if coded else pack_fragments([blocks], CPU, group or inputs)
+    assert matrix is not None
+    assert matrix.group == (group or inputs)
+    # Scales of codes, and numbers of tables, are rounded to float16.
+    precision = 1e-3 if coded else 1e-6
+    torch.testing.assert_close(unpack_fragments(matrix).double(), value_of(blocks), rtol=precision, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale"), [("e4m3", 2.0**-22), ("e4m3", 1e-6), ("e4m3", 1.1), ("table", 2.0**-14), ("table", 3e4)]
+)
+def test_scales_that_float16_has(kind: Kind, scale: float) -> None:
+    """Of E4M3 divided by 2 ** -7; beside an output of zeros with any scale, and groups that count little."""
+    blocks = with_scales(kind, scale)
+    matrix = pack_coded([blocks], CPU)
+    assert matrix is not None
+    exact = value_of(blocks)
+    off_by = (unpack_fragments(matrix).double() - exact).abs().amax(1)
+    assert (off_by <= 2.0**-9 * exact.abs().amax(1)).all()
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("e4m3", 1e-9), ("e4m3", 1.5), ("table", 1e-5), ("table", 1e5)])
+def test_scales_that_float16_lacks_keep_the_other_kernels(kind: Kind, scale: float) -> None:
+    assert pack_coded([with_scales(kind, scale)], CPU) is None
+
+
+def with_scales(kind: Kind, scale: float) -> QuantizedBlocks:
+    blocks = codes_of(kind, 32, 64, 64)
+    assert blocks.book is not None
+    numbers = blocks.book.numbers.clone()
+    if kind == "table":
+        numbers /= numbers.abs().max()
+        numbers[0] = 0
+    blocks.values[3] = 0
+    scales = torch.full_like(blocks.scales, scale)
+    scales[3], scales[5, 1] = 1e-30, scale / 1e6
+    return replace(blocks, scales=scales, book=Codebook(kind, numbers))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -204,7 +267,7 @@ def test_one_row_with_the_operations_around_it(form: str, dtype: torch.dtype) ->
 def test_blocks_fit_into_shared_memory(bits: int, group: int, minima: bool) -> None:
     for inputs, gated in itertools.product((64, 4096, 14336, 20480), (False, True)):
         form = RowForm(gated, normed=True, biased=False, added=False, x_float=False, out_float=False)
-        packed_as = bits, group or (inputs if minima else 0), minima
+        packed_as = Form(bits, group or (inputs if minima else 0), minima)
         plan = fragments.ring_plan(packed_as, gated=gated)
         _, macros, threads, shared = fragments.row_source(packed_as, torch.bfloat16, 64, inputs, form, plan)
         assert threads <= 1024
@@ -217,11 +280,10 @@ def test_blocks_fit_into_shared_memory(bits: int, group: int, minima: bool) -> N
 @pytest.mark.parametrize("form", ONE_ROW)
 def test_one_row_by_blocks_that_copy_ahead(form: str, dtype: torch.dtype) -> None:
     """With all operations beside each other, and several divisions into warps."""
-    blocks = blocks_of(*ONE_ROW[form])
-    matrix, exact = pack_integers([blocks], GPU, dtype), value_of(blocks)
-    assert isinstance(matrix, Fragments)
+    matrix, exact = random_matrix(ONE_ROW[form], dtype)
     scale, bias = torch.rand(matrix.inputs).to(dtype), torch.randn(matrix.outputs).to(dtype)
     norm = (scale.to(GPU), 1e-5)
+    compile_rows(matrix, dtype)
     for wide_x, wide_out in itertools.product((False, True), repeat=2):
         x = torch.randn(1, matrix.inputs).to(torch.float32 if wide_x else dtype)
         made = torch.float32 if wide_out else dtype
@@ -240,6 +302,17 @@ def test_one_row_by_blocks_that_copy_ahead(form: str, dtype: torch.dtype) -> Non
             assert off(got, F.silu(gate) * up) < limit
             gate, up = (wide @ exact.T).chunk(2, 1)
             assert off(product(gated=True, dtype=made), F.silu(gate) * up) < limit
+
+
+def compile_rows(matrix: Fragments, dtype: torch.dtype) -> None:
+    """Compile what the test above launches, on all cores."""
+    form = fragments.form_of(matrix)
+    operations = ((0, 0, 0, 0), (0, 1, 1, 0), (0, 0, 1, 1), (1, 1, 1, 0), (1, 0, 0, 0))
+    for wide_x, wide_out in itertools.product((False, True), repeat=2):
+        for plan, names in itertools.product(PLANS if wide_x == wide_out else PLANS[:1], operations):
+            fused = RowForm(*map(bool, names), wide_x, wide_out)
+            plan = plan or fragments.ring_plan(form, gated=fused.gated)
+            nvrtc.compile_ahead(*fragments.row_source(form, dtype, matrix.outputs, matrix.inputs, fused, plan)[:2])
 
 
 @on_hopper
@@ -283,6 +356,54 @@ def test_layers_use_these_kernels(method: str) -> None:
         parts = layer.leave(total, x.to(GPU))
         assert parts is not None
         assert off(total.float() + parts.float().sum(0), expected + stream.double()) < limit
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [32, 0])
+def test_the_smallest_floats(group: int, dtype: torch.dtype) -> None:
+    """E4M3 without an exponent, which sums of random ones would hide; in bfloat16 their bits are subnormal, too."""
+    blocks = codes_of("e4m3", group, 128, 256)
+    blocks.values.copy_(torch.randint(0, 8, (128, 256)) | torch.randint(0, 2, (128, 256)) << 7)
+    matrix, exact = pack_numbers([blocks], GPU, dtype), value_of(blocks)
+    assert isinstance(matrix, Fragments)
+    for rows in (1, 40):
+        x = torch.randn(rows, 256).to(dtype)
+        assert off(packed.product(x.to(GPU), matrix, None, torch.float32), x.double() @ exact.T) < TOLERANCE
+
+
+@on_hopper
+@pytest.mark.parametrize(("kind", "form"), [("e4m3", "E4M3"), ("table", "4-bit codes")])
+def test_layers_of_codes_use_these_kernels(kind: str, form: str) -> None:
+    parts = [codes_of(kind, 64, size, 256) for size in (128, 64, 64)]
+    parts = [replace(part, book=parts[0].book) for part in parts]
+    exact, biases = torch.cat([value_of(part) for part in parts]), [torch.randn(size) for size in (128, 64, 64)]
+    layer, biased = (PackedOnGpu(torch.bfloat16, GPU) for _ in range(2))
+    layer.prepare([{"weight": part} for part in parts])
+    biased.prepare(
+        [{"weight": part, "bias": bias.to(GPU, torch.bfloat16)} for part, bias in zip(parts, biases, strict=True)]
+    )
+    assert isinstance(layer.matrix, Fragments)
+    assert (layer.packed_as, layer.fused_rows) == (form, 1)
+    assert layer.nbytes < 1.1 * sum(part.values.numel() for part in parts) * (1 if kind == "e4m3" else 0.6)
+    for rows in (1, 5, 300):
+        x, stream = torch.randn(rows, 256).bfloat16(), torch.randn(rows, 256).bfloat16()
+        expected = x.double() @ exact.T
+        assert off(layer.apply(x.to(GPU)), expected) < TOLERANCE
+        assert off(biased.apply(x.to(GPU)), expected + torch.cat(biases).bfloat16().double()) < TOLERANCE
+        assert off(layer.gated(x.to(GPU)), gated(expected)) < TOLERANCE
+        total = stream.to(GPU, copy=True)
+        parts_of_sum = layer.leave(total, x.to(GPU))
+        assert parts_of_sum is not None
+        assert off(total.float() + parts_of_sum.float().sum(0), expected + stream.double()) < TOLERANCE
+
+
+@on_hopper
+def test_other_codes_have_other_kernels() -> None:
+    for blocks in (codes_of("e5m2", 64, 128, 128), codes_of("table", 32, 96, 128), codes_of("e4m3", 32, 128, 96)):
+        assert isinstance(pack_numbers([blocks], GPU, torch.bfloat16), words.Words)
+    wide = pack_numbers([codes_of("table", 64, 128, 128)], GPU, torch.float32)
+    assert isinstance(wide, words.Words)
 
 
 @on_hopper

@@ -1,6 +1,6 @@
-"""Products with a matrix of 4- or 8-bit integers on a Hopper GPU, by the CUDA kernels of `cuda/`.
+"""Products with a matrix of 4- or 8-bit numbers on a Hopper GPU, by the CUDA kernels of `cuda/`.
 
-The integers are stored in the order in which threads pass values to the matrix units: each thread loads its own with
+Their codes are stored in the order in which threads pass values to the matrix units: each thread loads its own with
 16 bytes a load and widens them in registers. In Triton, whose kernels (`triton_words.py`) run on all GPUs, products
 wait for the widening; here it runs while the previous values are multiplied.
 """
@@ -8,9 +8,9 @@ wait for the widening; here it runs while the previous values are multiplied.
 from __future__ import annotations
 
 import functools
-from ctypes import c_float, c_int
+from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -40,7 +40,7 @@ _ALIGNMENT = 1024
 _FEW_ROWS = 64
 _SMALL_GROUP = 16
 _STEP_BYTES_OF_BIT = 128
-"""Bytes of a step of 16 outputs, for each bit of an integer."""
+"""Bytes of a step of 16 outputs, for each bit of a code."""
 _SCALE_BYTES = 32
 """Bytes of a group's scales of 16 outputs."""
 _START_BYTES = 16
@@ -55,21 +55,28 @@ _LARGE = 3
 """Tiles for more rows than one has."""
 _HALF_TILE = 128
 """Half the rows of the largest tile."""
+Kind = Literal["integers", "e4m3", "table"]
+SCALE_UNITS: dict[Kind, float] = {"integers": 1.0, "e4m3": 2.0**-7, "table": 1.0}
+"""A scale divided by what is stored of it: E4M3's are often too small for float16. `cuda/codes.cuh` has them, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragments:
-    """A matrix [N, K] of integers: value = scale * (integer - 2 ** (bits - 1)) + minimum.
+    """A matrix [N, K] of small numbers: value = scale * number + minimum.
 
     Attributes:
         codes: [N / 64, K / 64, bits / 4, 128, 4] int32: 16 bytes for each thread; see `quant/fragments.py`. Integers of
             8 bits are stored less 128.
         scales: [N / 64, G / S, 4, 8, S, V, 2] float16: for S groups of `group` inputs, those of a step or one, the
             scales and with V = 2 the minima of outputs 16 a + b and 16 a + b + 8. A thread loads a step's at once.
+            Scales are divided by the kind's `SCALE_UNITS`.
         order: [K] int32: input of the layer that the matrix's column multiplies; None if they are in order.
         outputs, inputs: N and K.
         bits: 4 or 8.
         group: 16, 32, a multiple of 64, or all inputs.
+        kind: what a code stands for: an integer, plus 2 ** (bits - 1); an 8-bit float; or a place in a table of 16
+            numbers.
+        book: of a table, else None; see `tables.py`.
     """
 
     codes: Tensor
@@ -79,6 +86,8 @@ class Fragments:
     inputs: int
     bits: int
     group: int
+    kind: Kind = "integers"
+    book: Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -89,12 +98,25 @@ class Fragments:
         return self.scales.shape[5] == 2
 
 
+class Form(NamedTuple):
+    """What the kernels know of a matrix when they are compiled.
+
+    Attributes:
+        group: inputs that share a scale, which is multiplied with numbers; 0 if it is multiplied with an output's sum.
+    """
+
+    bits: int
+    group: int
+    minima: bool
+    kind: Kind = "integers"
+
+
 class RowsPlan(NamedTuple):
     """How blocks divide a product of several rows.
 
     Attributes:
         rows: of a block's tile.
-        depth: steps whose integers a thread holds.
+        depth: steps whose codes a thread holds.
         stages: steps whose rows are in shared memory.
         blocks: of a multiprocessor.
         parts: blocks that share an output's inputs.
@@ -145,7 +167,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
     last = last_columns(plan, columns, rows, multiprocessors(x.device))
 
     def launch(plan: RowsPlan, begin: int, end: int) -> None:
-        _rows_kernel(plan._replace(parts=1), *form_of(matrix), x.dtype, gated=gated).launch(
+        _rows_kernel(plan._replace(parts=1), form_of(matrix), x.dtype, gated=gated).launch(
             (end - begin, plan.parts, triton.cdiv(rows, plan.rows)),
             [
                 nvrtc.tiles_of(x, plan.rows, OUTPUTS),
@@ -153,6 +175,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
                 address(matrix.scales),
                 address(out),
                 *map(c_int, (rows, outputs, matrix.inputs, matrix.groups, dtype == torch.float32, begin)),
+                _book(matrix),
             ],
         )
 
@@ -207,6 +230,7 @@ def row_product(
             address(x if bias is None else bias),
             address(out),
             c_float(eps),
+            _book(matrix),
         ],
     )
     return out
@@ -258,7 +282,7 @@ def compile_ahead(matrix: Fragments, dtype: torch.dtype, only: int | None = None
             continue
         plan = RowsPlan(tile, depth, stages, blocks, 1)
         for gated in (False, True) if only is None and gates(matrix) else (False,):
-            nvrtc.compile_ahead(*_rows_source(plan, *form_of(matrix), dtype, gated=gated))
+            nvrtc.compile_ahead(*_rows_source(plan, form_of(matrix), dtype, gated=gated))
 
 
 def tile_rows(rows: int) -> int:
@@ -269,29 +293,36 @@ def tile_rows(rows: int) -> int:
     )
 
 
-def form_of(matrix: Fragments) -> tuple[int, int, bool]:
-    """Return the macros BITS, GROUP and MINIMA: a scale per output is multiplied with sums, unless there are minima."""
+def form_of(matrix: Fragments) -> Form:
+    """Return a matrix's form. A scale per output is multiplied with sums, unless there are minima; or a table, which
+    may lack the 0 that steps beyond the last one multiply."""
     minima = matrix.has_minima
-    return matrix.bits, 0 if matrix.group == matrix.inputs and not minima else matrix.group, minima
+    last = matrix.group == matrix.inputs and not minima and matrix.kind != "table"
+    return Form(matrix.bits, 0 if last else matrix.group, minima, matrix.kind)
 
 
-def _macros(bits: int, group: int, minima: bool, dtype: torch.dtype) -> dict[str, int]:
-    return {"BITS": bits, "GROUP": group, "MINIMA": int(minima), "HALF": int(dtype == torch.float16)}
+def _book(matrix: Fragments) -> c_void_p:
+    """Return the address of a table's book; kernels of other numbers read nothing there."""
+    return address(matrix.scales if matrix.book is None else matrix.book)
+
+
+def macros_of(form: Form, dtype: torch.dtype) -> dict[str, int]:
+    kinds = {"E4M3": int(form.kind == "e4m3"), "TABLE": int(form.kind == "table")}
+    half = int(dtype == torch.float16)
+    return {"BITS": form.bits, "GROUP": form.group, "MINIMA": int(form.minima), "HALF": half, **kinds}
 
 
 @functools.cache
-def _rows_kernel(plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype, *, gated: bool) -> Kernel:
+def _rows_kernel(plan: RowsPlan, form: Form, dtype: torch.dtype, *, gated: bool) -> Kernel:
     shared = plan.stages * plan.rows * 2 * OUTPUTS + _ALIGNMENT
-    return Kernel("rows", *_rows_source(plan, bits, group, minima, dtype, gated=gated), _THREADS, shared)
+    return Kernel("rows", *_rows_source(plan, form, dtype, gated=gated), _THREADS, shared)
 
 
-def _rows_source(
-    plan: RowsPlan, bits: int, group: int, minima: bool, dtype: torch.dtype, *, gated: bool
-) -> tuple[str, dict[str, int]]:
-    depth = 2 if group == _SMALL_GROUP else plan.depth  # there are enough registers for their scales then
+def _rows_source(plan: RowsPlan, form: Form, dtype: torch.dtype, *, gated: bool) -> tuple[str, dict[str, int]]:
+    depth = 2 if form.group == _SMALL_GROUP else plan.depth  # there are enough registers for their scales then
     sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks, "GATED": int(gated)}
-    source = nvrtc.source_of("integers.cuh", "barriers.cuh") + _multiply(plan.rows, dtype) + nvrtc.source_of("rows.cu")
-    return source, {**_macros(bits, group, minima, dtype), **sizes}
+    before = nvrtc.source_of("integers.cuh", "codes.cuh", "barriers.cuh")
+    return before + _multiply(plan.rows, dtype) + nvrtc.source_of("rows.cu"), {**macros_of(form, dtype), **sizes}
 
 
 def compile_row_ahead(matrix: Fragments, dtype: torch.dtype, fused: RowForm) -> None:
@@ -302,43 +333,35 @@ def compile_row_ahead(matrix: Fragments, dtype: torch.dtype, fused: RowForm) -> 
     nvrtc.compile_ahead(source, macros)
 
 
-def ring_plan(form: tuple[int, int, bool], *, gated: bool) -> RingPlan:
+def ring_plan(form: Form, *, gated: bool) -> RingPlan:
     """Return how a block copies a matrix for the product of one row, as measured on an H200: warps share usual numbers
-    of inputs evenly.
-
-    Args:
-        form: BITS, GROUP and MINIMA.
-    """
-    bits, group, _ = form
-    longer = gated and bits == 4 and (group == 0 or group >= 2 * OUTPUTS)
+    of inputs evenly."""
+    longer = gated and form.bits == 4 and (form.group == 0 or form.group >= 2 * OUTPUTS)
     return RingPlan(16, 4 if longer else 2, SHARED)
 
 
 @functools.cache
-def _row_kernel(
-    form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan
-) -> Kernel:
+def _row_kernel(form: Form, dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan) -> Kernel:
     return Kernel("row", *row_source(form, dtype, outputs, inputs, fused, plan))
 
 
 def row_source(
-    form: tuple[int, int, bool], dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan
+    form: Form, dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan
 ) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory.
 
     Args:
-        form: BITS, GROUP and MINIMA.
         dtype: the narrow one.
     """
-    bits, group, minima = form
+    bits, group, minima, _ = form
     units = {_SMALL_GROUP: 4, 32: 2}.get(group, 1)  # of a step, whose sums have scales of their own
     held = 0 if not group else plan.span * units if group % (plan.span * OUTPUTS) else 1  # groups of a span
     slot = fused.sides * (plan.span * bits * _STEP_BYTES_OF_BIT + (2 if minima else 1) * held * _SCALE_BYTES)
     own = 2 * inputs + inputs // OUTPUTS * units * _START_BYTES
     depth = max(LEAST_DEPTH, (plan.shared - own) // (plan.warps * slot))
-    macros = {**_macros(bits, group, minima, dtype), "FORM": 4, "N": outputs, "K": inputs, "WARPS": plan.warps}
+    macros = {**macros_of(form, dtype), "FORM": 4, "N": outputs, "K": inputs, "WARPS": plan.warps}
     macros |= {"SPAN": plan.span, "DEPTH": depth, "BLOCKS": 2 if plan.shared <= HALF_SHARED else 1, **fused.macros()}
-    source = nvrtc.source_of("integers.cuh", "row.cuh", "row.cu")
+    source = nvrtc.source_of("integers.cuh", "codes.cuh", "row.cuh", "row.cu")
     return source, macros, 32 * plan.warps, plan.warps * depth * slot + own
 
 

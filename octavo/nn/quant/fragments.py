@@ -1,9 +1,10 @@
 """Convert matrices of integers to the order in which the CUDA kernels of a Hopper GPU read them; see
-`nn/ops/fragments.py`.
+`nn/ops/fragments.py`. Other numbers are converted by `coded_fragments.py`.
 
 The matrix units take a left operand of 16 x 16 values from the 32 threads of a warp: thread 4 a + b has values 2 b,
-2 b + 1, 2 b + 8 and 2 b + 9 of rows a and a + 8. 16 bytes of a thread are its 4-bit integers of four such operands, for
-64 inputs, or its 8-bit integers of two.
+2 b + 1, 2 b + 8 and 2 b + 9 of rows a and a + 8. 16 bytes of a thread are its 4-bit codes of four such operands, for 64
+inputs, or its 8-bit codes of two. They are in the order in which shifts and masks find two adjacent values; but places
+in a table in the order of values, since four of them are looked up at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from octavo.device.transfer import move
 from octavo.nn.ops import fragments, nvrtc
-from octavo.nn.ops.fragments import Fragments
+from octavo.nn.ops.fragments import SCALE_UNITS, Fragments, Kind
 from octavo.nn.ops.ring import RowForm
+from octavo.nn.ops.tables import book_of, numbers_in
 from octavo.nn.ops.words import Words
 from octavo.nn.quant.blocks import dequantized
 from octavo.nn.quant.words import joined_scales, largest_group, pack_words
@@ -27,7 +29,7 @@ _BLOCK = 32
 _STEP = 64
 _MULTIPLES = 6
 _MIDDLE = 128
-_LIMIT = 0.02
+LIMIT = 0.02
 """Largest relative error of the trial."""
 _TRIED_ROWS = (1, 3, 150)
 
@@ -43,7 +45,7 @@ def pack_integers(
     """
     if dtype.itemsize == 2 and usable(device):
         outputs, inputs = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
-        size = group or min(largest_group(part, _sizes(inputs)) for part in parts)
+        size = group or min(largest_group(part, sizes(inputs)) for part in parts)
         if fragments.fits(outputs, inputs, size):
             return pack_fragments(parts, device, size)
     return pack_words(parts, device, group)
@@ -54,23 +56,28 @@ def usable(device: torch.device) -> bool:
     """Return whether the CUDA kernels run on a device and compute a trial right; log why they don't."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return nvrtc.trusted("4- and 8-bit weights are multiplied", functools.partial(_deviation, device), _LIMIT)
+    return nvrtc.trusted("4- and 8-bit weights are multiplied", functools.partial(_deviation, device), LIMIT)
 
 
 def _deviation(device: torch.device) -> float:
-    """Return the largest relative error of products of some numbers of rows with random matrices, compared with float32
-    on the CPU."""
-    dtype, random = torch.bfloat16, torch.Generator().manual_seed(0)
+    """Return the largest relative error of products with random integers."""
+    random = torch.Generator().manual_seed(0)
     trials = [_trial(bits, random) for bits in (4, 8)]
-    matrices = [pack_fragments([blocks], device, group) for blocks, group in trials]
+    return deviation([(blocks, pack_fragments([blocks], device, group)) for blocks, group in trials], random)
+
+
+def deviation(trials: Sequence[tuple[QuantizedBlocks, Fragments]], random: torch.Generator) -> float:
+    """Return the largest relative error of products of some numbers of random rows with matrices on a device, compared
+    with float32 on the CPU."""
+    dtype, matrices = torch.bfloat16, [matrix for _, matrix in trials]
     form = RowForm(gated=False, normed=False, biased=False, added=False, x_float=False, out_float=True)
     for matrix in matrices:
         fragments.compile_row_ahead(matrix, dtype, form)
         for rows in _TRIED_ROWS[1:]:
             fragments.compile_ahead(matrix, dtype, only=fragments.tile_rows(rows))
     deviations = []
-    for (blocks, _), matrix in zip(trials, matrices, strict=True):
-        values = dequantized(blocks, torch.float32)
+    for blocks, matrix in trials:
+        values, device = dequantized(blocks, torch.float32), matrix.codes.device
         for rows in _TRIED_ROWS:
             x = torch.randn(rows, matrix.inputs, generator=random).to(dtype)
             if rows == 1:
@@ -93,37 +100,58 @@ def _trial(bits: int, random: torch.Generator) -> tuple[QuantizedBlocks, int]:
 
 
 def pack_fragments(parts: Sequence[QuantizedBlocks], device: torch.device, group: int) -> Fragments:
-    """Return the parts as one matrix on a device, whose sizes and groups `fragments.fits` accepts."""
-    bits, inputs = parts[0].bits, parts[0].values.shape[1]
-    codes = _codes(torch.cat([move(part.values, device) for part in parts]), bits)
+    """Return integers as one matrix on a device, whose sizes and groups `fragments.fits` accepts."""
     scales, minima = joined_scales(parts, group, device)
-    order = None if parts[0].order is None else parts[0].order.to(device)
-    outputs = sum(part.values.shape[0] for part in parts)
+    return arranged(parts, "integers", scales, minima)
+
+
+def arranged(parts: Sequence[QuantizedBlocks], kind: Kind, scales: Tensor, minima: Tensor | None = None) -> Fragments:
+    """Return the parts as one matrix.
+
+    Args:
+        scales, minima: [N, G] float16 of all outputs, on the matrix's device; scales as `Fragments` stores them.
+    """
+    first, device, inputs = parts[0], scales.device, parts[0].values.shape[1]
+    group = inputs // scales.shape[1]
+    codes = _codes(torch.cat([move(part.values, device) for part in parts]), first.bits, kind)
     together = _by_thread([scales] if minima is None else [scales, minima], group)
-    return Fragments(codes, together, order, outputs, inputs, bits, group)
+    order = None if first.order is None else first.order.to(device)
+    book = book_of(first.book.numbers, device) if first.book is not None and kind == "table" else None
+    return Fragments(codes, together, order, len(scales), inputs, first.bits, group, kind, book)
 
 
 def unpack_fragments(matrix: Fragments) -> Tensor:
     """Return the matrix's values [N, K] in float32, in its order of inputs."""
-    integers = _integers(matrix).float() - (1 << (matrix.bits - 1))
-    place = torch.arange(matrix.inputs, device=integers.device) // matrix.group
+    numbers = _numbers(matrix)
+    place = torch.arange(matrix.inputs, device=numbers.device) // matrix.group
     scales, *minima = (one.float()[:, place] for one in _by_output(matrix.scales))
-    return integers * scales + sum(minima)
+    return numbers * (scales * SCALE_UNITS[matrix.kind]) + sum(minima)
 
 
-def _sizes(inputs: int) -> list[int]:
+def _numbers(matrix: Fragments) -> Tensor:
+    """Return what the codes stand for, [N, K] float32."""
+    codes = _unpacked(matrix)
+    if matrix.book is not None:
+        return numbers_in(matrix.book).float()[codes]
+    if matrix.kind == "e4m3":
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    return codes.float() - (1 << (matrix.bits - 1))
+
+
+def sizes(inputs: int) -> list[int]:
     """Return the numbers of inputs that may share a scale, from the largest on."""
     return [inputs, *(_STEP << i for i in range(_MULTIPLES, -1, -1)), _BLOCK, _BLOCK // 2]
 
 
-def _codes(values: Tensor, bits: int) -> Tensor:
-    """Convert integers [N, K] uint8 to codes; see `Fragments`."""
+def _codes(values: Tensor, bits: int, kind: Kind) -> Tensor:
+    """Arrange codes [N, K] uint8 as threads read them; see `Fragments`."""
     outputs, inputs = values.shape
-    values = values ^ _MIDDLE if bits == 8 else values
+    values = values ^ _MIDDLE if bits == 8 and kind == "integers" else values
     # Strip of 64 outputs, warp, upper 8 outputs, a; step, operand of the step, upper 8 inputs, b, second of a pair.
     by_thread = values.view(outputs // _STEP, 4, 2, 8, inputs // _STEP, 4, 2, 4, 2)
     if bits == 4:
-        fields = by_thread.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).flatten(-3)
+        pairs = (6, 2, 8) if kind == "table" else (8, 6, 2)
+        fields = by_thread.permute(0, 4, 1, 3, 7, 5, *pairs).flatten(-3)
         shape = (outputs // _STEP, inputs // _STEP, 1, 128, 4)
     else:
         fields = by_thread.permute(0, 4, 5, 1, 3, 7, 6, 8, 2).unflatten(2, (2, 2)).permute(0, 1, 2, 4, 5, 6, 3, 7, 8, 9)
@@ -134,17 +162,18 @@ def _codes(values: Tensor, bits: int) -> Tensor:
     return words.reshape(shape)
 
 
-def _integers(matrix: Fragments) -> Tensor:
-    """Return the integers [N, K] of a matrix's codes."""
+def _unpacked(matrix: Fragments) -> Tensor:
+    """Return a matrix's codes [N, K], as `_codes` took them."""
     strips, steps = matrix.outputs // _STEP, matrix.inputs // _STEP
     shifts = torch.arange(0, 32, matrix.bits, dtype=torch.int32, device=matrix.codes.device)
     fields = matrix.codes[..., None] >> shifts & ((1 << matrix.bits) - 1)
     if matrix.bits == 4:
-        by_thread = fields.view(strips, steps, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
+        places = (7, 3, 1, 5, 6, 4, 8) if matrix.kind == "table" else (8, 3, 1, 5, 7, 4, 6)
+        by_thread = fields.view(strips, steps, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, *places)
     else:
         by_thread = fields.view(strips, steps, 2, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 9, 4, 1, 2, 6, 7, 5, 8)
-    integers = by_thread.reshape(matrix.outputs, matrix.inputs)
-    return integers ^ _MIDDLE if matrix.bits == 8 else integers
+    codes = by_thread.reshape(matrix.outputs, matrix.inputs)
+    return codes ^ _MIDDLE if matrix.bits == 8 and matrix.kind == "integers" else codes
 
 
 def _by_thread(each: Sequence[Tensor], group: int) -> Tensor:

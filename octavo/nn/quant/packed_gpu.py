@@ -21,6 +21,7 @@ from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.words import Words
 from octavo.nn.quant.base import Part, Scheme
 from octavo.nn.quant.blocks import alike, dequantized, same_order
+from octavo.nn.quant.coded_fragments import pack_numbers
 from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.quant.floats import pack_floats
 from octavo.nn.quant.fragments import pack_integers
@@ -28,7 +29,6 @@ from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.quant.gpu_packed_experts import PackedStack
 from octavo.nn.quant.integers import as_integers
 from octavo.nn.quant.online import Online
-from octavo.nn.quant.words import pack_codes
 from octavo.nn.rounded import Rounded
 from octavo.nn.stream import StreamNorm
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tensor_bytes
@@ -36,7 +36,7 @@ from octavo.nn.weights import Keep, QuantizedBlocks, Stored, fused, plain, tenso
 _LAUNCHED = (1, 16, 32, 64, 128)
 """Numbers of rows that have kernels of their own."""
 _CODES = {"table": "4-bit codes", "e4m3": "E4M3", "e5m2": "E5M2"}
-"""Kind of `Words` -> form, for messages."""
+"""Kind of numbers -> form, for messages."""
 
 
 class PackedOnGpu(OnGpu):
@@ -100,7 +100,7 @@ class PackedOnGpu(OnGpu):
         integers = as_integers(parts, self.device)
         if integers is not None:
             return pack_integers(integers, self.device, self.dtype)
-        return None if matched is None else pack_codes(matched, self.device)
+        return None if matched is None else pack_numbers(matched, self.device, self.dtype)
 
     def share(self, weight: Stored) -> None:
         super().share(dequantized(weight, self.dtype) if isinstance(weight, QuantizedBlocks) else weight)
@@ -108,13 +108,13 @@ class PackedOnGpu(OnGpu):
     def _take(self, matrix: packed.Matrix) -> None:
         self.matrix, self.codes, self.scales = matrix, matrix.codes, matrix.scales
         if not isinstance(matrix, Floats):
-            self.order = matrix.order
+            self.order, self.book = matrix.order, matrix.book
         if isinstance(matrix, Fragments):
             fragments.compile_ahead(matrix, self.dtype)
         elif isinstance(matrix, Floats):
             row8.compile_rows_ahead(matrix, self.dtype)
         elif isinstance(matrix, Words):
-            self.minima, self.book = matrix.minima, matrix.book
+            self.minima = matrix.minima
             packed.SCRATCH.reserve(matrix.outputs * matrix.inputs, self.dtype, self.device)
 
     @property
@@ -140,8 +140,7 @@ class PackedOnGpu(OnGpu):
             form = "8-bit integers" if self.matrix.codes.dtype == torch.int8 else "8-bit floats"
             return f"{form} in tiles" if self.matrix.tile else form
         minima, order = " with minima" if self.matrix.has_minima else "", ", inputs reordered"
-        kind = self.matrix.kind if isinstance(self.matrix, Words) else "integers"
-        form = _CODES.get(kind, f"{self.matrix.bits}-bit integers")
+        form = _CODES.get(self.matrix.kind, f"{self.matrix.bits}-bit integers")
         return f"{form}{minima}{'' if self.order is None else order}"
 
     @property

@@ -39,17 +39,23 @@ def pack_words(parts: Sequence[QuantizedBlocks], device: torch.device, group: in
 def pack_codes(parts: Sequence[QuantizedBlocks], device: torch.device) -> Words | None:
     """Return codes of one codebook, with the same groups, as one matrix on a device; None for other parts, and for
     tables whose numbers float16 lacks."""
-    book, groups = parts[0].book, parts[0].scales.shape[1]
+    book = parts[0].book
     if book is None or (book.kind != "table" and book.kind not in _FLOATS):
         return None
     if book.kind == "table" and not fits(book.numbers):
         return None
-    size = parts[0].values.shape[1] // groups
-    if groups > 1:
-        groups *= size // (size & -size)  # the kernels' groups are powers of two
-    words = pack_words([in_groups(part, groups) for part in parts], device)
+    words = pack_words(in_powers(parts), device)
     scales = narrowed(words.scales, book)
     return replace(words, scales=scales, kind=book.kind, book=_book(book, device))
+
+
+def in_powers(parts: Sequence[QuantizedBlocks]) -> list[QuantizedBlocks]:
+    """Return parts with the same groups in groups of a power of two, as kernels have them, or of all inputs."""
+    groups = parts[0].scales.shape[1]
+    size = parts[0].values.shape[1] // groups
+    if groups > 1:
+        groups *= size // (size & -size)
+    return [in_groups(part, groups) for part in parts]
 
 
 def unpack_words(words: Words) -> Tensor:

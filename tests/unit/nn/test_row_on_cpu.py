@@ -10,13 +10,15 @@ from pathlib import Path
 import cuda_on_cpu
 import pytest
 import torch
-from quantized_kit import blocks_of, value_of
+from quantized_kit import blocks_of, codes_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.ops import fragments, stored_row
+from octavo.nn.ops.fragments import Form, Fragments
 from octavo.nn.ops.ring import RingPlan, RowForm
 from octavo.nn.ops.stored_row import StoredForm
+from octavo.nn.quant.coded_fragments import pack_coded
 from octavo.nn.quant.fragments import pack_fragments
 
 CPU = torch.device("cpu")
@@ -45,6 +47,15 @@ SEVERAL = {
     "integers, 5": (torch.int8, 5, 448, "biased"),
     "integers, 2 gated": (torch.int8, 2, 512, "gated out_float"),
     "integers, 8": (torch.int8, 8, 1088, "added"),
+}
+# Kind, group; outputs, inputs; the same.
+CODES = {
+    "E4M3, groups of 32, gated": ("e4m3", 32, 128, 320, (4, 2, 2), "gated normed x_float"),
+    "E4M3, groups of 128": ("e4m3", 128, 64, 1024, (4, 2, 3), "added biased out_float"),
+    "E4M3, whole columns": ("e4m3", 0, 128, 704, (4, 2, 2), "normed"),
+    "a table, groups of 64": ("table", 64, 64, 832, (4, 2, 3), "normed biased"),
+    "a table, groups of 16, gated": ("table", 16, 128, 192, (2, 4, 2), "gated"),
+    "a table, whole columns": ("table", 0, 64, 512, (4, 1, 5), "added out_float"),
 }
 STORED = {
     "integers": (torch.int8, 320, "normed"),
@@ -87,18 +98,38 @@ HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, HALF], ids=str)
 @pytest.mark.parametrize("form", INTEGERS)
 def test_packed_integers(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    bits, group, minima, outputs, inputs, (warps, span, depth), names = INTEGERS[form]
-    fused, blocks = operations(names), blocks_of(bits, group, minima, outputs, inputs)
-    matrix, row = pack_fragments([blocks], CPU, group or inputs), Row(fused, value_of(blocks), dtype)
-    packed_as = bits, 0 if group == 0 and not minima else group or inputs, minima
+    bits, group, minima, outputs, inputs, divided, names = INTEGERS[form]
+    blocks = blocks_of(bits, group, minima, outputs, inputs)
+    matrix = pack_fragments([blocks], CPU, group or inputs)
+    assert fragments.form_of(matrix) == Form(bits, 0 if group == 0 and not minima else group or inputs, minima)
+    check_row(matrix, value_of(blocks), divided, operations(names), dtype, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF], ids=str)
+@pytest.mark.parametrize("form", CODES)
+def test_packed_codes(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    kind, group, outputs, inputs, divided, names = CODES[form]
+    blocks = codes_of(kind, group, outputs, inputs)
+    matrix = pack_coded([blocks], CPU)
+    assert matrix is not None
+    check_row(matrix, value_of(blocks), divided, operations(names), dtype, tmp_path)
+
+
+def check_row(
+    matrix: Fragments, exact: Tensor, divided: tuple[int, int, int], fused: RowForm, dtype: torch.dtype, folder: Path
+) -> None:
+    """Compare the kernel with float64, in blocks that copy at once or late."""
+    (warps, span, depth), row = divided, Row(fused, exact, dtype)
     plan = RingPlan(warps, span, 200 << 10)
-    source, macros, _, shared = fragments.row_source(packed_as, dtype, outputs, inputs, fused, plan)
+    form = fragments.form_of(matrix)
+    source, macros, _, shared = fragments.row_source(form, dtype, matrix.outputs, matrix.inputs, fused, plan)
     assert macros["DEPTH"] >= depth
     macros["DEPTH"] = depth
-    library = cuda_on_cpu.compiled(source, "row", macros, tmp_path)
-    for grid, late in itertools.product((3, outputs // fused.sides // 16), (False, True)):
+    library = cuda_on_cpu.compiled(source, "row", macros, folder)
+    book = matrix.scales if matrix.book is None else matrix.book
+    for grid, late in itertools.product((3, matrix.outputs // fused.sides // 16), (False, True)):
         out = row.stream.clone()
-        tensors = [row.x, row.norm, matrix.codes, matrix.scales, row.bias, out]
+        tensors = [row.x, row.norm, matrix.codes, matrix.scales, row.bias, out, book]
         cuda_on_cpu.launch(library, tensors, [EPS], [], (grid, 1, 1), shared, late=late)
         assert off(out, row.expected) < LIMITS[out.dtype], (grid, late)
 

@@ -1,16 +1,18 @@
-// Multiply one row x [K] by a matrix [N, K] of small integers, with the operations of a decoder before and after: the
+// Multiply one row x [K] by a matrix [N, K] of small numbers, with the operations of a decoder before and after: the
 // norm of the row, the gated activation or the addition to `out`.
 //
 // Grid: a block for each multiprocessor, which takes strips of 16 outputs in turn, with GATED also the 16 that they gate,
-// N / 2 below. The block's warps share the inputs. Each warp copies integers and scales that it multiplies into a ring of
+// N / 2 below. The block's warps share the inputs. Each warp copies codes and scales that it multiplies into a ring of
 // its own in shared memory, DEPTH spans ahead: the first ones before it waits for the previous launch, and others across
 // strips.
 //
 // The units take integers as float16 plus a constant: their bits below the mantissa's of 1024. Each unit of inputs begins
 // with what that adds, the constant times the sum of the row's values, less. That spares a subtraction for each pair; the
-// products are exact, and the sums lose about 5 of float's 24 bits.
+// products are exact, and the sums lose about 5 of float's 24 bits. Other numbers are float16 as they are.
 //
-// Macros: those of integers.cuh and row.cuh; SPAN steps of 64 inputs that a warp copies at a time; BLOCKS of a
+// `book` is a table's.
+//
+// Macros: those of integers.cuh, codes.cuh and row.cuh; SPAN steps of 64 inputs that a warp copies at a time; BLOCKS of a
 // multiprocessor, of this launch and the next.
 
 #define STEPS (K / 64)
@@ -29,7 +31,7 @@
 // Constants of outputs g and g + 8; the integers of 4 bits of the latter are multiplied by 16.
 #define LOW (BITS == 4 ? 1032.f : 1152.f)
 #define HIGH 1152.f
-#define TIMES (BITS == 4 ? 16.f : 1.f)
+#define TIMES (BITS == 4 && INTEGERS ? 16.f : 1.f)
 
 static_assert(WARPS * SPAN % 4 == 0, "steps of a thread have one place in the row's order");
 static_assert((PIECES & (PIECES - 1)) == 0, "all lanes copy as many pieces, or some of them the same");
@@ -55,8 +57,13 @@ __device__ __forceinline__ u32 byte_pair(u32 w) {
 }
 
 // d = the products of 16 inputs, fragment r of a thread's words, plus c.
-__device__ __forceinline__ void multiply(float* d, const uint4* words, int r, u32 x_low, u32 x_high, const float* c) {
-#if BITS == 4
+__device__ __forceinline__ void multiply(
+    float* d, const uint4* words, int r, const Planes& table, u32 x_low, u32 x_high, const float* c) {
+#if !INTEGERS
+  u32 a[4];
+  numbers_of<true>(words, r, table, a);
+  mma(d, a[0], a[1], a[2], a[3], x_low, x_high, c);
+#elif BITS == 4
   const u32 w = r == 0 ? words[0].x : r == 1 ? words[0].y : r == 2 ? words[0].z : words[0].w;
   mma(d, low_nibbles(w), high_nibbles(w), low_nibbles(w >> 8), high_nibbles(w >> 8), x_low, x_high, c);
 #else
@@ -68,7 +75,7 @@ __device__ __forceinline__ void multiply(float* d, const uint4* words, int r, u3
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ codes, const uint4* __restrict__ scales,
-    const void* __restrict__ bias, void* out, float eps) {
+    const void* __restrict__ bias, void* out, float eps, const void* __restrict__ book) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float sums[2][WARPS][16 * SIDES], measures[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -122,6 +129,7 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
   for (int i = 0; i < DEPTH; i++) issue(ring + i * SLOT);
   uint4 norm_of[EIGHTS];
   if (NORMED) load_norm(norm_of, norm);
+  const Planes table = planes_of(book, true);
   follow();
 
   // A thread has words t and t + 4 of each 8: they are put side by side, in an order of threads in which neither the
@@ -135,6 +143,7 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
       sum += v.x + v.y;
       if (i * 8 < K) ((u32*)(given + step * 8 + eighth / 4 * 4 + (p ^ step % 4)))[eighth % 4] = pairs[p];
     }
+    if (!INTEGERS) return;
 #pragma unroll
     for (int j = 1; j < UNIT / 8; j *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, j);
     if (i % (UNIT / 8) == 0 && i * 8 < K) starts[i * 8 / UNIT] = make_float4(-LOW * sum, sum, -HIGH * sum, TIMES * sum);
@@ -176,14 +185,14 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
         const uint4 a = of_step[0], b = of_step[4];
         const u32 right[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
         float d[SIDES][4];
-        float4 start;
+        float4 start = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-          if (r % SCALED == 0) start = start_of[j * SCALES + r / SCALED];
+          if (INTEGERS && r % SCALED == 0) start = start_of[j * SCALES + r / SCALED];
           const float begin[4] = {start.x, start.y, start.z, start.w};
 #pragma unroll
           for (int side = 0; side < SIDES; side++)
-            multiply(d[side], words[side], r, right[2 * r], right[2 * r + 1], r % SCALED ? d[side] : begin);
+            multiply(d[side], words[side], r, table, right[2 * r], right[2 * r + 1], r % SCALED ? d[side] : begin);
           if (r % SCALED < SCALED - 1) continue;
 #pragma unroll
           for (int side = 0; side < SIDES; side++) {
@@ -222,7 +231,7 @@ row(const uint4* x, const uint4* __restrict__ norm, const uint4* __restrict__ co
         y[side] = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) y[side] += sums[turn][w][side * 16 + threadIdx.x];
-        y[side] *= scale_of[side] * back;
+        y[side] *= scale_of[side] * (back * SCALE_UNIT);
       }
       finish(out, n, y, bias, added);
     }

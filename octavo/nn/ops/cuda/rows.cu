@@ -1,18 +1,19 @@
-// Multiply rows x [M, K] by a matrix [N, K]: the matrix units take values from registers, into which their integers are
+// Multiply rows x [M, K] by a matrix [N, K]: the matrix units take values from registers, into which their codes are
 // widened while the previous ones are multiplied, and rows from shared memory, into which one thread copies them.
 //
 // Grid: 128 outputs each, behind the first `before` times 128; parts of the inputs; ROWS rows. Of 256 threads each half
 // has 64 outputs. Writes the parts' sums [parts, M, N], in float or the rows' dtype. With GATED, a block has 64 outputs of the
-// gate, N / 2, and the 64 that they gate, and writes silu(gate) * up [M, N / 2]; there is one part then.
+// gate, N / 2, and the 64 that they gate, and writes silu(gate) * up [M, N / 2]; there is one part then. `book` is a
+// table's.
 //
-// Macros: those of integers.cuh; DEPTH steps of 64 inputs whose integers are held in registers; STAGES, whose rows are
-// held in shared memory; BLOCKS of a multiprocessor; GATED. `multiply` is defined by nn/ops/fragments.py.
+// Macros: those of integers.cuh and codes.cuh; DEPTH steps of 64 inputs whose codes are held in registers; STAGES, whose
+// rows are held in shared memory; BLOCKS of a multiprocessor; GATED. `multiply` is defined by nn/ops/fragments.py.
 
 #define STAGE (ROWS * 128)
 #define WARPS 8
 #define MIDDLE (BITS == 4 ? 0x88888888u : 0u)
 #define SPAN (GATED ? ROWS / 2 : ROWS)  // rows whose results a half of the block writes
-#define NEAR 8  // tiles of rows whose blocks run at a time, so that they find each other's rows and integers in the cache
+#define NEAR 8  // tiles of rows whose blocks run at a time, so that they find each other's rows and codes in the cache
 
 template <int I>
 struct At {
@@ -43,7 +44,7 @@ __device__ __forceinline__ void fetch_each(u32* to, const u32* from, bool valid)
 
 __device__ __forceinline__ u32 scaled(u32 pair, u32 scale, u32 least) {
 #if !GROUP
-  return pair;
+  return E4M3 && !HALF ? mul2(pair, MOVED_PAIR) : pair;
 #elif MINIMA
   return fma2(pair, scale, least);
 #else
@@ -55,7 +56,8 @@ __device__ __forceinline__ float gated(float gate, float up) { return __fdividef
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, const u32* __restrict__ scales,
-     void* __restrict__ out, int M, int N, int K, int groups, int wide, int before) {
+     void* __restrict__ out, int M, int N, int K, int groups, int wide, int before,
+     const void* __restrict__ book) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const int steps = K / 64, share = (steps + gridDim.y - 1) / gridDim.y, first = blockIdx.y * share;
@@ -85,6 +87,7 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
   const int near = min(tile, tiles - 1);
   const uint4* at = codes + ((u64)near * steps + first) * (128 * WORDS) + (threadIdx.x & 127);
   const u32* const scales_at = scales + ((u64)near * (groups / SCALES) * 32 + (warp & 3) * 8 + g) * EACH;
+  const Planes table = planes_of(book, HALF);
   uint4 held[DEPTH][WORDS];
   u32 held_scales[DEPTH][EACH];
   auto take = [&](int i, int slot) {
@@ -105,14 +108,21 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
       if (r % SCALED == 0) {
         const u32* const of_group = held_scales[slot] + r / SCALED * (1 + MINIMA);
         const float2 s = both(of_group[0]), l = both(of_group[MINIMA]);
-        low = narrow2(s.x, s.x), high = narrow2(s.y, s.y);
+        low = narrow2(s.x * MOVED, s.x * MOVED), high = narrow2(s.y * MOVED, s.y * MOVED);
         if (MINIMA) least_low = narrow2(l.x, l.x), least_high = narrow2(l.y, l.y);
       }
 #endif
+#if INTEGERS
       to[4 * r + 0] = scaled(pair<0>(held[slot], r), low, least_low);
       to[4 * r + 1] = scaled(pair<1>(held[slot], r), high, least_high);
       to[4 * r + 2] = scaled(pair<2>(held[slot], r), low, least_low);
       to[4 * r + 3] = scaled(pair<3>(held[slot], r), high, least_high);
+#else
+      u32 pairs[4];
+      numbers_of<HALF>(held[slot], r, table, pairs);
+#pragma unroll
+      for (int p = 0; p < 4; p++) to[4 * r + p] = scaled(pairs[p], p % 2 ? high : low, 0u);
+#endif
     }
   };
 
@@ -158,10 +168,10 @@ rows(const __grid_constant__ TensorMap map, const uint4* __restrict__ codes, con
 #pragma unroll
   for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
 
-#if !GROUP
-  const float2 scale = both(fetch(scales_at));
+#if !GROUP || E4M3
+  const float2 scale = GROUP ? make_float2(1.f, 1.f) : both(fetch(scales_at));
 #pragma unroll
-  for (int i = 0; i < ROWS / 2; i++) acc[i] *= i & 2 ? scale.y : scale.x;
+  for (int i = 0; i < ROWS / 2; i++) acc[i] *= (i & 2 ? scale.y : scale.x) * SCALE_UNIT;
 #endif
   __syncthreads();  // all have read the rows: their memory is free
 #if GATED
