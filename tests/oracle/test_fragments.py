@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +16,9 @@ from quantized_kit import blocks_of, codes_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops import fragments, nvrtc, packed, words
+from octavo.nn.ops import few_fragments, fragments, nvrtc, packed, words
 from octavo.nn.ops.fragments import Form, Fragments, Kind
-from octavo.nn.ops.ring import HALF_SHARED, SHARED, RingPlan, RowForm
+from octavo.nn.ops.ring import COLUMNS, HALF_SHARED, MOST_ROWS, SHARED, RingPlan, RowForm, rows_alone
 from octavo.nn.quant.coded_fragments import pack_coded, pack_numbers
 from octavo.nn.quant.fragments import pack_fragments, pack_integers, unpack_fragments
 from octavo.nn.quant.online import ONLINE
@@ -200,6 +201,11 @@ def test_any_number_of_rows(form: str, dtype: torch.dtype) -> None:
         parts = packed.parts(x.to(GPU), matrix)
         assert parts is not None
         assert off(parts.float().sum(0), expected) < TOLERANCE
+        stream = torch.randn(rows, matrix.outputs).to(dtype)
+        target = stream.to(GPU, copy=True)
+        assert packed.add_few(target, x.to(GPU), matrix) == (1 < rows <= MOST_ROWS)
+        if 1 < rows <= MOST_ROWS:
+            assert off(target, expected + stream.double()) < TOLERANCE
 
 
 @on_hopper
@@ -313,6 +319,62 @@ def compile_rows(matrix: Fragments, dtype: torch.dtype) -> None:
             fused = RowForm(*map(bool, names), wide_x, wide_out)
             plan = plan or fragments.ring_plan(form, gated=fused.gated)
             nvrtc.compile_ahead(*fragments.row_source(form, dtype, matrix.outputs, matrix.inputs, fused, plan)[:2])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("form", [Form(4, 128, False), Form(4, 32, True), Form(8, 0, False), Form(8, 16, True)])
+def test_blocks_of_several_rows_fit_into_shared_memory(form: Form, gated: bool) -> None:
+    for inputs, rows in itertools.product((64, 4096, 8192, 14336, 20480), COLUMNS):
+        division = few_fragments._division(form, inputs, rows, gated=gated)
+        if division is None:
+            assert gated, "others are divided"
+            continue
+        parts, plan = division
+        fused = rows_alone(rows, gated=gated)
+        _, macros, threads, shared = fragments.row_source(form, torch.bfloat16, 64, inputs, fused, plan, parts)
+        assert threads <= 1024
+        assert macros["DEPTH"] >= 2
+        assert shared + fused.sum_bytes + 1024 <= LARGEST_BLOCK
+
+
+@on_hopper
+@pytest.mark.parametrize("of", [(4, 128, True), (8, 0, False), ("e4m3", 32, False), ("table", 64, False)], ids=str)
+def test_several_long_rows_in_parts(of: tuple[int | str, int, bool]) -> None:
+    matrix, exact = random_matrix((*of, 320, 14336), torch.bfloat16)
+    for rows in (3, 8):
+        x, bias = torch.randn(rows, 14336).bfloat16(), torch.randn(320).bfloat16()
+        got = few_fragments.product(x.to(GPU), matrix, bias=bias.to(GPU), dtype=torch.float32)
+        assert off(got, x.double() @ exact.T + bias.double()) < 1e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("form", ["w4a16", "w8a16"])
+def test_several_rows_wait_for_the_launch_before(form: str) -> None:
+    """In a recorded step, a launch begins while the previous one runs."""
+    size, inner = 2048, 8704
+    pack = ONLINE[form].pack
+    layers = []
+    for _ in range(4):
+        up, down = torch.randn(2 * inner, size, device=GPU), torch.randn(size, inner, device=GPU)
+        layers.append((pack([up.bfloat16() / size**0.5]), pack([down.bfloat16() / inner**0.5])))
+    start = torch.randn(8, size, device=GPU).bfloat16()
+    stream = start.clone()
+
+    def step(between: Callable[[], None]) -> None:
+        stream.copy_(start)
+        for up, down in layers:
+            wide = few_fragments.product(stream, up, gated=True)
+            between()
+            few_fragments.product(wide, down, add_to=stream)
+            between()
+
+    step(torch.cuda.synchronize)
+    expected, graph = stream.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(lambda: None)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(stream, expected)
 
 
 @on_hopper

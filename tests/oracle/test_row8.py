@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from octavo.nn.ops import few_rows, floats, fragments, one_row, row8, row16, stored_row
 from octavo.nn.ops.floats import Floats
-from octavo.nn.ops.ring import RowForm
+from octavo.nn.ops.ring import COLUMNS, RowForm
 from octavo.nn.ops.stored_row import StoredForm
 from octavo.nn.quant.online import ONLINE
 
@@ -66,7 +66,7 @@ def test_blocks_fit_into_shared_memory(inputs: int, gated: bool, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [floats.DTYPE, torch.bfloat16], ids=str)
 def test_blocks_of_several_rows_fit_into_shared_memory(inputs: int, gated: bool, dtype: torch.dtype) -> None:
     form, row = StoredForm(dtype, 0, torch.bfloat16, 64, inputs), RowForm(gated, *[False] * 5)
-    for rows in stored_row.COLUMNS:
+    for rows in COLUMNS:
         if not stored_row.fits_rows(form, rows, gated=gated):
             assert gated, "others are divided"
             continue
@@ -76,7 +76,7 @@ def test_blocks_of_several_rows_fit_into_shared_memory(inputs: int, gated: bool,
         _, macros, threads, shared = stored_row.source_of(divided, several, plan)
         assert threads <= 1024
         assert macros["DEPTH"] >= 2
-        assert shared + stored_row._sum_bytes(several) + 1024 <= LARGEST_BLOCK
+        assert shared + several.sum_bytes + 1024 <= LARGEST_BLOCK
 
 
 @on_hopper

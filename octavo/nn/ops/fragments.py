@@ -45,6 +45,8 @@ _SCALE_BYTES = 32
 """Bytes of a group's scales of 16 outputs."""
 _START_BYTES = 16
 """Bytes that a unit of a row's inputs begins with; see `cuda/row.cu`."""
+_APART_BYTES = 64
+"""Bytes between several rows."""
 _MOST_PARTS = 8
 _TILES = {
     4: {16: (8, 16, 2), 32: (4, 8, 2), 64: (4, 8, 2), 128: (2, 6, 2), 192: (4, 6, 1), 256: (4, 6, 1)},
@@ -175,7 +177,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
                 address(matrix.scales),
                 address(out),
                 *map(c_int, (rows, outputs, matrix.inputs, matrix.groups, dtype == torch.float32, begin)),
-                _book(matrix),
+                book_of(matrix),
             ],
         )
 
@@ -230,7 +232,8 @@ def row_product(
             address(x if bias is None else bias),
             address(out),
             c_float(eps),
-            _book(matrix),
+            c_int(1),
+            book_of(matrix),
         ],
     )
     return out
@@ -301,7 +304,7 @@ def form_of(matrix: Fragments) -> Form:
     return Form(matrix.bits, 0 if last else matrix.group, minima, matrix.kind)
 
 
-def _book(matrix: Fragments) -> c_void_p:
+def book_of(matrix: Fragments) -> c_void_p:
     """Return the address of a table's book; kernels of other numbers read nothing there."""
     return address(matrix.scales if matrix.book is None else matrix.book)
 
@@ -346,23 +349,43 @@ def _row_kernel(form: Form, dtype: torch.dtype, outputs: int, inputs: int, fused
 
 
 def row_source(
-    form: Form, dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan
+    form: Form, dtype: torch.dtype, outputs: int, inputs: int, fused: RowForm, plan: RingPlan, parts: int = 1
 ) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory.
 
     Args:
         dtype: the narrow one.
+        parts: launches that multiply some of the inputs each.
     """
-    bits, group, minima, _ = form
-    units = {_SMALL_GROUP: 4, 32: 2}.get(group, 1)  # of a step, whose sums have scales of their own
-    held = 0 if not group else plan.span * units if group % (plan.span * OUTPUTS) else 1  # groups of a span
-    slot = fused.sides * (plan.span * bits * _STEP_BYTES_OF_BIT + (2 if minima else 1) * held * _SCALE_BYTES)
-    own = 2 * inputs + inputs // OUTPUTS * units * _START_BYTES
-    depth = max(LEAST_DEPTH, (plan.shared - own) // (plan.warps * slot))
-    macros = {**macros_of(form, dtype), "FORM": 4, "N": outputs, "K": inputs, "WARPS": plan.warps}
+    own = inputs // parts
+    held, slot = row_bytes(form, own, fused), plan.warps * span_bytes(form, fused, plan.span)
+    depth = max(LEAST_DEPTH, (plan.shared - held) // slot)
+    held -= fused.sum_bytes if fused.rows > 1 else 0  # the kernel has them beside
+    macros = {**macros_of(form, dtype), "FORM": 4, "N": outputs, "K": own, "LINE": inputs, "WARPS": plan.warps}
     macros |= {"SPAN": plan.span, "DEPTH": depth, "BLOCKS": 2 if plan.shared <= HALF_SHARED else 1, **fused.macros()}
     source = nvrtc.source_of("integers.cuh", "codes.cuh", "row.cuh", "row.cu")
-    return source, macros, 32 * plan.warps, plan.warps * depth * slot + own
+    return source, macros, 32 * plan.warps, depth * slot + held
+
+
+def row_bytes(form: Form, inputs: int, fused: RowForm) -> int:
+    """Return the bytes of x in shared memory, with what units of its inputs begin with; several rows are apart, and
+    their sums count, too."""
+    units = inputs // OUTPUTS * _units(form)
+    if fused.rows == 1:
+        return 2 * inputs + units * _START_BYTES
+    return fused.rows * (2 * inputs + _APART_BYTES + units * 4) + fused.sum_bytes
+
+
+def span_bytes(form: Form, fused: RowForm, span: int) -> int:
+    """Return the bytes of a warp's span in the ring."""
+    held = 0 if not form.group else span * _units(form) if form.group % (span * OUTPUTS) else 1  # groups of a span
+    scales = (2 if form.minima else 1) * held * _SCALE_BYTES
+    return fused.sides * (span * form.bits * _STEP_BYTES_OF_BIT + scales)
+
+
+def _units(form: Form) -> int:
+    """Return the units of a step, whose sums have scales of their own."""
+    return {_SMALL_GROUP: 4, 32: 2}.get(form.group, 1)
 
 
 def _multiply(rows: int, dtype: torch.dtype) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.ops import floats, fragments, products, row8, words
+from octavo.nn.ops import few_fragments, floats, fragments, products, row8, words
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
@@ -64,6 +64,8 @@ def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: tor
             return floats.tiled_product(x, matrix, bias, dtype)
         return floats.rounded_product(floats.round_rows(x, matrix.rounded_dtype), matrix, bias, dtype)
     x = in_order(x, matrix)
+    if isinstance(matrix, Fragments) and few_fragments.serves(matrix, rows, x.dtype):
+        return few_fragments.product(x, matrix, bias=bias, dtype=dtype)
     if isinstance(matrix, Fragments):
         return fragments.product(x, matrix, bias, dtype)
     if rows <= FEW_WORDS:
@@ -73,9 +75,12 @@ def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: tor
 
 def gated_product(x: Tensor, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return silu(first half) * second half of x [M, K] @ W^T + bias: [M, N / 2]."""
-    if isinstance(matrix, Fragments) and x.shape[0]:
+    rows = x.shape[0]
+    if isinstance(matrix, Fragments) and few_fragments.serves(matrix, rows, x.dtype, gated=True):
+        return few_fragments.product(in_order(x, matrix), matrix, bias=bias, gated=True, dtype=dtype)
+    if isinstance(matrix, Fragments) and rows:
         return fragments.product(in_order(x, matrix), matrix, bias, dtype, gated=True)
-    if isinstance(matrix, Floats) and row8.serves_rows(x.shape[0], matrix, x.dtype, gated=True):
+    if isinstance(matrix, Floats) and row8.serves_rows(rows, matrix, x.dtype, gated=True):
         return row8.rows_product(x.contiguous(), matrix, bias, dtype, x.dtype, gated=True)
     return silu_mul(product(x, matrix, bias, dtype))
 
@@ -90,11 +95,21 @@ def parts(x: Tensor, matrix: Matrix) -> Tensor | None:
         return fragments.rows_product(in_order(x, matrix), matrix, divided, fragments.dtype_of_parts(x))
     if rows > (FEW_WORDS if isinstance(matrix, Words) else FEW_LEFT):
         return None
-    if isinstance(matrix, Floats) and row8.serves_rows(rows, matrix, x.dtype):
-        return None
     if isinstance(matrix, Words):
         return words.rows_product(in_order(x, matrix), matrix, words.rows_plan(matrix, x), torch.float32)
     return floats.rows_product(x.contiguous(), matrix, floats.rows_plan(matrix, rows, x.device), torch.float32)
+
+
+def add_few(stream: Tensor, x: Tensor, matrix: Matrix) -> bool:
+    """Add x [M, K] @ W^T to stream [M, N], in place, in the product's launch; return whether a kernel does that."""
+    rows = x.shape[0]
+    if isinstance(matrix, Floats) and row8.serves_rows(rows, matrix, x.dtype):
+        row8.rows_product(x.contiguous(), matrix, None, stream.dtype, x.dtype, add_to=stream)
+        return True
+    if isinstance(matrix, Fragments) and few_fragments.serves(matrix, rows, x.dtype):
+        few_fragments.product(in_order(x, matrix), matrix, add_to=stream)
+        return True
+    return False
 
 
 def in_order(x: Tensor, matrix: Integers) -> Tensor:

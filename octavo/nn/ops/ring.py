@@ -1,10 +1,11 @@
-"""What the CUDA kernels of one row have in common, `cuda/row.cuh`: blocks that stay on their multiprocessors and copy a
-matrix into a ring in shared memory, far ahead of what they multiply, and the first of it while the previous launch
-ends."""
+"""What the CUDA kernels of one row and of few rows have in common, `cuda/row.cuh`: blocks that stay on their
+multiprocessors and copy a matrix into a ring in shared memory, far ahead of what they multiply, and the first of it
+while the previous launch ends."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,15 @@ HALF_SHARED = 107 << 10
 LEAST_DEPTH = 2
 """Spans of a ring, even if it becomes larger than planned."""
 MOST_INPUTS = 20480
+WARPS = 16
+"""Of a block."""
+COLUMNS = (4, 8)
+"""Rows that kernels for several rows have room for; the matrix units have 8 columns."""
+MOST_ROWS = COLUMNS[-1]
+PARTS = (1, 2, 4)
+"""Launches in which several rows may be multiplied, each some of the inputs, so that they fit in shared memory."""
+_LEAST_DEPTHS = {4: 4, 2: 4, 1: LEAST_DEPTH}
+"""Steps of a span -> spans in the ring beside several rows, at least: larger ones need more of them."""
 
 
 class RowForm(NamedTuple):
@@ -37,6 +47,11 @@ class RowForm(NamedTuple):
     def sides(self) -> int:
         """Strips that a block computes together."""
         return 2 if self.gated else 1
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the warps' sums of two strips."""
+        return 2 * WARPS * self.rows * STRIP * self.sides * 4
 
     def macros(self) -> dict[str, int]:
         return {name.upper(): int(value) for name, value in self._asdict().items()}
@@ -58,6 +73,30 @@ class RingPlan(NamedTuple):
 def blocks_of(outputs: int, device: torch.device) -> int:
     """Return the blocks of a launch that has `outputs`."""
     return min(outputs // STRIP, multiprocessors(device))
+
+
+def columns_for(rows: int) -> int:
+    """Return for how many rows a kernel is compiled that multiplies this number of them."""
+    return next(columns for columns in COLUMNS if rows <= columns)
+
+
+def rows_alone(rows: int, *, gated: bool) -> RowForm:
+    """Return the form of a product of several rows that is not added to anything."""
+    columns = columns_for(rows)
+    return RowForm(gated, normed=False, biased=False, added=False, x_float=False, out_float=False, rows=columns)
+
+
+def beside_rows(room: int, span_bytes: Callable[[int], int], longest: int = 2) -> RingPlan | None:
+    """Return how a block copies a matrix, if several rows leave `room` in shared memory; None if that is too little.
+
+    Args:
+        span_bytes: steps of a span -> bytes of all warps' spans.
+        longest: most steps of a span.
+    """
+    for span, depth in _LEAST_DEPTHS.items():
+        if span <= longest and room >= depth * span_bytes(span):
+            return RingPlan(WARPS, span, SHARED)
+    return None
 
 
 @functools.cache

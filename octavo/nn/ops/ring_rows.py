@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.ops import row16
-from octavo.nn.ops.stored_row import COLUMNS, MOST_ROWS, columns_for
+from octavo.nn.ops.ring import COLUMNS, MOST_ROWS, columns_for
 from octavo.nn.ops.triton_norm import rms_norm, sum_rms_norm
 
 

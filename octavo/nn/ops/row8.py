@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octavo.nn.ops import nvrtc, stored_row
 from octavo.nn.ops.floats import DTYPE, TILE, Floats
-from octavo.nn.ops.ring import RowForm
-from octavo.nn.ops.stored_row import COLUMNS, MOST_ROWS, StoredForm
+from octavo.nn.ops.ring import COLUMNS, MOST_ROWS, RowForm
+from octavo.nn.ops.stored_row import StoredForm
 
 _LIMIT = 0.01
 """Largest relative error of the trial."""

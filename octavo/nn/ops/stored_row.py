@@ -17,19 +17,26 @@ from torch import Tensor
 
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.nvrtc import Argument, Kernel, address
-from octavo.nn.ops.ring import LEAST_DEPTH, MOST_INPUTS, SHARED, STRIP, RingPlan, RowForm, blocks_of
+from octavo.nn.ops.ring import (
+    LEAST_DEPTH,
+    MOST_INPUTS,
+    MOST_ROWS,
+    PARTS,
+    SHARED,
+    STRIP,
+    WARPS,
+    RingPlan,
+    RowForm,
+    beside_rows,
+    blocks_of,
+    columns_for,
+    rows_alone,
+)
 
 _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2, torch.bfloat16: 3, torch.float16: 3}
-COLUMNS = (4, 8)
-"""Rows that kernels for several rows have room for; the matrix units have 8 columns."""
-MOST_ROWS = COLUMNS[-1]
-_WARPS = 16
 _STEP_BYTES = STRIP * 64
-_SPAN_BYTES = _WARPS * _STEP_BYTES
+_SPAN_BYTES = WARPS * _STEP_BYTES
 """Of all warps' steps of one matrix."""
-_PARTS = (1, 2, 4)
-_LEAST_DEPTHS = {2: 4, 1: LEAST_DEPTH}
-"""Steps of a span -> spans in the ring beside several rows, at least: larger ones need more of them."""
 _TILE = 128
 
 
@@ -178,56 +185,36 @@ def compile_rows_ahead(form: StoredForm, rows: int, fused: RowForm) -> None:
 def ring_plan(form: StoredForm) -> RingPlan:
     """Return the fastest division, as measured on an H200: a block fills a multiprocessor's shared memory. With two
     smaller ones, of this launch and the next, a whole model is slower."""
-    return RingPlan(_WARPS, 2, SHARED)
+    return RingPlan(WARPS, 2, SHARED)
 
 
 def fits_rows(form: StoredForm, rows: int, *, gated: bool) -> bool:
     """Return whether the kernel multiplies so many rows, and has room for them in shared memory."""
     if not 1 < rows <= MOST_ROWS or not fits(form.outputs, form.inputs, form.codes, tile=form.tile, gated=gated):
         return False
-    return _rows_plan(rows_form(form, rows, gated=gated), _rows_alone(rows, gated=gated)) is not None
+    return _rows_plan(rows_form(form, rows, gated=gated), rows_alone(rows, gated=gated)) is not None
 
 
 def rows_form(form: StoredForm, rows: int, *, gated: bool) -> StoredForm:
     """Return the form with as few parts as rows need; parts of gated products can't be added."""
-    row, unit = _rows_alone(rows, gated=gated), max(form.tile, 64)
-    divided = (form._replace(parts=parts) for parts in ((1,) if gated else _PARTS) if form.inputs % (parts * unit) == 0)
+    row, unit = rows_alone(rows, gated=gated), max(form.tile, 64)
+    divided = (form._replace(parts=parts) for parts in ((1,) if gated else PARTS) if form.inputs % (parts * unit) == 0)
     return next((one for one in divided if _rows_plan(one, row) is not None), form)
-
-
-def _rows_alone(rows: int, *, gated: bool) -> RowForm:
-    return RowForm(
-        gated, normed=False, biased=False, added=False, x_float=False, out_float=False, rows=columns_for(rows)
-    )
 
 
 @functools.cache
 def _rows_plan(form: StoredForm, row: RowForm) -> RingPlan | None:
     """Return the division for several rows; None if there is no room for a ring beside them."""
-    room = SHARED - _row_bytes(form, row)
-    for span, depth in _LEAST_DEPTHS.items():
-        if room >= depth * span * _SPAN_BYTES * row.sides:
-            return RingPlan(_WARPS, span, SHARED)
-    return None
-
-
-def columns_for(rows: int) -> int:
-    """Return for how many rows a kernel is compiled that multiplies this number of them."""
-    return next(columns for columns in COLUMNS if rows <= columns)
+    return beside_rows(SHARED - _row_bytes(form, row), lambda span: span * _SPAN_BYTES * row.sides)
 
 
 def _row_bytes(form: StoredForm, row: RowForm) -> int:
     """Return the bytes of x in shared memory; one that is not narrow yet takes two narrow ones. Several are apart, and
     their sums count, too."""
     if row.rows > 1:
-        return row.rows * (2 * (form.inputs // form.parts) + (64 if form.codes.itemsize == 2 else 16)) + _sum_bytes(row)
+        return row.rows * (2 * (form.inputs // form.parts) + (64 if form.codes.itemsize == 2 else 16)) + row.sum_bytes
     splits = form.codes.itemsize == 2 and (row.normed or row.x_float)
     return 2 * form.inputs * (2 if splits else 1)
-
-
-def _sum_bytes(row: RowForm) -> int:
-    """Return the bytes of the warps' sums, of this strip and the last one."""
-    return 2 * _WARPS * row.rows * STRIP * row.sides * 4
 
 
 @functools.cache
@@ -240,7 +227,7 @@ def source_of(form: StoredForm, row: RowForm, plan: RingPlan) -> tuple[str, dict
     spans, own = plan.warps * plan.span * _STEP_BYTES * row.sides, _row_bytes(form, row)
     depth = max(LEAST_DEPTH, (plan.shared - own) // spans)
     if row.rows > 1:
-        own -= _sum_bytes(row)  # the kernel has them beside
+        own -= row.sum_bytes  # the kernel has them beside
     macros = {
         "FORM": _FORMS[form.codes],
         "TILED": int(form.tile > 0),

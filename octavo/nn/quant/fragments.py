@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.device.transfer import move
-from octavo.nn.ops import fragments, nvrtc
+from octavo.nn.ops import few_fragments, fragments, nvrtc
 from octavo.nn.ops.fragments import SCALE_UNITS, Fragments, Kind
 from octavo.nn.ops.ring import RowForm
 from octavo.nn.ops.tables import book_of, numbers_in
@@ -31,7 +31,8 @@ _MULTIPLES = 6
 _MIDDLE = 128
 LIMIT = 0.02
 """Largest relative error of the trial."""
-_TRIED_ROWS = (1, 3, 150)
+_FEW = 5
+_TRIED_ROWS = (1, _FEW, 10, 150)
 
 
 def pack_integers(
@@ -73,7 +74,8 @@ def deviation(trials: Sequence[tuple[QuantizedBlocks, Fragments]], random: torch
     form = RowForm(gated=False, normed=False, biased=False, added=False, x_float=False, out_float=True)
     for matrix in matrices:
         fragments.compile_row_ahead(matrix, dtype, form)
-        for rows in _TRIED_ROWS[1:]:
+        few_fragments.compile_ahead(matrix, dtype, only=_FEW)
+        for rows in _TRIED_ROWS[2:]:
             fragments.compile_ahead(matrix, dtype, only=fragments.tile_rows(rows))
     deviations = []
     for blocks, matrix in trials:
@@ -82,6 +84,8 @@ def deviation(trials: Sequence[tuple[QuantizedBlocks, Fragments]], random: torch
             x = torch.randn(rows, matrix.inputs, generator=random).to(dtype)
             if rows == 1:
                 made = fragments.row_product(x.to(device), matrix, dtype=torch.float32, narrow=dtype)
+            elif rows == _FEW:
+                made = few_fragments.product(x.to(device), matrix, dtype=torch.float32)
             else:
                 made = fragments.product(x.to(device), matrix, None, torch.float32)
             expected = x.float() @ values.T

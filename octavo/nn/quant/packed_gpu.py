@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import floats, fragments, packed, products, row8
+from octavo.nn.ops import few_fragments, floats, fragments, packed, products, row8
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
@@ -111,6 +111,7 @@ class PackedOnGpu(OnGpu):
             self.order, self.book = matrix.order, matrix.book
         if isinstance(matrix, Fragments):
             fragments.compile_ahead(matrix, self.dtype)
+            few_fragments.compile_ahead(matrix, self.dtype)
         elif isinstance(matrix, Floats):
             row8.compile_rows_ahead(matrix, self.dtype)
         elif isinstance(matrix, Words):
@@ -251,13 +252,12 @@ class PackedOnGpu(OnGpu):
         matrix = self.matrix
         if matrix is None:
             return super().leave(stream, x)
+        if packed.add_few(stream, x, matrix):
+            return None
         parts = packed.parts(x, matrix)
         if parts is not None or not stream.shape[0]:
             return parts
         if isinstance(matrix, Floats):
-            if row8.serves_rows(x.shape[0], matrix, x.dtype):
-                row8.rows_product(x.contiguous(), matrix, None, stream.dtype, x.dtype, add_to=stream)
-                return None
             return packed.product(x, matrix, None, stream.dtype)[None]
         assert isinstance(matrix, Words), "parts of all other products are left"
         ordered = packed.in_order(x, matrix)

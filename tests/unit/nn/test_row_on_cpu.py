@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from octavo.nn.ops import fragments, stored_row
 from octavo.nn.ops.fragments import Form, Fragments
-from octavo.nn.ops.ring import RingPlan, RowForm
+from octavo.nn.ops.ring import RingPlan, RowForm, columns_for
 from octavo.nn.ops.stored_row import StoredForm
 from octavo.nn.quant.coded_fragments import pack_coded
 from octavo.nn.quant.fragments import pack_fragments
@@ -38,6 +38,16 @@ INTEGERS = {
     "8 bits, groups of 128": (8, 128, True, 128, 384, (2, 2, 2), "gated normed x_float"),
     "8 bits, whole columns": (8, 0, False, 128, 704, (4, 2, 2), "normed"),
     "8 bits, groups of 16": (8, 16, True, 64, 192, (2, 4, 2), "added"),
+}
+# Bits of integers or kind of codes, group, minima; inputs; rows of x, parts of the inputs; warps, steps of a span,
+# spans in the ring; operations.
+SEVERAL_SMALL = {
+    "4 bits, groups of 128, 3 gated": (4, 128, False, 1024, 3, 1, (16, 2, 2), "gated"),
+    "4 bits, groups of 32, minima, 8": (4, 32, True, 1088, 8, 1, (16, 1, 2), "added out_float"),
+    "4 bits, groups of 64, in two parts": (4, 64, True, 1024, 5, 2, (16, 1, 2), "biased"),
+    "8 bits, whole columns, in two parts": (8, 0, False, 768, 4, 2, (16, 1, 2), "added"),
+    "8 bits, groups of 16, 2": (8, 16, True, 320, 2, 1, (16, 1, 2), ""),
+    "a table, groups of 64, 8": ("table", 64, False, 576, 8, 1, (16, 1, 2), "out_float"),
 }
 # Numbers, rows of x, inputs, operations. Fewer rows than columns, inputs beyond the last span.
 SEVERAL = {
@@ -130,7 +140,7 @@ def check_row(
     for grid, late in itertools.product((3, matrix.outputs // fused.sides // 16), (False, True)):
         out = row.stream.clone()
         tensors = [row.x, row.norm, matrix.codes, matrix.scales, row.bias, out, book]
-        cuda_on_cpu.launch(library, tensors, [EPS], [], (grid, 1, 1), shared, late=late)
+        cuda_on_cpu.launch(library, tensors, [EPS], [1], (grid, 1, 1), shared, late=late)
         assert off(out, row.expected) < LIMITS[out.dtype], (grid, late)
 
 
@@ -175,7 +185,7 @@ def test_several_rows(form: str, tmp_path: Path) -> None:
         y = F.silu(y[:, : outputs // 2]) * y[:, outputs // 2 :]
     expected = y + stream.double() if fused.added else y
     stored_as = StoredForm(dtype, 0, torch.bfloat16, outputs, inputs)
-    several = fused._replace(rows=stored_row.columns_for(count))
+    several = fused._replace(rows=columns_for(count))
     source, macros, _, shared = stored_row.source_of(stored_as, several, RingPlan(16, 1, 200 << 10))
     macros["DEPTH"] = 2
     library = cuda_on_cpu.compiled(source, "stored_row", macros, tmp_path)
@@ -184,3 +194,38 @@ def test_several_rows(form: str, tmp_path: Path) -> None:
         cuda_on_cpu.launch(library, [x, x, codes, scales, bias, out], [EPS], [count], (5, 1, 1), shared, late=late)
         for got, wanted in zip(out, expected, strict=True):
             assert off(got, wanted) < LIMITS[out.dtype], late
+
+
+@pytest.mark.parametrize("form", SEVERAL_SMALL)
+def test_several_rows_of_small_numbers(form: str, tmp_path: Path) -> None:
+    of, group, minima, inputs, count, parts, (warps, span, depth), names = SEVERAL_SMALL[form]
+    outputs, fused, dtype = 192, operations(names), torch.bfloat16
+    coded = isinstance(of, str)
+    blocks = codes_of(of, group, outputs, inputs) if coded else blocks_of(of, group, minima, outputs, inputs)
+    matrix = pack_coded([blocks], CPU) if coded else pack_fragments([blocks], CPU, group or inputs)
+    assert matrix is not None
+    exact, x = value_of(blocks), (torch.randn(count, inputs) * SCALE).to(dtype)
+    x[-1] *= 1e3  # rows are scaled apart
+    bias = torch.randn(outputs).to(dtype)
+    start = torch.randn(count, outputs // fused.sides).to(torch.float32 if fused.out_float else dtype)
+    y = x.double() @ exact.T + (bias.double() if fused.biased else 0)
+    if fused.gated:
+        y = F.silu(y[:, : outputs // 2]) * y[:, outputs // 2 :]
+    expected = y + start.double() if fused.added else y
+    book, outs = matrix.scales if matrix.book is None else matrix.book, [start.clone(), start.clone()]
+    of_scales = matrix.scales.shape[1] // parts if fragments.form_of(matrix).group else 0
+    for part in range(parts):
+        own = fused._replace(rows=columns_for(count), added=fused.added or part > 0, biased=fused.biased and part == 0)
+        source, macros, _, shared = fragments.row_source(
+            fragments.form_of(matrix), dtype, outputs, inputs, own, RingPlan(warps, span, 200 << 10), parts
+        )
+        macros["DEPTH"] = depth
+        library = cuda_on_cpu.compiled(source, "row", macros, tmp_path)
+        begin = part * inputs // parts
+        scales, codes = matrix.scales[:, part * of_scales :], matrix.codes[:, begin // 64 :]
+        for out, late in zip(outs, (False, True), strict=True):
+            tensors = [x[:, begin:], x, codes, scales, bias, out, book]
+            cuda_on_cpu.launch(library, tensors, [EPS], [count], (3, 1, 1), shared, late=late)
+    for out in outs:
+        for got, wanted in zip(out, expected, strict=True):
+            assert off(got, wanted) < (2 * LIMITS[out.dtype] if parts > 1 else LIMITS[out.dtype])

@@ -1,14 +1,16 @@
-// What the kernels that multiply one row x [K] share: a thread's copies into shared memory, the row as the matrix units
-// take it, and the operations after the product.
+// What the kernels that multiply one row x [K], or few rows x [M, K], share: a thread's copies into shared memory, rows as
+// the matrix units take them, and the operations after the product.
 //
 // Macros: those of integers.cuh; FORM 3: the units take the narrow type, a row that is not narrow yet as the sum of two
 // that are; else they take float16, and the row is scaled so that it fits. N; K; WARPS; DEPTH; NORMED, GATED, BIASED,
-// ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type.
+// ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type; ROWS 1, 4 or 8: more than one are narrow, without a
+// norm, and M of them are there; LINE: inputs from one row of x or of the matrix to the next, of which K are multiplied.
 
 #define SPLIT (FORM == 3 && (NORMED || X_FLOAT))
 #define SIDES (GATED ? 2 : 1)
 #define STRIPS (N / (16 * SIDES))  // of 16 outputs, with GATED also the 16 that they gate, N / 2 below
 #define EIGHTS ((K / 8 + WARPS * 32 - 1) / (WARPS * 32))  // of the row in a thread
+#define SHARERS (WARPS * 32 / ROWS)  // threads that bring one of several rows
 #if FORM == 3
 #define UNITS TYPE
 #else
@@ -130,6 +132,69 @@ __device__ __forceinline__ float prepare(const uint4* x, const uint4* norm_of, f
   }
   __syncthreads();
   return back;
+}
+
+// Read several rows, which earlier launches wrote; those from M on are 0. Calls place(row, i, pairs) for inputs 8 i to
+// 8 i + 7, as the units take them; all threads of a warp call it together, beyond K with 0. Sets the factors of the rows'
+// sums. The caller must wait for all threads.
+template <class Place>
+__device__ __forceinline__ void bring(const uint4* x, int M, float* measures, float* factors, Place place) {
+  const int row = threadIdx.x / SHARERS, own = threadIdx.x % SHARERS;
+  auto read = [&](int i) { return row < M && i < K / 8 ? written(x + row * (LINE / 8) + i) : make_uint4(0u, 0u, 0u, 0u); };
+  float factor = 1.f, back = 1.f;
+#if FORM != 3  // powers of two, so that a row's largest magnitude is about 2 ** 8
+  float measure = 0.f;
+#pragma unroll 4
+  for (int first = 0; first < K / 8; first += SHARERS) {
+    const uint4 q = read(first + own);
+    const float2 v[4] = {wide2(q.x), wide2(q.y), wide2(q.z), wide2(q.w)};
+#pragma unroll
+    for (int p = 0; p < 4; p++) measure = fmaxf(measure, fmaxf(fabsf(v[p].x), fabsf(v[p].y)));
+  }
+#pragma unroll
+  for (int i = 16; i; i /= 2) measure = fmaxf(measure, __shfl_xor_sync(0xffffffffu, measure, i));
+  if (threadIdx.x % 32 == 0) measures[threadIdx.x / 32] = measure;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < SHARERS / 32; w++) measure = fmaxf(measure, measures[row * (SHARERS / 32) + w]);
+  const int power = min(max((int)(__float_as_uint(measure) >> 23) - 135, -126), 126);
+  factor = __uint_as_float((u32)(127 - power) << 23), back = __uint_as_float((u32)(127 + power) << 23);
+#endif
+  if (own == 0) factors[row] = back;
+#pragma unroll 4
+  for (int first = 0; first < K / 8; first += SHARERS) {
+    const uint4 q = read(first + own);
+    u32 pairs[4] = {q.x, q.y, q.z, q.w};
+#if FORM != 3
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+      const float2 v = wide2(pairs[p]);
+      pairs[p] = half2(v.x * factor, v.y * factor);
+    }
+#endif
+    place(row, first + own, pairs);
+  }
+}
+
+// Keep a warp's sums of a strip, outputs g and g + 8 in two columns, for the thread that adds up those of all warps.
+__device__ __forceinline__ void keep(float (*sums)[16 * SIDES], int side, const float* sum) {
+  const int lane = threadIdx.x % 32, g = lane / 4;
+#if ROWS > 1
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const int column = 2 * (lane % 4) + e % 2;
+    if (column < ROWS) sums[column][side * 16 + e / 2 * 8 + g] = sum[e];
+  }
+#else
+  if (lane % 4) return;
+  sums[0][side * 16 + g] = sum[0] + (SPLIT ? sum[1] : 0.f);
+  sums[0][side * 16 + g + 8] = sum[2] + (SPLIT ? sum[3] : 0.f);
+#endif
+}
+
+// Return where a row's outputs begin.
+__device__ __forceinline__ void* row_of(void* out, int row) {
+  return (unsigned char*)out + (u64)row * (N / SIDES) * (OUT_FLOAT ? 4 : 2);
 }
 
 // Load the bits of what output n is added to, which earlier launches wrote. That takes long: call it before the sums are

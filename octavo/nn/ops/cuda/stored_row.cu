@@ -12,8 +12,7 @@
 // previous launch, and others across strips.
 //
 // Macros: those of row.cuh; FORM 0 for E4M3, 1 for E5M2, 2 for integers, 3 for the narrow type; TILED: scales of tiles of
-// 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time;
-// ROWS 1, 2, 4 or 8; LINE: numbers from one row of x or of the matrix to the next.
+// 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time.
 
 #define BYTES (FORM == 3 ? 2 : 1)
 #define STEPS (K * BYTES / 64)
@@ -22,7 +21,6 @@
 #define LOADS (SIDES * 2 * SPAN)
 #define SLOT (LOADS * 512)
 #define PITCH (K / 8 + (FORM == 3 ? 4 : 1))  // 16 bytes each: a row of several in shared memory, so that banks differ
-#define SHARERS (WARPS * 32 / ROWS)          // threads that bring a row of several
 
 // Two adjacent numbers, the upper two of a word if HIGH, as float16.
 template <int HIGH>
@@ -77,50 +75,6 @@ __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[4], const
   }
 }
 
-#if ROWS > 1
-// Bring rows, which earlier launches wrote, into shared memory as the units take them; those from M on are 0. Sets each
-// row's factor of the products' sums.
-__device__ __forceinline__ void bring(const uint4* x, int M, uint4* given, float* measures, float* factors) {
-  const int row = threadIdx.x / SHARERS, own = threadIdx.x % SHARERS;
-  uint4* const to = given + row * PITCH;
-  float measure = 0.f;  // the largest magnitude
-#pragma unroll 4
-  for (int i = own; i < K / 8; i += SHARERS) {
-    const uint4 q = row < M ? written(x + row * (LINE / 8) + i) : make_uint4(0u, 0u, 0u, 0u);
-    to[i] = q;
-#if FORM != 3
-    const u32 pairs[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-    for (int p = 0; p < 4; p++) {
-      const float2 v = wide2(pairs[p]);
-      measure = fmaxf(measure, fmaxf(fabsf(v.x), fabsf(v.y)));
-    }
-#endif
-  }
-#if FORM != 3
-#pragma unroll
-  for (int i = 16; i; i /= 2) measure = fmaxf(measure, __shfl_xor_sync(0xffffffffu, measure, i));
-  if (threadIdx.x % 32 == 0) measures[threadIdx.x / 32] = measure;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < WARPS / ROWS; w++) measure = fmaxf(measure, measures[row * (WARPS / ROWS) + w]);
-  const int power = min(max((int)(__float_as_uint(measure) >> 23) - 135, -126), 126);
-  const float factor = __uint_as_float((u32)(127 - power) << 23);
-  if (own == 0) factors[row] = __uint_as_float((u32)(127 + power) << 23);
-#pragma unroll 4
-  for (int i = own; i < K / 8; i += SHARERS) {
-    const uint4 q = to[i];
-    const float2 a = wide2(q.x), b = wide2(q.y), c = wide2(q.z), d = wide2(q.w);
-    to[i] = make_uint4(half2(a.x * factor, a.y * factor), half2(b.x * factor, b.y * factor),
-                       half2(c.x * factor, c.y * factor), half2(d.x * factor, d.y * factor));
-  }
-#else
-  if (own == 0) factors[row] = 1.f;
-#endif
-  __syncthreads();
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __restrict__ codes,
      const float* __restrict__ scales, const void* __restrict__ bias, void* out, float eps, int M) {
@@ -166,7 +120,10 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
   follow();
 
 #if ROWS > 1
-  bring(x, M, given, measures, factors);
+  bring(x, M, measures, factors, [&](int row, int i, const u32* pairs) {
+    if (i * 8 < K) given[row * PITCH + i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  });
+  __syncthreads();
 #else
   const float back = prepare(x, norm_of, eps, measures, [&](int i, const u32* pairs, const u32* rest) {
     if (i * 8 >= K) return;
@@ -177,7 +134,7 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
 
   const int row = ROWS > 1 ? threadIdx.x / 16 : 0, of_strip = ROWS > 1 ? threadIdx.x % 16 : threadIdx.x;
   const bool finishes = threadIdx.x < 16 * ROWS && (ROWS == 1 || row < M);
-  void* const out_row = (char*)out + (u64)row * (N / SIDES) * (OUT_FLOAT ? 4 : 2);
+  void* const out_row = row_of(out, row);
   int slot = 0, turn = 0;
   for (int strip = blockIdx.x; strip < STRIPS; strip += gridDim.x, turn ^= 1) {
     const int n = strip * 16 + of_strip;
@@ -206,21 +163,12 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
       issue();
       if (++slot == DEPTH) slot = 0;
     }
-#if ROWS > 1
 #pragma unroll
-    for (int e = 0; e < 4 * SIDES; e++) {
-      const int column = 2 * (lane % 4) + e % 2;
-      if (column < ROWS) sums[turn][warp][column][e / 4 * 16 + e / 2 % 2 * 8 + g] = total[e / 4][e % 4] + d[e / 4][e % 4];
-    }
-#else
-    if (lane % 4 == 0) {
+    for (int side = 0; side < SIDES; side++) {
 #pragma unroll
-      for (int side = 0; side < SIDES; side++) {
-        sums[turn][warp][0][side * 16 + g] = total[side][0] + d[side][0] + (SPLIT ? d[side][1] : 0.f);
-        sums[turn][warp][0][side * 16 + g + 8] = total[side][2] + d[side][2] + (SPLIT ? d[side][3] : 0.f);
-      }
+      for (int e = 0; e < 4; e++) d[side][e] += total[side][e];
+      keep(sums[turn][warp], side, d[side]);
     }
-#endif
     __syncthreads();
     if (finishes) {
 #if ROWS > 1
