@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.device.cuda_staging import PIECE, Staging
+from octavo.device.cuda_staging import LEAST, Staging
 from octavo.device.rooms import Rooms
 from octavo.device.transfer import Copier, Copy, Download, Event, Graph, GraphRecorder, Lane
 
@@ -162,7 +162,7 @@ class CudaLink:
         self._staging = Staging(device)
 
     def move(self, tensor: Tensor) -> Tensor:
-        large = tensor.device.type == "cpu" and tensor.nbytes >= PIECE and tensor.is_contiguous()
+        large = tensor.device.type == "cpu" and tensor.nbytes >= LEAST and tensor.is_contiguous()
         return self._staging.move(tensor) if large else tensor.to(self.torch_device)
 
     def upload(self, array: np.ndarray) -> Tensor:

@@ -57,6 +57,8 @@ _LARGE = 3
 """Tiles for more rows than one has."""
 _HALF_TILE = 128
 """Half the rows of the largest tile."""
+_HALF = (_HALF_TILE, 4, 6, 1)
+"""How blocks of half tiles divide a product; one runs on a multiprocessor, and needs more depth than one of two."""
 Kind = Literal["integers", "e4m3", "table"]
 SCALE_UNITS: dict[Kind, float] = {"integers": 1.0, "e4m3": 2.0**-7, "table": 1.0}
 """A scale divided by what is stored of it: E4M3's are often too small for float16. `cuda/codes.cuh` has them, too."""
@@ -183,7 +185,7 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
 
     launch(plan, 0, columns - last)
     if last:
-        launch(plan_of(matrix.bits, _HALF_TILE), columns - last, columns)
+        launch(RowsPlan(*_HALF, 1), columns - last, columns)
     return out
 
 
@@ -280,10 +282,9 @@ def gates(matrix: Fragments) -> bool:
 def compile_ahead(matrix: Fragments, dtype: torch.dtype, only: int | None = None) -> None:
     """Compile the kernels for a matrix's products of several rows in the background: all, or that of one tile, which
     does not gate."""
-    for tile, (depth, stages, blocks) in _TILES[matrix.bits].items():
-        if only not in (None, tile):
-            continue
-        plan = RowsPlan(tile, depth, stages, blocks, 1)
+    divisions = [(tile, *division) for tile, division in _TILES[matrix.bits].items() if only in (None, tile)]
+    for division in [*divisions, _HALF] if only is None else divisions:
+        plan = RowsPlan(*division, 1)
         for gated in (False, True) if only is None and gates(matrix) else (False,):
             nvrtc.compile_ahead(*_rows_source(plan, form_of(matrix), dtype, gated=gated))
 
