@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise
+from itertools import chain, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -179,10 +179,12 @@ def speed(loop: Any, batch: int, tokens: int) -> float:
 
 
 def merged(sources: list[Path]) -> dict[str, dict[int, float]]:
-    """Return format -> batch size -> tokens per second, from several files; later ones count."""
+    """Return format -> batch size -> tokens per second, from several files or files of several runs; later ones
+    count."""
     found: dict[str, dict[int, float]] = {}
-    for source in sources:
-        for form, speeds in json.loads(source.read_text(encoding="utf-8"))["tokens_per_second"].items():
+    reports = [json.loads(source.read_text(encoding="utf-8")) for source in sources]
+    for run in chain.from_iterable(report.get("runs", [report]) for report in reports):
+        for form, speeds in run["tokens_per_second"].items():
             found.setdefault(form, {}).update({int(batch): value for batch, value in speeds.items()})
     return found
 

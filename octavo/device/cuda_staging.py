@@ -11,8 +11,8 @@ from torch import Tensor
 LEAST = 1 << 20
 """Bytes of a tensor for which this is faster."""
 PIECE = 16 << 20
-"""Bytes that are copied at a time. After each call into torch a thread waits for its turn in Python, while others compile
-kernels: smaller pieces arrive at a quarter of the rate."""
+"""Bytes that are copied at a time. Threads wait for their turn in Python after each call: on an H200, pieces of 4 MiB
+came at 7 GB/s, these at 9."""
 COUNT = 12
 """Pieces in pinned memory. It is kept: pinning takes longer than copying."""
 

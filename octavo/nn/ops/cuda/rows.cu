@@ -2,9 +2,9 @@
 // widened while the previous ones are multiplied, and rows from shared memory, into which one thread copies them.
 //
 // Grid: 128 outputs each, behind the first `before` times 128; parts of the inputs; ROWS rows. Of 256 threads each half
-// has 64 outputs. Writes the parts' sums [parts, M, N], in float or the rows' dtype. With GATED, a block has 64 outputs of the
-// gate, N / 2, and the 64 that they gate, and writes silu(gate) * up [M, N / 2]; there is one part then. `book` is a
-// table's.
+// has 64 outputs. Writes the parts' sums [parts, M, N], in float or the rows' dtype. With GATED, a block has 64 outputs
+// of the gate, N / 2, and the 64 that they gate, and writes silu(gate) * up [M, N / 2]; there is one part then. `book` is
+// a table's.
 //
 // Macros: those of integers.cuh and codes.cuh; DEPTH steps of 64 inputs whose codes are held in registers; STAGES, whose
 // rows are held in shared memory; BLOCKS of a multiprocessor; GATED. `multiply` is defined by nn/ops/fragments.py.
