@@ -109,7 +109,7 @@ def main() -> None:
             again = Reading(uid, (Source(folder, file.manifest),), file.manifest)
             once = Reading(uid, (Source(folder, file.manifest, file=file.packed()),), file.manifest)
             timed("read, with a second check", partial(reader.read, again))
-            _, pages = timed("read", partial(reader.read, once))
+            _, pages, _ = timed("read", partial(reader.read, once))
             timed(f"read in {given.threads} threads", partial(together.read, once))
             into = torch.empty_like(pages).numpy()
             timed("copy into new memory", partial(np.copyto, into, pages.numpy()))
