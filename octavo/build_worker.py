@@ -222,18 +222,34 @@ def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
         return run_node(own, address, settings_digest(config, files), partial(rank_process, config, files, memory))
 
 
+_SAME_ON_ALL = ("attention_backend", "enforce_eager", "disable_cascade_attn")
+"""Settings of devices that ranks must share."""
+
+
 def settings_digest(config: EngineConfig, files: ModelFiles) -> str:
     """Return a digest of what is equal on all machines of a model: Octavo, the model, the settings, the key.
 
-    Of features, only which ones have settings: these may name files, which each machine has in its own place.
+    Not the places of files, of which each machine has its own, nor how it uses its processors.
     """
     alike = dataclasses.replace(config.parallel, node_rank=0, master_addr="", master_port=0)
     model = dataclasses.replace(config.model, model="")
-    features = sorted(name for name, own in config.features.items() if own != type(own)())
+    device = [getattr(config.device, name) for name in _SAME_ON_ALL]
+    features = {name: own for name, own in config.features.items() if own != type(own)()}
     data = msgspec.json.encode(
-        [__version__, files.config, alike, model, config.cache, config.scheduler, features], order="sorted"
+        [__version__, files.config, alike, model, device, config.cache, config.scheduler, _without_places(features)],
+        order="sorted",
     )
     return blake2b(data, digest_size=16).hexdigest()
+
+
+def _without_places(settings: Any) -> Any:
+    """Return settings as plain values, in which texts end where a path begins."""
+    plain = msgspec.to_builtins(settings, enc_hook=str)
+    if isinstance(plain, dict):
+        return {key: _without_places(value) for key, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [_without_places(value) for value in plain]
+    return plain.partition("/")[0] if isinstance(plain, str) else plain
 
 
 def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:

@@ -71,13 +71,21 @@ def test_replicas_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     check_replicas(EngineConfig.of(device="cpu", data_parallel_size=4))
 
 
-@pytest.mark.features("lora")
-@pytest.mark.parametrize("settings", [{"enable_lora": True}, {"max_num_seqs": 3}, {"node_key": "k"}])
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 3}, {"node_key": "k"}, {"attention_backend": "torch"}])
 def test_machines_with_other_settings_do_not_join(settings: dict[str, Any]) -> None:
-    """Without the feature's half, a rank would compute other layers than its fellows."""
     files = toy_models.model_files(toy_models.LLAMA)
     two = settings_digest(EngineConfig.of(nnodes=2), files)
     assert settings_digest(EngineConfig.of(nnodes=2, **settings), files) != two
-    assert (
-        settings_digest(EngineConfig.of(nnodes=2, node_rank=1, master_addr="10.0.0.1", model="elsewhere"), files) == two
-    )
+    own = {"node_rank": 1, "master_addr": "10.0.0.1", "model": "elsewhere", "threads": 3, "record_steps": "here"}
+    assert settings_digest(EngineConfig.of(nnodes=2, **own), files) == two
+
+
+@pytest.mark.features("lora")
+@pytest.mark.parametrize("settings", [{}, {"max_lora_rank": 8}, {"lora_modules": ["b=/adapters/a"]}])
+def test_machines_with_other_settings_of_features_do_not_join(settings: dict[str, Any]) -> None:
+    """A rank would compute other layers than its fellows. Each machine has files in its own place."""
+    files = toy_models.model_files(toy_models.LLAMA)
+    lora = {"enable_lora": True, "max_lora_rank": 16, "lora_modules": ["a=/adapters/a"]}
+    one = settings_digest(EngineConfig.of(nnodes=2, **lora), files)
+    assert settings_digest(EngineConfig.of(nnodes=2, **(lora | settings if settings else {})), files) != one
+    assert settings_digest(EngineConfig.of(nnodes=2, **(lora | {"lora_modules": ["a=/elsewhere/b"]})), files) == one
