@@ -149,6 +149,7 @@ class FirstStage(Adapter):
             model.embed = embed
 
 
+@pytest.mark.slow
 def test_variants_of_the_model(replayed: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.build.build_engine_halves", lambda _: [Adapting()])
     monkeypatch.setattr("octavo.build_worker.build_worker_halves", lambda _: [FirstStage()])

@@ -46,7 +46,7 @@ _SCALE_BYTES = 32
 _START_BYTES = 16
 """Bytes that a unit of a row's inputs begins with; see `cuda/row.cu`."""
 _APART_BYTES = 64
-"""Bytes between several rows."""
+"""Bytes between several rows, so that threads read different banks."""
 _MOST_PARTS = 8
 _TILES = {
     4: {16: (8, 16, 2), 32: (4, 8, 2), 64: (4, 8, 2), 128: (2, 6, 2), 192: (4, 6, 1), 256: (4, 6, 1)},

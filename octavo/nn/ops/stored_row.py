@@ -37,6 +37,8 @@ _FORMS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2, torch.bfl
 _STEP_BYTES = STRIP * 64
 _SPAN_BYTES = WARPS * _STEP_BYTES
 """Of all warps' steps of one matrix."""
+_APART_BYTES = {2: 64, 1: 16}
+"""Bytes of a number -> bytes between several rows, so that threads read different banks."""
 _TILE = 128
 
 
@@ -212,7 +214,7 @@ def _row_bytes(form: StoredForm, row: RowForm) -> int:
     """Return the bytes of x in shared memory; one that is not narrow yet takes two narrow ones. Several are apart, and
     their sums count, too."""
     if row.rows > 1:
-        return row.rows * (2 * (form.inputs // form.parts) + (64 if form.codes.itemsize == 2 else 16)) + row.sum_bytes
+        return row.rows * (2 * (form.inputs // form.parts) + _APART_BYTES[form.codes.itemsize]) + row.sum_bytes
     splits = form.codes.itemsize == 2 and (row.normed or row.x_float)
     return 2 * form.inputs * (2 if splits else 1)
 

@@ -55,7 +55,13 @@ def start():
 """
 
 
-@pytest.mark.parametrize("cached", [[], ["something"]], ids=["an empty cache", "others' kernels there"])
+@pytest.mark.parametrize(
+    "cached",
+    [
+        pytest.param([], id="an empty cache"),
+        pytest.param(["something"], id="others' kernels there", marks=pytest.mark.slow),
+    ],
+)
 def test_another_process_compiles_what_this_one_looks_for(tmp_path: Path, cached: list[str]) -> None:
     for name in cached:
         (tmp_path / name).mkdir()

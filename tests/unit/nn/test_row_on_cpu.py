@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import cuda_on_cpu
 import pytest
@@ -105,8 +107,15 @@ def off(got: Tensor, expected: Tensor) -> float:
 HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
 
 
+def nightly(forms: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return the names of forms as parameters, of which these are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in names)) for name in forms]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, HALF], ids=str)
-@pytest.mark.parametrize("form", INTEGERS)
+@pytest.mark.parametrize(
+    "form", nightly(INTEGERS, "4 bits, groups of 192", "8 bits, groups of 128", "8 bits, groups of 16")
+)
 def test_packed_integers(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     bits, group, minima, outputs, inputs, divided, names = INTEGERS[form]
     blocks = blocks_of(bits, group, minima, outputs, inputs)
@@ -165,7 +174,7 @@ def test_numbers_as_they_are_stored(form: str, tmp_path: Path) -> None:
         assert off(out, row.expected) < LIMITS[out.dtype], late
 
 
-@pytest.mark.parametrize("form", SEVERAL)
+@pytest.mark.parametrize("form", nightly(SEVERAL, "plain, 2", "integers, 5"))
 def test_several_rows(form: str, tmp_path: Path) -> None:
     dtype, count, inputs, names = SEVERAL[form]
     outputs, fused = 192, operations(names)
@@ -196,7 +205,7 @@ def test_several_rows(form: str, tmp_path: Path) -> None:
             assert off(got, wanted) < LIMITS[out.dtype], late
 
 
-@pytest.mark.parametrize("form", SEVERAL_SMALL)
+@pytest.mark.parametrize("form", nightly(SEVERAL_SMALL, "8 bits, groups of 16, 2", "4 bits, groups of 128, 3 gated"))
 def test_several_rows_of_small_numbers(form: str, tmp_path: Path) -> None:
     of, group, minima, inputs, count, parts, (warps, span, depth), names = SEVERAL_SMALL[form]
     outputs, fused, dtype = 192, operations(names), torch.bfloat16
