@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
