@@ -239,7 +239,8 @@ def run_without(
             shutil.rmtree(tests)
         env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "DELETED_FEATURE": name}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests_without(copy, short=short)]
-        command += pytest_args
+        # Runs at the same time would clear each other's folders, while they look for them.
+        command += [f"--basetemp={Path(folder) / 'tmp'}", *pytest_args]
         pipe, same = subprocess.PIPE, subprocess.STDOUT
         return subprocess.run(command, cwd=copy, env=env, stdout=pipe, stderr=same, text=True, check=False)
 
