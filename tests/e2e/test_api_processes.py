@@ -124,6 +124,7 @@ def test_one_that_dies_takes_only_its_own_streams_along_and_is_started_again(sta
     assert "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 def test_one_that_dies_while_it_starts_is_started_again(start: Callable[..., Server]) -> None:
     server = start("--api-server-count", "3")
     wait_until(lambda: len(api_processes(server)) == 2, "the other processes")

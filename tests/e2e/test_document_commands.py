@@ -33,7 +33,7 @@ NOT_HERE = {
     "curl -X POST localhost:8000/st": "a server makes profiles only if it was started for them",
 }
 SERVED = ("octavo bench serve", "curl ")
-LONG = ("octavo bench", "octavo quantize", "octavo eval")
+LONG = ("octavo bench", "octavo quantize", "octavo eval", "octavo generate --raw")
 ALONE = ("octavo chat -q", "octavo generate", "octavo pull --list", "octavo run-batch", *LONG)
 AFTER = {"octavo eval smollm2-w8a16": "octavo quantize smollm2 --scheme w8a16 -o smollm2-w8a16"}
 """Commands that need what another one wrote."""

@@ -122,7 +122,13 @@ def check_end(
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "two processes"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="one process", marks=pytest.mark.slow),
+        pytest.param(("--api-server-count", "2"), id="two processes"),
+    ],
+)
 def test_everybody_is_told_and_the_server_ends(
     flags: tuple[str, ...], tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ def limited(mib: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("mib", "flags", "remedy"),
     [
-        (150, (), "ulimit -v"),
+        pytest.param(150, (), "ulimit -v", marks=pytest.mark.slow),
         (300, (), "ulimit -v"),
         (700, (), "ulimit -v"),
         (2048, ("--kv-cache-memory-bytes", "2G"), "Lower --kv-cache-memory-bytes"),

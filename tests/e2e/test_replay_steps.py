@@ -119,6 +119,7 @@ def test_a_record_ends_at_its_limit_and_the_server_goes_on(model: Path, tmp_path
     assert (code, "all as recorded" in said) == (0, True), said
 
 
+@pytest.mark.slow
 def test_the_model_may_be_elsewhere_now(record: Path, model: Path, tmp_path: Path) -> None:
     def moved(one: Any) -> Any:
         if isinstance(one, Header):

@@ -21,7 +21,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve("smollm2").model_dump()["max_model_len"] == 2048
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_question_is_answered_in_the_dtype_that_users_get(start_server: Callable[..., Server], dtype: str) -> None:
     """The other servers here compute in float32; on a CPU that is fast at it, the default is bfloat16."""
     server = start_server("--dtype", dtype)

@@ -35,7 +35,13 @@ def process_of(loop: EngineLoop) -> Any:
     return loop.worker.ranks.processes[0]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("settings", [{}, CROWDED], ids=["in step", "overlap, chunks and preemption"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="in step", marks=pytest.mark.slow),
+        pytest.param(CROWDED, id="overlap, chunks and preemption"),
+    ],
+)
 def test_tokens_do_not_depend_on_the_process(settings: dict[str, Any]) -> None:
     found: list[Tokens] = []
     for where in ({}, RANK):

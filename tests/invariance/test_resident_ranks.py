@@ -37,7 +37,14 @@ def tokens(config: dict[str, Any], **settings: Any) -> dict[tuple[str, int], lis
     return found
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3, LLAMA | EXPERTS], ids=["llama", "qwen3", "experts"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(LLAMA, id="llama", marks=pytest.mark.slow),
+        pytest.param(QWEN3, id="qwen3"),
+        pytest.param(LLAMA | EXPERTS, id="experts"),
+    ],
+)
 def test_tokens(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
     interpret_in_turns(monkeypatch)

@@ -42,7 +42,10 @@ CASES = [
     for dtype in (torch.float16, torch.bfloat16)
     for normed in (False, True)
 ]
-COMPILED = [(OPTIONS[0], torch.float16, True), (OPTIONS[1], torch.bfloat16, False)]
+COMPILED = [
+    (OPTIONS[0], torch.float16, True),
+    pytest.param(OPTIONS[1], torch.bfloat16, False, marks=pytest.mark.slow),
+]
 """On a CPU, where compiling takes as long as all else."""
 
 
