@@ -6,5 +6,5 @@ import os
 
 
 def examples(count: int) -> int:
-    """Return `count` for nightly tests (`make test-all`), a quarter of it otherwise."""
-    return count if "NIGHTLY_TESTS" in os.environ else count // 4
+    """Return `count` for nightly tests (`make test-all`), a sixth of it otherwise."""
+    return count if "NIGHTLY_TESTS" in os.environ else max(1, count // 6)

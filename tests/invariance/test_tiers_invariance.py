@@ -252,6 +252,7 @@ def test_each_rank_keeps_its_part_of_a_page(settings: dict[str, Any], monkeypatc
     assert stats.loads_failed > 0
 
 
+@pytest.mark.slow
 def test_transfers_reach_a_worker_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its dictionary is in that process."""
     expected = plain()
