@@ -230,7 +230,7 @@ _SAME_ON_ALL = ("attention_backend", "enforce_eager", "disable_cascade_attn")
 def settings_digest(config: EngineConfig, files: ModelFiles) -> str:
     """Return a digest of what is equal on all machines of a model: Octavo, the model, the settings, the key.
 
-    Not the places of files, of which each machine has its own, nor how it uses its processors.
+    Paths are left out, since files may be elsewhere on each machine, and so are settings of its processors.
     """
     alike = dataclasses.replace(config.parallel, node_rank=0, master_addr="", master_port=0)
     model = dataclasses.replace(config.model, model="")
@@ -244,7 +244,7 @@ def settings_digest(config: EngineConfig, files: ModelFiles) -> str:
 
 
 def _without_places(settings: Any) -> Any:
-    """Return settings as plain values, in which texts end where a path begins."""
+    """Return settings as plain values, with each string cut at its first slash."""
     plain = msgspec.to_builtins(settings, enc_hook=str)
     if isinstance(plain, dict):
         return {key: _without_places(value) for key, value in plain.items()}

@@ -33,8 +33,12 @@ def tiny_config(**settings: Any) -> EngineConfig:
 
 
 def strict(loop: EngineLoop) -> EngineLoop:
-    """Return the loop, which raises what fails in a step from now on. It would recover, and hide what is wrong."""
-    loop._scheduler.recover = None  # type: ignore[assignment, method-assign]
+    """Return the loop, which from now on raises what fails in a step, instead of recovering, which would hide it."""
+
+    def fail(error: str) -> list[TokenDelta]:
+        raise AssertionError(error)
+
+    loop._scheduler.recover = fail  # type: ignore[method-assign]
     return loop
 
 

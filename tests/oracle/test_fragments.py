@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from launch_kit import check_overlap
 from quantized_kit import blocks_of, codes_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -368,13 +369,7 @@ def test_several_rows_wait_for_the_launch_before(form: str) -> None:
             few_fragments.product(wide, down, add_to=stream)
             between()
 
-    step(torch.cuda.synchronize)
-    expected, graph = stream.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(lambda: None)
-    for _ in range(3):
-        graph.replay()
-        assert torch.equal(stream, expected)
+    check_overlap(step, stream)
 
 
 @on_hopper

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from launch_kit import check_overlap
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -201,14 +202,7 @@ def test_several_rows_wait_for_the_launch_before(form: str) -> None:
             multiply(inner, down, add_to=stream)
             between()
 
-    step(torch.cuda.synchronize)
-    expected = stream.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(lambda: None)
-    for _ in range(3):
-        graph.replay()
-        assert torch.equal(stream, expected)
+    check_overlap(step, stream)
 
 
 Product = Callable[..., Tensor]
@@ -234,11 +228,4 @@ def test_launches_that_overlap_wait_for_each_other(form: str) -> None:
             product(inner, down, add_to=stream)
             between()
 
-    step(torch.cuda.synchronize)
-    expected = stream.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(lambda: None)
-    for _ in range(3):
-        graph.replay()
-        torch.testing.assert_close(stream, expected, rtol=0, atol=0)
+    check_overlap(step, stream)

@@ -36,12 +36,13 @@ from octavo.nn.ops.ring import (
     beside_rows,
     blocks_of,
     columns_for,
+    form_of_part,
     rows_alone,
 )
 
 
 def serves(matrix: Fragments, rows: int, dtype: torch.dtype, *, gated: bool = False) -> bool:
-    """Return whether `product` multiplies so many rows, of a dtype, in the matrix's order of inputs."""
+    """Return whether `product` supports this number of rows of this dtype."""
     if dtype.itemsize != 2 or not 1 < rows <= MOST_ROWS:
         return False
     return _division(form_of(matrix), matrix.inputs, rows, gated=gated) is not None
@@ -72,15 +73,7 @@ def product(
     parts, plan = division
     of_scales = matrix.scales.shape[1] // parts if form.group else 0
     for part in range(parts):
-        fused = RowForm(
-            gated,
-            normed=False,
-            biased=bias is not None and part == 0,
-            added=add_to is not None or part > 0,
-            x_float=False,
-            out_float=out.dtype == torch.float32,
-            rows=columns_for(rows),
-        )
+        fused = form_of_part(part, rows, out, bias, add_to, gated=gated)
         begin = part * matrix.inputs // parts
         _kernel(form, x.dtype, matrix.outputs, matrix.inputs, fused, plan, parts).launch(
             (blocks_of(outputs, x.device), 1, 1),

@@ -252,7 +252,7 @@ def rows_plan(matrix: Fragments, rows: int) -> RowsPlan:
 
 
 def plan_of(bits: int, rows: int) -> RowsPlan:
-    """Return the plan of tiles of so many rows, in one part."""
+    """Return the plan for tiles of `rows` rows, in one part."""
     return RowsPlan(rows, *_TILES[bits][rows], 1)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 STRIP = 16
 """Outputs that a block computes at a time."""
@@ -84,6 +85,18 @@ def rows_alone(rows: int, *, gated: bool) -> RowForm:
     """Return the form of a product of several rows that is not added to anything."""
     columns = columns_for(rows)
     return RowForm(gated, normed=False, biased=False, added=False, x_float=False, out_float=False, rows=columns)
+
+
+def form_of_part(
+    part: int, rows: int, out: Tensor, bias: Tensor | None, add_to: Tensor | None, *, gated: bool
+) -> RowForm:
+    """Return the form of one launch for a part of the inputs of several rows: the first one adds the bias, later ones
+    add to its result."""
+    return rows_alone(rows, gated=gated)._replace(
+        biased=bias is not None and part == 0,
+        added=add_to is not None or part > 0,
+        out_float=out.dtype == torch.float32,
+    )
 
 
 def beside_rows(room: int, span_bytes: Callable[[int], int], longest: int = 2) -> RingPlan | None:

@@ -84,7 +84,7 @@ def row_product(
 
 
 def serves_rows(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, *, gated: bool) -> bool:
-    """Return whether `rows_product` multiplies so many rows with a matrix."""
+    """Return whether `rows_product` supports this number of rows and a matrix of this shape."""
     if dtype.itemsize != 2 or not stored_row.runs(device):
         return False
     return stored_row.fits_rows(_form(outputs, inputs, dtype), rows, gated=gated) and _usable(device)

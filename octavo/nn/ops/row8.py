@@ -87,7 +87,7 @@ def row_product(
 
 
 def serves_rows(rows: int, matrix: Floats, dtype: torch.dtype, *, gated: bool = False) -> bool:
-    """Return whether `rows_product` multiplies so many rows, of a dtype, with a matrix."""
+    """Return whether `rows_product` supports this number of rows of this dtype."""
     if dtype.itemsize != 2 or not 1 < rows <= MOST_ROWS or not stored_row.runs(matrix.codes.device):
         return False
     return stored_row.fits_rows(_form(matrix, dtype), rows, gated=gated) and usable(matrix.codes.device)

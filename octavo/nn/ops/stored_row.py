@@ -30,6 +30,7 @@ from octavo.nn.ops.ring import (
     beside_rows,
     blocks_of,
     columns_for,
+    form_of_part,
     rows_alone,
 )
 
@@ -133,15 +134,7 @@ def rows_product(
     inputs = form.inputs // form.parts
     for part in range(form.parts):
         own = slice(part * inputs, (part + 1) * inputs)
-        row = RowForm(
-            gated=gated,
-            normed=False,
-            biased=bias is not None and part == 0,
-            added=add_to is not None or part > 0,
-            x_float=False,
-            out_float=out.dtype == torch.float32,
-            rows=columns_for(count),
-        )
+        row = form_of_part(part, count, out, bias, add_to, gated=gated)
         of_part = scales
         if scales is not None and form.tile:
             of_part = scales[:, own.start // form.tile :]
@@ -176,7 +169,7 @@ def compile_ahead(form: StoredForm, row: RowForm) -> None:
 def compile_rows_ahead(form: StoredForm, rows: int, fused: RowForm) -> None:
     """Compile the kernels for several rows in the background."""
     form, columns = rows_form(form, rows, gated=fused.gated), columns_for(rows)
-    for added in {fused.added, form.parts > 1}:
+    for added in {fused.added, fused.added or form.parts > 1}:
         row = fused._replace(added=added, rows=columns)
         plan = _rows_plan(form, row)
         assert plan is not None, "x fits in shared memory"
@@ -191,7 +184,7 @@ def ring_plan(form: StoredForm) -> RingPlan:
 
 
 def fits_rows(form: StoredForm, rows: int, *, gated: bool) -> bool:
-    """Return whether the kernel multiplies so many rows, and has room for them in shared memory."""
+    """Return whether the kernel supports this number of rows, and they fit in shared memory."""
     if not 1 < rows <= MOST_ROWS or not fits(form.outputs, form.inputs, form.codes, tile=form.tile, gated=gated):
         return False
     return _rows_plan(rows_form(form, rows, gated=gated), rows_alone(rows, gated=gated)) is not None

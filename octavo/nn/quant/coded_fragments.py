@@ -76,7 +76,7 @@ def _precise(scales: Tensor, book: Codebook) -> bool:
 
 
 def _zeros(parts: Sequence[QuantizedBlocks], book: Codebook, scales: Tensor) -> Tensor:
-    """Return of which groups all numbers are 0, so that their scales may be anything: [N, G] like scales."""
+    """Return a mask of groups whose numbers are all 0, so that any scale will do: [N, G] like scales."""
     differs = (book.numbers != 0).to(scales.device)
     groups = (part.values.to(scales.device).unflatten(1, (scales.shape[1], -1)) for part in parts)
     return ~torch.cat([differs[part.int()].any(2) for part in groups])

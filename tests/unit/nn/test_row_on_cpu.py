@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Mapping
+from ctypes import c_float, c_int, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from quantized_kit import blocks_of, codes_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.nn.ops import fragments, stored_row
+from octavo.nn.ops import few_fragments, fragments, ring, stored_row
 from octavo.nn.ops.fragments import Form, Fragments
 from octavo.nn.ops.ring import RingPlan, RowForm, columns_for
 from octavo.nn.ops.stored_row import StoredForm
@@ -108,7 +110,7 @@ HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
 
 
 def nightly(forms: Mapping[str, Any], *names: str) -> list[Any]:
-    """Return the names of forms as parameters, of which these are slow."""
+    """Return the names of forms as parameters; those in `names` are marked slow."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in names)) for name in forms]
 
 
@@ -238,3 +240,44 @@ def test_several_rows_of_small_numbers(form: str, tmp_path: Path) -> None:
     for out in outs:
         for got, wanted in zip(out, expected, strict=True):
             assert off(got, wanted) < (2 * LIMITS[out.dtype] if parts > 1 else LIMITS[out.dtype])
+
+
+class OnCpu:
+    """In place of `nvrtc.Kernel`."""
+
+    def __init__(self, name: str, made: tuple[str, dict[str, int], int, int], folder: Path) -> None:
+        source, macros, _, self.shared = made
+        self.library = cuda_on_cpu.compiled(source, name, macros, folder)
+
+    def launch(self, grid: tuple[int, int, int], arguments: list[c_void_p | c_float | c_int]) -> None:
+        kinds = (c_void_p, c_float, c_int)
+        pointers, floats, integers = ([one.value for one in arguments if isinstance(one, kind)] for kind in kinds)
+        cuda_on_cpu.launch(self.library, pointers, floats, integers, grid, self.shared, late=False)
+
+
+@pytest.mark.parametrize("form", ["4 bits", pytest.param("8 bits", marks=pytest.mark.slow), "plain"])
+def test_rows_that_do_not_fit_are_multiplied_in_parts(
+    form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the launches that a GPU gets."""
+    monkeypatch.setattr(ring, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(few_fragments, "_kernel", lambda *args: OnCpu("row", fragments.row_source(*args), tmp_path))
+    monkeypatch.setattr(stored_row, "_kernel", lambda *args: OnCpu("stored_row", stored_row.source_of(*args), tmp_path))
+    outputs, inputs, count, dtype = 64, 14336, 8, torch.bfloat16
+    x, bias, stream = torch.randn(count, inputs).to(dtype), torch.randn(outputs).to(dtype), torch.randn(count, outputs)
+    if form == "plain":
+        weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+        stored_as, exact = StoredForm(dtype, 0, dtype, outputs, inputs), weight.double()
+        assert stored_row.rows_form(stored_as, count, gated=False).parts == 2
+        product = partial(stored_row.rows_product, x, weight, None, stored_as)
+    else:
+        bits, group, minima = (4, 128, True) if form == "4 bits" else (8, 0, False)
+        blocks = blocks_of(bits, group, minima, outputs, inputs)
+        matrix, exact = pack_fragments([blocks], CPU, group or inputs), value_of(blocks)
+        assert few_fragments._division(fragments.form_of(matrix), inputs, count, gated=False)[0] == 2
+        product = partial(few_fragments.product, x, matrix)
+    y = x.double() @ exact.T
+    assert off(product(bias=bias, dtype=torch.float32), y + bias.double()) < LIMITS[torch.float32]
+    target = stream.clone()
+    assert product(add_to=target) is target
+    assert off(target, y + stream.double()) < LIMITS[torch.float32]
