@@ -371,6 +371,7 @@ def main() -> None:
     parser.add_argument("serve_args", nargs="*", help="further arguments of octavo serve (put -- before them)")
     args = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # ends the server, too
     config = json.loads((args.model / "config.json").read_text())
     with tempfile.TemporaryDirectory(prefix="adapters-") as folder:
         facts = describe() | {"gpu": describe_gpu(), "model": args.model.name, "known_adapters": args.adapters}

@@ -7,7 +7,8 @@ Microseconds of an operation, from graphs that repeat it 20 times: the median of
 words, which is the floor of any sum here, and the smallest launch.
 
 Under `beside`: a product of 4,096 rows and, beside it, the sum of 32 MiB with its norm, as in steps in two parts;
-launched 20 times without a graph. `product, norm` has no sum; `stored after` is one that nothing hides.
+launched 20 times without a graph. `product, norm` has no sum; `stored after` is one that nothing hides. Copies are left
+out where their room is too small.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import queue
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,13 +76,24 @@ def measure_sums(ranks: int, *, trial: bool = False) -> dict[str, Any]:
             processes.append(context.Process(target=run_rank, args=(place, own, trial, found), daemon=True))
             processes[-1].start()
         try:
-            each = [found.get(timeout=_PATIENCE_S) for _ in processes]
-        except queue.Empty:
-            raise SystemExit(f"no result within {_PATIENCE_S:.0f} s; a rank's error is above") from None
+            each = results_of(processes, found)
         finally:
             for process in processes:
                 process.kill()
     return functools.reduce(slower, each)
+
+
+def results_of(processes: list[Any], found: Any) -> list[Any]:
+    """Return what each rank puts into the queue; exit as soon as one has failed."""
+    each: list[Any] = []
+    ends = time.monotonic() + _PATIENCE_S
+    while len(each) < len(processes):
+        try:
+            each.append(found.get(timeout=1))
+        except queue.Empty:
+            if any(process.exitcode for process in processes) or time.monotonic() > ends:
+                raise SystemExit(f"a rank failed, or gave no result within {_PATIENCE_S:.0f} s") from None
+    return each
 
 
 def slower(one: Any, other: Any) -> Any:
@@ -169,7 +182,10 @@ def sums_beside(group: PeerCollectives) -> dict[str, float]:
 
     ways = {"product": multiply, "product, norm": norm, "stored after": stored}
     ways |= {} if rest is None else {"NCCL beside": nccl}
-    ways |= {} if copies is None else {"copied beside": copied, "copied alone": copied_alone}
+    begun = None if copies is None else copies.begin(x)
+    if begun is not None:  # None: more rows than there is room for
+        begun.normed_with(stream, (weight, 1e-5), torch.bfloat16)
+        ways |= {"copied beside": copied, "copied alone": copied_alone}
     return {name: timed_launches(way) for name, way in ways.items()}
 
 
