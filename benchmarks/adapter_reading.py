@@ -1,11 +1,13 @@
 """Time to read an adapter from the page cache into host memory, laid out as pages.
 
-    python benchmarks/adapter_reading.py [--rank 16] [--repeat 10] [--threads 4] [--output figures.json]
+    python benchmarks/adapter_reading.py [--rank 16] [--repeat 10] [--threads 4] [--form rank|output]
+        [--dtype bfloat16|float32] [--output figures.json]
 
 The adapter changes all linear layers of a model of the 8B shape (32 layers, hidden size 4096); its numbers are random.
 Measured in turns: checking its files, reading with a second check (as when they have changed), reading without, reading
 without in several threads (as on a GPU's machine), and copying as many bytes into new memory and into memory in use.
-Processor time is that of the calling thread.
+Processor time is that of the calling thread. The form is that of B in pages: by rank, as for CPUs, or by output, as for
+GPUs. The dtype is the file's; pages are bfloat16.
 """
 
 from __future__ import annotations
@@ -57,14 +59,14 @@ def targets() -> tuple[Target, ...]:
     return tuple(found)
 
 
-def save(folder: Path, every: tuple[Target, ...], rank: int) -> None:
+def save(folder: Path, every: tuple[Target, ...], rank: int, dtype: torch.dtype) -> None:
     """Write an adapter of this rank on all targets."""
     tensors = {}
     for target in every:
         for part in target.parts:
             path = f"base_model.model.{target.path}.{part.name}"
-            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, part.inputs).bfloat16()
-            tensors[f"{path}.lora_B.weight"] = torch.randn(part.outputs, rank).bfloat16()
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, part.inputs).to(dtype)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(part.outputs, rank).to(dtype)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -79,6 +81,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--threads", type=int, default=HELPERS)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--form", choices=["rank", "output"], default="rank")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     every = targets()
@@ -89,7 +93,7 @@ def main() -> None:
             tuple((Cut(),) * len(one.parts) for one in every),
             tuple((None,) * len(one.parts) for one in every),
         ),
-        BLOCK,
+        dataclasses.replace(BLOCK, by_output=given.form == "output"),
         torch.bfloat16,
         no_gains,
     )
@@ -102,7 +106,7 @@ def main() -> None:
         return result
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.threads) as helpers:
-        save(Path(folder), every, given.rank)
+        save(Path(folder), every, given.rank, getattr(torch, given.dtype))
         together = dataclasses.replace(reader, helpers=helpers)
         for uid in range(given.repeat):
             file = timed("check", partial(read_adapter, Path(folder), every, 256))
@@ -125,9 +129,15 @@ def main() -> None:
     for name, one in figures.items():
         print(name, *(f"{key} {value}" for key, value in one.items()), sep=", ")
     size = round(pages.nbytes / 1e6, 1)
-    print(f"rank {given.rank}: {len(file.manifest.pieces)} pieces, {size} MB")
+    print(f"rank {given.rank}: {len(file.manifest.pieces)} pieces, {size} MB, B by {given.form}, {given.dtype}")
     if given.output is not None:
-        told = {"command": " ".join(["python", *sys.argv]), "rank": given.rank, "megabytes": size}
+        told = {
+            "command": " ".join(["python", *sys.argv]),
+            "rank": given.rank,
+            "form": given.form,
+            "dtype": given.dtype,
+            "megabytes": size,
+        }
         told |= {"machine": processor(), "torch": torch.__version__, "figures": figures}
         given.output.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -1,13 +1,11 @@
 """Kernels of low-rank adapters on one GPU, alone and among the products of a decoder of Llama 3.1 8B's shape.
 
-    python benchmarks/lora_kernels.py [--rows 1 8 64 256] [--adapters 1 8 64] [--timeline] [--kernels] [--sweep]
+    python benchmarks/lora_kernels.py [--rows 1 8 64 256] [--adapters 1 8 64] [--timeline] [--kernels]
 
 Adapters of one rank on all linear layers, in blocks of a KV cache, random weights. `layers` times all products of a
 decoding step with their norms and gates, recorded as a CUDA graph, without attention and head: without adapters, with
-adapters that no row uses, and with rows spread over some adapters, in several forms of the additions: "few" as in a
-step of few adapters, "many" as in one of more. `timeline` lists
-the launches of one layer among the others. `kernels` times each kernel alone, and how many bytes of weights it reads a
-second.
+adapters that no row uses, and with rows spread over some adapters. `timeline` lists the launches of one layer among the
+others. `kernels` times each kernel alone, and how many bytes of weights it reads a second.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +28,10 @@ from torch import Tensor
 
 from octavo.device.ahead import Ahead, target_of
 from octavo.device.transfer import link_of
-from octavo.features.lora import gpu
-from octavo.features.lora.gpu import LowRankDelta, Shape
+from octavo.features.lora.ahead import compile_ahead
+from octavo.features.lora.gpu import LowRankDelta
 from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
-from octavo.features.lora.tables import Assigned, Crowd, Tables
+from octavo.features.lora.tables import RANKS, Assigned, Tables
 from octavo.nn.build import Build
 from octavo.nn.norm import RMSNorm
 from octavo.nn.ops import products
@@ -69,7 +65,7 @@ class World:
             for name, (inputs, sizes) in PARTS.items()
         ]
         block_bytes = LAYERS * BLOCK_TOKENS * 2 * KV * DTYPE.itemsize
-        geometry = Geometry(slices, block_bytes // slices, DTYPE.itemsize)
+        geometry = Geometry(slices, block_bytes // slices, DTYPE.itemsize, by_output=True)
         pieces = [Piece(i, part, rank) for i, target in enumerate(targets) for part in range(len(target.parts))]
         placed = layout(targets, Manifest(tuple(pieces)), geometry)
         self.bytes = placed.num_tiles * geometry.tile_bytes
@@ -82,7 +78,7 @@ class World:
             own = blocks[index * placed.num_blocks : (index + 1) * placed.num_blocks]
             self.tables.enter(index, own.tolist(), placed)
         self.targets, self.max_rank = targets, max_rank
-        self.rows = Assigned(8192, count, link_of(DEVICE))
+        self.rows = Assigned(8192, count, link_of(DEVICE), -(-max_rank // RANKS))
         self.rank = rank
 
     def deltas(self) -> list[dict[str, LowRankDelta]]:
@@ -104,7 +100,7 @@ class World:
     def assign(self, rows: int, adapters: int) -> None:
         """Spread the rows over some adapters, in a random order; 0 for none."""
         spread = np.arange(rows, dtype=np.int32) % adapters if adapters else np.full(rows, -1, dtype=np.int32)
-        self.rows.fill(np.random.default_rng(1).permutation(spread))
+        self.rows.fill(np.random.default_rng(1).permutation(spread), self.tables.rank_groups)
         torch.cuda.synchronize()
 
 
@@ -189,26 +185,6 @@ def micros(graph: torch.cuda.CUDAGraph, rounds: int = 5, calls: int = 3) -> floa
     return statistics.median(times)
 
 
-@contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes to other values."""
-    own = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in own.items():
-            setattr(owner, name, value)
-
-
-def forms_of(world: World, rows: int) -> dict[str, AbstractContextManager[None]]:
-    """Return forms of the additions by name, each with what enters it."""
-    if rows == 1:
-        return {"own": nullcontext()}
-    return {crowd.name.lower(): replaced(world.rows, crowd=crowd) for crowd in Crowd}
-
-
 def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None) -> None:
     for i, layer in enumerate(layers):
         for name, linear in layer.linears.items():
@@ -216,7 +192,7 @@ def set_deltas(layers: list[Layer], deltas: list[dict[str, LowRankDelta]] | None
 
 
 def measure_layers(layers: list[Layer], world: World, rows: int, adapters: list[int]) -> dict[str, Any]:
-    """Return microseconds of all layers: without adapters, and in each form for rows of 0 to some adapters.
+    """Return microseconds of all layers: without adapters, and for rows of 0 to some adapters.
 
     Medians of rounds in turns, since the clocks drift.
     """
@@ -224,13 +200,10 @@ def measure_layers(layers: list[Layer], world: World, rows: int, adapters: list[
     run = partial(forward, layers, x)
     set_deltas(layers, None)
     graphs = {"base": graph_of(run)}
-    kept = []
-    for name, form in forms_of(world, rows).items():
-        world.assign(rows, 1)
-        kept.append(world.deltas())
-        set_deltas(layers, kept[-1])
-        with form:
-            graphs[name] = graph_of(run)
+    world.assign(rows, 1)
+    kept = world.deltas()
+    set_deltas(layers, kept)
+    graphs["adapted"] = graph_of(run)
     set_deltas(layers, None)
     times: dict[str, list[float]] = {}
     counts = [0, *(count for count in adapters if count <= rows)]
@@ -243,18 +216,14 @@ def measure_layers(layers: list[Layer], world: World, rows: int, adapters: list[
 
 
 def compile_layers(layers: list[Layer], world: World, rows: list[int]) -> float:
-    """Compile the kernels of all forms in parallel; return the seconds."""
+    """Compile the kernels in parallel; return the seconds."""
     began = time.perf_counter()
+    linears = layers[0].linears
+    compile_ahead([(linears[name], one) for name, one in world.deltas()[0].items()], DTYPE, DEVICE)
     ahead = Ahead(target_of(DEVICE))
     with ahead.collecting():
         for count in rows:
-            x = torch.empty(count, WIDTH, dtype=DTYPE, device=DEVICE)
-            for form in forms_of(world, count).values():
-                set_deltas(layers[:1], world.deltas())
-                with form:
-                    forward(layers[:1], x)
-            set_deltas(layers[:1], None)
-            forward(layers[:1], x)
+            forward(layers[:1], torch.empty(count, WIDTH, dtype=DTYPE, device=DEVICE))
     ahead.wait()
     return round(time.perf_counter() - began, 1)
 
@@ -264,8 +233,7 @@ def timeline(layers: list[Layer], world: World, rows: int, adapters: int) -> lis
     x = torch.randn(rows, WIDTH, dtype=DTYPE, device=DEVICE)
     world.assign(rows, adapters)
     set_deltas(layers, None if adapters == 0 else world.deltas())
-    with replaced(world.rows, crowd=Crowd.of(adapters)):
-        graph = graph_of(partial(forward, layers, x))
+    graph = graph_of(partial(forward, layers, x))
     graph.replay()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
@@ -289,10 +257,8 @@ def timeline(layers: list[Layer], world: World, rows: int, adapters: int) -> lis
     ]
 
 
-def measure_kernels(
-    world: World, rows: int, adapters: list[int], shapes: dict[str, list[Shape]]
-) -> list[dict[str, Any]]:
-    """Microseconds a launch, and TB/s of the adapters' weights, of each kernel in each shape."""
+def measure_kernels(world: World, rows: int, adapters: list[int]) -> list[dict[str, Any]]:
+    """Microseconds a launch, and TB/s of the adapters' weights, of each kernel."""
     deltas = world.deltas()
     found = []
     for name, (inputs, sizes) in PARTS.items():
@@ -300,77 +266,28 @@ def measure_kernels(
         y = torch.zeros(rows, sum(sizes), dtype=DTYPE, device=DEVICE)
         own = [each[name] for each in deltas]
         read = {"shrink": inputs * len(sizes), "expand": sum(sizes)}
-        for kind, shape in [(kind, shape) for kind, some in shapes.items() for shape in some]:
-            world.assign(rows, 1)
-            value = own[0].shrink(x, shape)
+        world.assign(rows, 1)
+        value = own[0].shrink(x)
+        for kind, numbers in read.items():
             if kind == "shrink":
-                run = partial(_each, [partial(one.shrink, x, shape) for one in own])
+                run = partial(_each, [partial(one.shrink, x) for one in own])
             elif name == "gate_up":
-                run = partial(_each, [partial(one.gate, value, y, shape) for one in own])
+                run = partial(_each, [partial(one.gate, value, y) for one in own])
             else:
-                run = partial(_each, [partial(one.expand, value, y, shape) for one in own])
+                run = partial(_each, [partial(one.expand, value, y) for one in own])
             graph = graph_of(run)
             for count in [0, *(count for count in adapters if count <= rows)]:
                 world.assign(rows, count)
                 taken = micros(graph, rounds=3) / LAYERS
-                entry = {"rows": rows, "target": name, "kernel": kind, "adapters": count, "us": round(taken, 2)}
-                nbytes = count * world.rank * read[kind] * DTYPE.itemsize
-                found.append(entry | {"tb_s": round(nbytes / taken / 1e6, 2), "shape": list(_tuple(shape))})
+                nbytes = count * world.rank * numbers * DTYPE.itemsize
+                entry = {"target": name, "kernel": kind, "adapters": count, "us": round(taken, 2)}
+                found.append(entry | {"tb_s": round(nbytes / taken / 1e6, 2)})
     return found
 
 
 def _each(calls: list[Callable[[], Any]]) -> None:
     for call in calls:
         call()
-
-
-def _tuple(shape: Shape) -> tuple[int, ...]:
-    return tuple(getattr(shape, name) for name in Shape.__slots__)
-
-
-def sweep_shapes() -> dict[str, list[Shape]]:
-    """Shapes in which one kernel differs at a time."""
-    plain = gpu.shape_of(WIDTH)
-    shrinks = [
-        replace(plain, wide=wide, shrinks=programs, shrink_warps=warps)
-        for wide, warps, programs in [
-            *((1, 1, n) for n in (8, 16)),
-            *((1, 2, n) for n in (4, 8, 16)),
-            *((2, 2, n) for n in (3, 5, 8)),
-            *((2, 4, n) for n in (3, 6)),
-            *((4, 4, n) for n in (2, 4)),
-        ]
-    ]
-    expands = [
-        replace(plain, columns=columns, expands=programs, gates=programs, expand_warps=warps, gate_warps=warps)
-        for columns, warps, programs in itertools.product((128, 256), (4, 8), (2, 3, 4, 6, 8))
-    ]
-    return {"shrink": [plain, *shrinks], "expand": [plain, *expands]}
-
-
-def compile_all(world: World, shapes: dict[str, list[Shape]], rows: int) -> float:
-    """Compile the kernels of all shapes in parallel; return the seconds."""
-    began = time.perf_counter()
-    ahead = Ahead(target_of(DEVICE))
-    one = world.deltas()[0]
-    with ahead.collecting():
-        for shape in {shape for some in shapes.values() for shape in some}:
-            for name, (inputs, sizes) in PARTS.items():
-                x = torch.empty(rows, inputs, dtype=DTYPE, device=DEVICE)
-                y = torch.empty(rows, sum(sizes), dtype=DTYPE, device=DEVICE)
-                value = one[name].shrink(x, shape)
-                (one[name].gate if name == "gate_up" else one[name].expand)(value, y, shape)
-    ahead.wait()
-    return time.perf_counter() - began
-
-
-def fastest(entries: list[dict[str, Any]], keep: int = 4) -> dict[str, list[Any]]:
-    """Return the fastest shapes, and the first one, of each target, kernel and number of adapters."""
-    groups: dict[str, list[Any]] = {}
-    for one in entries:
-        place = f"{one['target']} {one['kernel']} {one['adapters']}"
-        groups.setdefault(place, []).append([one["us"], one["tb_s"], *one["shape"]])
-    return {place: [some[0], *sorted(some)[:keep]] for place, some in groups.items()}
 
 
 def main() -> None:
@@ -383,7 +300,6 @@ def main() -> None:
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="each kernel alone")
     parser.add_argument("--no-layers", action="store_true", help="without `layers`")
-    parser.add_argument("--sweep", action="store_true", help="each kernel in many shapes, with the most rows")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
@@ -405,13 +321,8 @@ def main() -> None:
         for rows, count in itertools.product(args.rows, args.adapters) if args.timeline else ():
             if count <= rows:
                 note(f"timeline, {rows} rows, {count} adapters", timeline(layers, world, rows, count))
-        own = {kind: [gpu.shape_of(WIDTH)] for kind in ("shrink", "expand")}
         for rows in args.rows if args.kernels else ():
-            note(f"kernels, {rows} rows", fastest(measure_kernels(world, rows, args.adapters, own), 0))
-        if args.sweep:
-            shapes = sweep_shapes()
-            note("compile_s", compile_all(world, shapes, max(args.rows)))
-            note("sweep", fastest(measure_kernels(world, max(args.rows), args.adapters, shapes)))
+            note(f"kernels, {rows} rows", measure_kernels(world, rows, args.adapters))
 
 
 if __name__ == "__main__":

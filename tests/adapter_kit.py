@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from paged import PagedRunner, Row
 from torch import Tensor
@@ -15,12 +17,13 @@ from octavo.core.cache_groups import CacheGroup
 from octavo.core.plan import PlanDraft
 from octavo.device.cpu import CpuDevice
 from octavo.features.lora.checks import read_adapter
-from octavo.features.lora.layout import Geometry, joined, layout
+from octavo.features.lora.layout import joined, layout
 from octavo.features.lora.payload import AdapterEntry, LoraStep, Source, page_names
 from octavo.features.lora.worker import LoraWorker
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
+from octavo.models.model import EncoderModel, Model
 from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
@@ -29,6 +32,17 @@ from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Site
 
 BASE = -1
+FORMS = pytest.mark.parametrize("by_output", [False, True], ids=["by rank", "by output"])
+"""Both forms of B."""
+
+
+class ByOutput(LoraWorker):
+    """Has B in the form of GPUs, which torch can read on any device."""
+
+    def attach(self, model: Model | EncoderModel, site: Site) -> None:
+        super().attach(model, site)
+        self._geometry = replace(self._geometry, by_output=True)
+        self._reader = replace(self._reader, geometry=self._geometry)
 
 
 @dataclass
@@ -36,6 +50,7 @@ class Adapted:
     """A model on random blocks of one KV cache, which adapters share with its rows.
 
     Attributes:
+        by_output: B is in the form of GPUs; see `Geometry`.
         indices: adapters in use -> their index.
     """
 
@@ -48,10 +63,11 @@ class Adapted:
     max_rank: int = 64
     added_tokens: int = 0
     seed: int = 0
+    by_output: bool = False
     indices: dict[Any, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.worker = LoraWorker(16, self.max_rank, self.added_tokens)
+        self.worker = (ByOutput if self.by_output else LoraWorker)(16, self.max_rank, self.added_tokens)
         self.attach()
 
     def attach(self) -> None:
@@ -78,11 +94,12 @@ class Adapted:
         index = len(self.indices)
         uid = index + 1 if uid is None else uid
         self.worker.call("read", {"uid": uid, "sources": sources, "manifest": whole}).result()
-        memory = self.blocks.memory
-        placed = layout(targets, whole, Geometry(memory.shape[0], memory.shape[2], self.dtype.itemsize))
+        placed = layout(targets, whole, self.worker._geometry)
         blocks = [self.runner.free.pop() for _ in range(placed.num_blocks)]
         pages = torch.empty(len(blocks), self.blocks.page_bytes, dtype=torch.uint8)
-        assert not self.worker.load(page_names(uid, len(blocks)), lambda: pages).result()
+        names, half = page_names(uid, len(blocks)), -(-len(blocks) // 2)
+        for part in (slice(half), slice(half, None)) if len(blocks) > 1 else (slice(None),):
+            assert not self.worker.load(names[part], partial(pages.__getitem__, part)).result()
         self.blocks.scatter(blocks, pages)
         self.indices[paths if len(paths) > 1 else paths[0]] = index
         return LoraStep([AdapterEntry(index, uid, blocks)], general=whole.general(targets))

@@ -22,6 +22,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -113,10 +114,14 @@ inline T __shfl_sync(u32, T v, int from) {
 }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
+inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
+inline float __fdividef(float a, float b) { return a / b; }
 
 inline void overlap() {}
 inline void follow() {}
 inline uint4 written(const uint4* from) { return *from; }
+inline float2 written(const float2* from) { return *from; }
+inline uint2 fetch(const uint2* from) { return *from; }
 inline uint4 fetch(const uint4* from) { return *from; }
 inline u32 fetch(const u32* from) { return *from; }
 inline float2 wide2(u32 pair) { return {emulated::narrow(pair, HALF), emulated::narrow(pair >> 16, HALF)}; }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -53,6 +55,35 @@ extern "C" void run(void** p, const float* f, const int* i, const unsigned* grid
     options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
     subprocess.run(["g++", *options, "-o", library, path], check=True)
     return ctypes.CDLL(str(library))
+
+
+class EmulatedKernel:
+    """In place of `nvrtc.Kernel`, for a source of the functions in cuda_on_cpu.h."""
+
+    folder: Path
+    """Where kernels are compiled; a test sets it."""
+
+    def __init__(
+        self, name: str, source: str, defines: Mapping[str, int], threads: int, shared: int = 0, cluster: int = 1
+    ) -> None:
+        assert threads == 32 * defines["WARPS"]
+        self._shared = shared
+        self._library = _kernel(source, name, tuple(({**_UNUSED, **defines}).items()), self.folder)
+
+    def launch(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        pointers = [one.value or 0 for one in arguments if isinstance(one, ctypes.c_void_p)]
+        floats = [one.value for one in arguments if isinstance(one, ctypes.c_float)]
+        integers = [one.value for one in arguments if isinstance(one, ctypes.c_int)]
+        launch(self._library, pointers, floats, integers, grid, self._shared, late=False)
+
+
+_UNUSED = {"FORM": 3, "DEPTH": 1, "ADDED": 0, "OUT_FLOAT": 0}
+"""Macros that the header needs, and not all kernels have."""
+
+
+@functools.cache
+def _kernel(source: str, name: str, macros: tuple[tuple[str, int], ...], folder: Path) -> ctypes.CDLL:
+    return compiled(source, name, dict(macros), folder)
 
 
 def launch(

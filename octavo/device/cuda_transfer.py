@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from octavo.device.cuda_staging import LEAST, Staging
-from octavo.device.rooms import Rooms
 from octavo.device.transfer import Copier, Copy, Download, Event, Graph, GraphRecorder, Lane
 
 
@@ -99,16 +97,9 @@ class CudaCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._rooms = Rooms(_pinned)
-
-    def reserve(self, size: int, count: int) -> None:
-        self._rooms.reserve(size, count)
 
     def room(self, *shape: int) -> Tensor:
-        return self._rooms.lend(math.prod(shape)).view(shape)
-
-    def give_back(self, room: Tensor) -> None:
-        self._rooms.give_back(room)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
     def out(self, read: Callable[[], Tensor]) -> Copy:
         self._await_steps()
@@ -126,10 +117,6 @@ class CudaCopier:
 
     def _await_steps(self) -> None:
         self._stream.wait_event(torch.cuda.current_stream(self._stream.device).record_event())
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class CudaRecorder:

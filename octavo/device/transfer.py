@@ -64,19 +64,11 @@ class Copier(Protocol):
     """A stream for copies between device and host beside what the device computes. Nothing launched later waits for
     them: their memory may be used once `Copy.done` says so."""
 
-    def reserve(self, size: int, count: int) -> None:
-        """Allocate memory ahead for `room`: for `count` calls of up to `size` bytes each, until they are given back."""
-        ...
-
     def room(self, *shape: int) -> Tensor:
-        """Return bytes in the host's memory, uninitialized, from which copies are fast.
+        """Return new bytes in the host's memory, uninitialized, from which copies are fast.
 
-        What was not reserved is allocated, which can take longer than a step: call it in a thread of your own.
+        That can take longer than a step: call it at the start, or in a thread of your own.
         """
-        ...
-
-    def give_back(self, room: Tensor) -> None:
-        """End the use of a room, which no copy reads any more."""
         ...
 
     def out(self, read: Callable[[], Tensor]) -> Copy:
@@ -186,16 +178,10 @@ class HostCopy:
 
 
 class HostCopier:
-    """Copies at once. Memory is the host's own, so none is reserved."""
-
-    def reserve(self, size: int, count: int) -> None:
-        """Do nothing."""
+    """Copies at once."""
 
     def room(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8)
-
-    def give_back(self, room: Tensor) -> None:
-        """Do nothing."""
 
     def out(self, read: Callable[[], Tensor]) -> Copy:
         return HostCopy(read())

@@ -243,8 +243,8 @@ class WorkerHook:
         """Load what `store` was given under these names; likewise.
 
         Args:
-            room: returns [n, page bytes] uint8, to be filled. Call it once, in a thread: on a GPU it may allocate
-                pinned memory, which takes longer than a step.
+            room: returns [n, page bytes] uint8, to be filled. Call it once, in a thread: on a GPU, without `rooms`, it
+                may allocate pinned memory, which takes longer than a step.
 
         Returns:
             The indices of pages that could not be loaded, when nothing writes to the room any more.
@@ -252,8 +252,12 @@ class WorkerHook:
         raise NotImplementedError
 
     def rooms(self, page_bytes: int) -> tuple[int, int]:
-        """Return the pages of the largest usual load and how many loads go on at once: memory for them is reserved.
-        Called after `buffers`. Other loads' memory is allocated when they begin."""
+        """Return how many pages a room has and how many rooms there are. Their memory is reserved; loads allocate none.
+
+        What has more pages than a room is loaded by several calls of `load`, with consecutive names each; if one of
+        them fails, so has all. At most as many are under way at once as there are rooms. Called after `buffers`.
+        Without rooms, each load is one call, and its memory is allocated when it begins.
+        """
         return 0, 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from octavo.device.ahead import Ahead, target_of
+from octavo.features.lora import kernels
 from octavo.features.lora.delta import LateDelta
 from octavo.features.lora.gpu import LowRankDelta
 from octavo.nn.delta import Delta
@@ -18,29 +19,35 @@ from octavo.nn.shard import ROW
 
 log = logging.getLogger(__name__)
 
-_ROWS = 2
-"""Rows that are not computed by the kernels for one row; their number makes no other difference."""
 _MANY_ROWS = 256
 """Rows for which the gate can be part of the product's launch."""
 
 
 @torch.inference_mode()
 def compile_ahead(layers: Iterable[tuple[Projection, Delta]], dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what layers launch in steps of one and of several rows, for each shape once.
+    """Compile the CUDA kernels, and what layers launch in Triton, for each shape once.
 
     Kernels missing here are compiled at their first launch, so the forms need not be complete.
     """
     began = time.perf_counter()
     ahead = Ahead(target_of(device))
     one = torch.empty(16, dtype=dtype, device=device)
+    added = [(layer, _of_tokens(delta)) for layer, delta in layers if isinstance(layer, Linear)]
+    for form in {delta.form for _, delta in added if delta is not None}:
+        kernels.compile_ahead(form)
     with ahead.collecting():
-        for layer, delta in layers:
-            if isinstance(layer, Linear) and isinstance(delta, LowRankDelta | LateDelta):
+        for layer, delta in added:
+            if delta is not None:
                 _launch(layer, delta, one)
     log.info("compiled or loaded %d kernels of adapters in %.1f s", ahead.wait(), time.perf_counter() - began)
 
 
-def _launch(layer: Linear, delta: LowRankDelta | LateDelta[LowRankDelta], one: torch.Tensor) -> None:
+def _of_tokens(delta: Delta) -> LowRankDelta | None:
+    made = delta.tokens if isinstance(delta, LateDelta) else delta
+    return made if isinstance(made, LowRankDelta) else None
+
+
+def _launch(layer: Linear, delta: LowRankDelta, one: torch.Tensor) -> None:
     inputs = layer.parts[0].in_features if (own := layer.cuts[0].inputs) is None else len(own)
     outputs = sum(layer.sizes)
     gated = layer.gates and layer.activation == "silu"
@@ -48,19 +55,12 @@ def _launch(layer: Linear, delta: LowRankDelta | LateDelta[LowRankDelta], one: t
     def empty(*shape: int) -> torch.Tensor:
         return one[:1].expand(shape)  # of the right size, without memory
 
-    kernels = delta.tokens if isinstance(delta, LateDelta) else delta
-    addition = kernels.begin(empty(_ROWS, inputs))
-    if gated:
-        addition.gated(empty(_ROWS, outputs))
-    else:
-        addition.add_to(empty(_ROWS, outputs))
     x, weight = empty(_MANY_ROWS, inputs), empty(outputs, inputs)
-    if gated and kernels.joins_gated and gating.serves(_MANY_ROWS, weight):
-        kernels.gated_product(x, weight, kernels.shrink(x, kernels.shape))
-    if delta.fused_rows:
-        bias = empty(outputs) if layer.has_bias else None
-        if layer.shard is ROW:
-            delta.fused(empty(1, inputs), empty(outputs, inputs), bias=bias, add_to=empty(1, outputs))
-        else:
-            norm = empty(inputs), 1e-5
-            delta.fused(empty(1, inputs), empty(outputs, inputs), bias=bias, norm=norm, gated=gated)
+    if gated and delta.joins_gated and gating.serves(_MANY_ROWS, weight):
+        delta.gated_product(x, weight, delta.room(_MANY_ROWS))
+    bias = empty(outputs) if layer.has_bias else None
+    if layer.shard is ROW:
+        delta.fused(empty(1, inputs), weight, bias=bias, add_to=empty(1, outputs))
+    else:
+        norm = empty(inputs), 1e-5
+        delta.fused(empty(1, inputs), weight, bias=bias, norm=norm, gated=gated)

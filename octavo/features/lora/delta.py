@@ -43,6 +43,14 @@ class Weights:
         each = self.tables.geometry.row_tiles(elements)
         return self.at(adapter, tile + np.arange(count) * each, elements)
 
+    def b(self, adapter: int, span: Span, outputs: int) -> Tensor:
+        """Return a piece's B transposed, [rank, outputs] float32."""
+        geometry = self.tables.geometry
+        if not geometry.by_output:
+            return self.rows(adapter, span.b, span.rank, outputs)
+        stride = geometry.stride(span.rank)
+        return self.rows(adapter, span.b, 1, outputs * stride).view(outputs, stride)[:, : span.rank].t()
+
     def at(self, adapter: int, tiles: NDArray[np.int64], elements: int) -> Tensor:
         """Return the rows that begin at these tiles, [len(tiles), elements] float32."""
         each = self.tables.geometry.row_tiles(elements)
@@ -169,7 +177,7 @@ class TorchDelta(Delta):
     def _addition(self, adapter: int, part: int, span: Span, x: Tensor) -> Tensor:
         one = self.target.parts[part]
         a = self.weights.rows(adapter, span.a, span.rank, one.own_inputs)
-        b = self.weights.rows(adapter, span.b, span.rank, one.own_outputs)
+        b = self.weights.b(adapter, span, one.own_outputs)
         addition = F.linear(x.float(), a) @ b
         if span.gain < 0:
             return addition
@@ -269,7 +277,7 @@ class TorchEmbedding:
                 x = self._with_rows(x, adapter, span, index, tokens)
                 continue
             a = self._weights.rows(adapter, span.a, span.rank, self._part.own_inputs)
-            b = self._weights.rows(adapter, span.b, span.rank, self._part.own_outputs)
+            b = self._weights.b(adapter, span, self._part.own_outputs)
             x = x.index_add(0, index, (a[:, tokens].t() @ b).mul_(self._scale).to(x.dtype))
         return x
 

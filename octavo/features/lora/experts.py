@@ -48,7 +48,7 @@ class TorchExperts(ExpertsDelta):
                 if span is None or not len(mine):
                     continue
                 a = self._weights.rows(adapter, span.a, span.rank, one.own_inputs)
-                b = self._weights.rows(adapter, span.b, span.rank, one.own_outputs)
+                b = self._weights.b(adapter, span, one.own_outputs)
                 y[:, outputs].index_add_(0, mine, (F.linear(given, a) @ b).to(y.dtype))
 
 

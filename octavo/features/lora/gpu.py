@@ -5,19 +5,18 @@ With few adapters, the product with B is part of the launch of a gated product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from octavo.features.lora import kernels
+from octavo.features.lora.kernels import Form
 from octavo.features.lora.layout import Target
-from octavo.features.lora.tables import TILE_ROWS, Assigned, Crowd, Tables, most_tiles
-from octavo.features.lora.triton_expand import expand_kernel, gate_kernel
+from octavo.features.lora.tables import RANKS, TILE_ROWS, Assigned, Crowd, Tables, most_tiles
 from octavo.features.lora.triton_gated import adapted_gated_kernel
 from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kernel, row_shrink_kernel
-from octavo.features.lora.triton_shrink import shrink_kernel
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.ops import gating
 from octavo.nn.ops.few_rows import row_plan
@@ -25,42 +24,24 @@ from octavo.nn.ops.gating import multiprocessors
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_PARTS = 3
-_RANKS = 16
-"""Ranks that a program multiplies at once, the least that the matrix units take."""
 _AT_ONCE = 2
 """Adapters that are added at once to a tile of a gated product; with more, the tile's registers are spilled."""
-_CHUNK = 32
-"""Columns of a gated product that are read from one place."""
-_ROW_SPLIT = 4096
-"""Inputs of a program that multiplies a single row with a row of A."""
+_ROW_SPLIT, _ROW_OUTPUTS = 4096, 256
+"""Inputs of a program that multiplies a single row with a row of A; outputs of one that multiplies with B."""
+_SPLITS = {64: 8, 256: 4, 1024: 2}
+"""Up to so many rows -> parts of the inputs that blocks multiply on their own, at most: few rows occupy few blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How launches divide their work.
+class Sums(NamedTuple):
+    """A result of the first half.
 
     Attributes:
-        wide: tiles of inputs that are multiplied with A at once.
-        shrinks: programs that multiply with A, on each multiprocessor.
-        columns: most columns that a program multiplies with B at once.
-        expands, gates: likewise with B; with a gate.
-        shrink_warps, expand_warps, gate_warps: warps of a program.
+        values: [splits, rows, parts * ranks] float32.
     """
 
-    wide: int
-    shrinks: int
-    shrink_warps: int
-    columns: int
-    expands: int
-    expand_warps: int
-    gates: int
-    gate_warps: int
-
-
-def shape_of(inputs: int) -> Shape:
-    """Return the fastest measured shape of launches for a number of inputs."""
-    wide, shrinks = (2, 3) if inputs <= 8192 else (4, 4)
-    return Shape(wide, shrinks, 4, columns=256, expands=4, expand_warps=4, gates=6, gate_warps=4)
+    values: Tensor
+    rows: int
+    splits: int
 
 
 class LowRankDelta(Delta):
@@ -68,7 +49,6 @@ class LowRankDelta(Delta):
 
     Attributes:
         rows: which adapter each row of the inputs has.
-        shape: of launches for several rows.
         joins_gated: the addition to a gated product can be part of its launch.
     """
 
@@ -86,38 +66,32 @@ class LowRankDelta(Delta):
         """
         Args:
             pool: [slices, blocks, elements of a slice], the KV cache in the adapters' dtype.
+            target: one that `kernels.serves` accepts.
             index: of the target in `tables`.
             max_rank: the largest rank of a part.
         """
         if len(target.parts) > MAX_PARTS:
             raise AssertionError(f"{target.path} has {len(target.parts)} parts; the kernels take {MAX_PARTS}")
         self.rows = rows
-        self._pool = pool
-        self._tables = tables
-        self._meta = tables.meta[index]
+        self.form = Form.of(pool.dtype, tables.geometry, len(target.parts), max_rank)
+        self._pool, self._tables, self._meta = pool, tables, tables.meta[index]
         self._inputs = target.parts[0].own_inputs
-        self.shape = shape_of(self._inputs)
         self._sizes = [part.own_outputs for part in target.parts]
-        self._ranks = max_rank * len(target.parts)
-        geometry = tables.geometry
-        self._tile = geometry.tile_bytes // geometry.element_size
+        units = triton.cdiv(self._inputs * self._pool.element_size(), tables.geometry.tile_bytes)
+        self._blocks = kernels.BLOCKS * multiprocessors(pool.device)
         self._fixed: dict[str, Any] = {
-            "RANKS": self._ranks,
             "MAX_BLOCKS": tables.blocks.shape[1],
             "META_PARTS": tables.meta.shape[2],
-            "SLICES": geometry.slices,
-            "SLICE_TILES": geometry.slice_tiles,
-            "TILE": self._tile,
-            "BLOCK_M": TILE_ROWS,
-            "BLOCK_R": _RANKS,
+            "SLICES": tables.geometry.slices,
+            "SLICE_TILES": tables.geometry.slice_tiles,
+            "TILE": tables.geometry.tile_bytes // tables.geometry.element_size,
         }
-        splits = triton.cdiv(self._inputs, _ROW_SPLIT)
-        self._sums = torch.empty(splits, self._ranks + 1, dtype=torch.float32, device=pool.device)
+        ranks = max_rank * len(self._sizes)
+        row_splits = triton.cdiv(self._inputs, _ROW_SPLIT)
+        self._sums = torch.empty(row_splits, ranks + 1, dtype=torch.float32, device=pool.device)
         self._row = torch.empty(sum(self._sizes), dtype=torch.float32, device=pool.device)
-        counts = len(rows.tiles) * triton.cdiv(self._ranks, _RANKS)
-        self._arrivals = torch.zeros(counts, dtype=torch.int32, device=pool.device)
-        self._overlap = overlap(pool.device)
-        self.joins_gated = len(self._sizes) == 2 and self._tile % _CHUNK == 0 and self._sizes[0] % _CHUNK == 0
+        self.joins_gated = len(self._sizes) == 2
+        self._most_splits = triton.cdiv(units, kernels.WARPS)
 
     def begin(self, x: Tensor) -> Addition:
         return Shrunk(self, x)
@@ -156,125 +130,92 @@ class LowRankDelta(Delta):
             BIASED=bias is not None,
             ADDED=add_to is not None,
             num_warps=plan.warps,
-            **self._overlap,
+            **overlap(x.device),
         )
         return out
 
     def _add_row(self, x: Tensor, scale: Tensor, eps: float, *, normed: bool) -> None:
         """Compute the addition to one row, in `_row`."""
-        tables = self._pool, self._tables.blocks, self._meta, self.rows.adapter, self._sums
-        fixed = {name: value for name, value in self._fixed.items() if name not in ("BLOCK_M", "BLOCK_R")}
-        fixed |= {"K": self._inputs, "PARTS": len(self._sizes), "NORMED": normed} | self._overlap
-        splits = self._sums.shape[0]
-        row_shrink_kernel[(self._ranks, splits)](
-            x, scale, *tables, self._pool.shape[1], WIDE=_ROW_SPLIT // self._tile, **fixed
+        tables = *self._addresses(), self.rows.adapter, self._sums
+        fixed = self._fixed | {"K": self._inputs, "PARTS": len(self._sizes), "NORMED": normed} | overlap(x.device)
+        splits, ranks = self._sums.shape
+        row_shrink_kernel[(ranks - 1, splits)](
+            x, scale, *tables, self._pool.shape[1], WIDE=_ROW_SPLIT // fixed["TILE"], RANKS=ranks - 1, **fixed
         )
-        sizes = [*self._sizes, 0, 0]
-        row_expand_kernel[(sum(triton.cdiv(size, self._tile) for size in self._sizes),)](
+        size_0, size_1, size_2 = self._three_sizes
+        row_expand_kernel[(sum(triton.cdiv(size, _ROW_OUTPUTS) for size in self._sizes),)](
             *tables,
             self._row,
             eps,
             self._pool.shape[1],
-            SIZE_0=sizes[0],
-            SIZE_1=sizes[1],
-            SIZE_2=sizes[2],
-            BLOCK_R=_RANKS,
+            SIZE_0=size_0,
+            SIZE_1=size_1,
+            SIZE_2=size_2,
+            BLOCK_R=RANKS,
+            BLOCK_N=_ROW_OUTPUTS,
             SPLITS=splits,
+            RANKS=ranks - 1,
             **fixed,
         )
 
-    def shrink(self, x: Tensor, shape: Shape) -> Tensor:
-        """Return x [T, in] times A: [T, ranks], undefined where a row has no such rank."""
-        count = x.shape[0]
-        splits = triton.cdiv(self._inputs, shape.wide * self._tile)
-        sums = torch.empty(splits, count, self._ranks, dtype=torch.float32, device=x.device)
-        out = torch.empty(count, self._ranks, dtype=self._pool.dtype, device=x.device)
-        parts = len(self._sizes)
-        if count:
-            shrink_kernel[self._programs(shape.shrinks, count, splits * parts)](
-                x,
-                *self._addresses(),
-                sums,
-                self._arrivals,
-                out,
-                *self._counts(count),
-                K=self._inputs,
-                PARTS=parts,
-                WIDE=shape.wide,
-                num_warps=shape.shrink_warps,
-                **self._fixed,
-                **self._overlap,
-            )
-        return out
+    def room(self, count: int) -> Sums:
+        """Return what `shrink` fills for a number of rows."""
+        splits = min(self._most_splits, next((most for rows, most in _SPLITS.items() if count <= rows), 1))
+        size = splits, count, self.form.parts * self.form.ranks
+        return Sums(torch.empty(size, dtype=torch.float32, device=self._pool.device), count, splits)
 
-    def expand(self, shrunk: Tensor, y: Tensor, shape: Shape) -> None:
+    def shrink(self, x: Tensor) -> Sums:
+        """Return x [T, in], contiguous, times A, undefined where a row has no such rank."""
+        sums = self.room(x.shape[0])
+        if sums.rows:
+            kernel = kernels.shrink(self.form, x_float=x.dtype != self._pool.dtype)
+            groups = triton.cdiv(self.form.ranks, RANKS) * self.form.parts
+            items = most_tiles(sums.rows, self._tables.max_adapters) * groups * sums.splits
+            tensors = [x, *self._addresses(), self.rows.tiles, self.rows.work, sums.values]
+            numbers = [*self._pages(), self._inputs, sums.rows, sums.splits]
+            kernels.launch(kernel, min(self._blocks, items), tensors, [], numbers)
+        return sums
+
+    def expand(self, sums: Sums, y: Tensor) -> None:
         """Add the result of `shrink`, times B, to y [T, out]."""
-        count = shrunk.shape[0]
-        if not count:
-            return
-        block = min(shape.columns, self._tile)
-        columns = sum(triton.cdiv(size, block) for size in self._sizes)
-        sizes = [*self._sizes, 0, 0]
-        expand_kernel[self._programs(shape.expands, count, columns)](
-            shrunk,
-            *self._addresses(),
-            y,
-            self._pool.shape[1],
-            SIZE_0=sizes[0],
-            SIZE_1=sizes[1],
-            SIZE_2=sizes[2],
-            PARTS=len(self._sizes),
-            BLOCK_N=block,
-            num_warps=shape.expand_warps,
-            **self._fixed,
-            **self._overlap,
-        )
+        self._expand(sums, y, y, gates=False)
 
-    def gate(self, shrunk: Tensor, y: Tensor, shape: Shape) -> Tensor:
+    def gate(self, sums: Sums, y: Tensor) -> Tensor:
         """Return silu(first half) * second half of y [T, out] plus the additions: [T, out / 2]."""
-        count = shrunk.shape[0]
-        size = self._sizes[0]
-        out = torch.empty(count, size, dtype=y.dtype, device=y.device)
-        block = min(shape.columns, self._tile)
-        if count:
-            gate_kernel[self._programs(shape.gates, count, triton.cdiv(size, block), beside=True)](
-                shrunk,
-                *self._addresses(),
-                self.rows.adapter,
-                y,
-                out,
-                *self._counts(count),
-                SIZE=size,
-                BLOCK_N=block,
-                num_warps=shape.gate_warps,
-                **self._fixed,
-                **self._overlap,
-            )
+        out = torch.empty(sums.rows, self._sizes[0], dtype=y.dtype, device=y.device)
+        self._expand(sums, y, out, gates=True)
         return out
 
-    def gated_product(self, x: Tensor, weight: Tensor, shrunk: Tensor) -> Tensor:
+    def _expand(self, sums: Sums, y: Tensor, out: Tensor, *, gates: bool) -> None:
+        if not sums.rows:
+            return
+        rows = self.rows
+        tensors = [sums.values, *self._addresses(), rows.tiles, rows.used, rows.adapter, y, out]
+        tiles = most_tiles(sums.rows, self._tables.max_adapters) + (triton.cdiv(sums.rows, TILE_ROWS) if gates else 0)
+        sizes = [2 * self._sizes[0]] if gates else self._sizes
+        units = tiles * triton.cdiv(sum(triton.cdiv(size, kernels.OUTPUTS) for size in sizes), kernels.WARPS)
+        kernel = kernels.expand(self.form, gates=gates)
+        numbers = [*self._pages(), sums.rows, sums.splits, *self._three_sizes]
+        kernels.launch(kernel, min(self._blocks, units), tensors, [], numbers)
+
+    def gated_product(self, x: Tensor, weight: Tensor, sums: Sums) -> Tensor:
         """Return silu(first half) * second half of x @ weight^T plus the additions: [T, out / 2]."""
-        fixed = {name: value for name, value in self._fixed.items() if name != "BLOCK_M"}
-        pool, blocks, meta, _, used = self._addresses()
-        more = shrunk, pool, blocks, meta, used, self.rows.adapter, pool.shape[1]
-        return gating.launch(adapted_gated_kernel, x, weight, *more, AT_ONCE=_AT_ONCE, CHUNK=_CHUNK, **fixed)
-
-    def _programs(self, each: int, count: int, pieces: int, *, beside: bool = False) -> tuple[int]:
-        """Return the grid of a launch with `each` programs on a multiprocessor, at most one for a piece of a tile.
-
-        Args:
-            count: rows.
-            beside: it also computes rows without an adapter.
-        """
-        tiles = most_tiles(count, self._tables.max_adapters) + (triton.cdiv(count, TILE_ROWS) if beside else 0)
-        return (min(each * multiprocessors(self._pool.device), tiles * pieces),)
+        rows = self.rows
+        more = sums.values, *self._addresses(), rows.used, rows.adapter, self._pool.shape[1], sums.splits
+        fixed = self._fixed | {"RANKS": self.form.ranks, "AT_ONCE": _AT_ONCE, "BLOCK_R": RANKS}
+        return gating.launch(adapted_gated_kernel, x, weight, *more, **fixed)
 
     def _addresses(self) -> tuple[Tensor, ...]:
-        rows = self.rows
-        return self._pool, self._tables.blocks, self._meta, rows.tiles, rows.used
+        return self._pool, self._tables.blocks, self._meta
 
-    def _counts(self, count: int) -> tuple[int, int]:
-        return self._pool.shape[1], count
+    def _pages(self) -> list[int]:
+        """Return the numbers of the pool and the tables that all kernels take first."""
+        return [self._pool.shape[1], self._tables.blocks.shape[1], self._meta.shape[1]]
+
+    @property
+    def _three_sizes(self) -> list[int]:
+        """Outputs of each part; 0 for those that are missing."""
+        return [*self._sizes, 0, 0][:MAX_PARTS]
 
 
 class Shrunk(Addition):
@@ -283,13 +224,13 @@ class Shrunk(Addition):
     def __init__(self, delta: LowRankDelta, x: Tensor) -> None:
         self.joins_gated = delta.joins_gated and delta.rows.crowd == Crowd.FEW
         self._delta = delta
-        self._value = delta.shrink(x, delta.shape)
+        self._sums = delta.shrink(x)
 
     def add_to(self, y: Tensor) -> None:
-        self._delta.expand(self._value, y, self._delta.shape)
+        self._delta.expand(self._sums, y)
 
     def gated(self, y: Tensor) -> Tensor:
-        return self._delta.gate(self._value, y, self._delta.shape)
+        return self._delta.gate(self._sums, y)
 
     def gated_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._delta.gated_product(x, weight, self._value)
+        return self._delta.gated_product(x, weight, self._sums)

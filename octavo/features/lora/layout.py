@@ -14,14 +14,16 @@ The range holds rows, one after the other, each from a tile boundary on. A tile 
 piece (one projection of one layer), in this order:
 
 - `rank` rows of A, `inputs` elements each: row i is A[i];
-- `rank` rows of B transposed, `outputs` elements each: row i is B[:, i]; the adapter's scale is in these rows, or in
-  those of A;
+- B, in one of two forms (`Geometry.by_output`). CPUs have `rank` rows of B transposed, `outputs` elements each: row i
+  is B[:, i]. GPUs have B as files have it, in one row of `outputs * stride` elements: B[n, i] is element
+  n * stride + i. The stride is the rank rounded up to a power of two, and elements past the rank are 0. The adapter's
+  scale is in B or in A;
 - if it has gains (DoRA): one row of `outputs` float32, the factors of all outputs;
 - if it is whole (a saved module): `outputs` rows of `inputs` elements, in place of all the above. A saved embedding
   table has `inputs` rows of `outputs` elements, since its inputs are token ids;
 - if it has rows of single tokens: these in place of all the above, of the model's hidden size each.
 
-So a piece of rank r takes exactly 2 r rows, whatever the ranks of others. Elements are of the model's dtype. Under
+So a piece takes memory for its own rank, whatever the ranks of others. Elements are of the model's dtype. Under
 tensor parallelism a rank has its own features of each row (`own_inputs`, `own_outputs`), as many on each rank. In a
 pipeline, a stage has the pieces of its own layers; the adapter takes as many blocks as the stage that has most of it.
 """
@@ -39,6 +41,7 @@ MAX_TILE = 512
 """Most bytes of a tile."""
 _MIN_TILE = 16
 _GAIN_BYTES = 4
+_LEAST_STRIDE = 8
 
 
 class StoredPart(msgspec.Struct, frozen=True):
@@ -197,6 +200,7 @@ class Geometry:
         slices: parts of a block, each in another place.
         slice_bytes: bytes of each.
         element_size: bytes of an adapter's element.
+        by_output: an output's elements of B lie together, as in files; else those of a rank.
 
     Raises:
         ConfigError: the slices are too uneven for rows of adapters.
@@ -205,6 +209,7 @@ class Geometry:
     slices: int
     slice_bytes: int
     element_size: int
+    by_output: bool = False
 
     def __post_init__(self) -> None:
         if self.slices < 1 or self.tile_bytes < _MIN_TILE:
@@ -234,6 +239,17 @@ class Geometry:
         """Return the tiles of a row of this many elements."""
         return -(-elements * self.element_size // self.tile_bytes)
 
+    def stride(self, rank: int) -> int:
+        """Return the elements from one output of B to the next, in the form `by_output`: a power of two, so that no
+        output's elements are divided between tiles."""
+        return max(_LEAST_STRIDE, 1 << max(0, rank - 1).bit_length())
+
+    def b_tiles(self, rank: int, outputs: int) -> int:
+        """Return the tiles of B."""
+        if self.by_output:
+            return self.row_tiles(outputs * self.stride(rank))
+        return rank * self.row_tiles(outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -253,8 +269,8 @@ class Span:
     """The place of a piece, in tiles from the start of the adapter's range; -1 for what it does not have.
 
     Attributes:
-        a, b: first row of A and of B transposed.
-        rank: rows of each.
+        a, b: first row of A, and B.
+        rank: rows of A.
         gain: the row of gains.
         whole: first row of a saved module.
         rows: their number.
@@ -308,7 +324,7 @@ def layout(targets: Sequence[Target], manifest: Manifest, geometry: Geometry) ->
             end += len(piece.tokens) * (outputs if target.embedding else inputs)
             continue
         a, b = end, end + piece.rank * inputs
-        end = b + piece.rank * outputs
+        end = b + geometry.b_tiles(piece.rank, part.own_outputs)
         gain = -1
         if piece.gain:
             gain, end = end, end + -(-part.own_outputs * _GAIN_BYTES // geometry.tile_bytes)
@@ -322,7 +338,8 @@ def most_blocks(targets: Sequence[Target], manifest: Manifest, shares: Collectio
 
 
 def joined(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of a sum of several adapters: ranks add up, and the adapters' scales go into their rows of B.
+    """Return the manifest of a sum of several adapters: ranks add up, and the adapters' scales go into their
+    matrices.
 
     Only for adapters without gains, saved modules and invocation tokens, whose changes are no sums.
     """

@@ -33,7 +33,7 @@ class RankTargets(msgspec.Struct, frozen=True):
     Attributes:
         targets: of the whole model, the same in all ranks.
         own: indices of those that the rank computes.
-        slices, slice_bytes, element_size: of the rank's `Geometry`.
+        slices, slice_bytes, element_size, by_output: of the rank's `Geometry`.
         replaceable: saved modules can take the place of layers, and embeddings can be changed.
     """
 
@@ -43,10 +43,12 @@ class RankTargets(msgspec.Struct, frozen=True):
     slice_bytes: int
     element_size: int
     replaceable: bool = True
+    by_output: bool = False
 
     @property
     def share(self) -> Share:
-        return Share(Geometry(self.slices, self.slice_bytes, self.element_size), frozenset(self.own))
+        geometry = Geometry(self.slices, self.slice_bytes, self.element_size, self.by_output)
+        return Share(geometry, frozenset(self.own))
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

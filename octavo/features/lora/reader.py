@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from octavo.features.lora.adapter_file import (
     unpacked,
 )
 from octavo.features.lora.checks import read_adapter
+from octavo.features.lora.direct import ALONE, DTYPES, DirectReads, is_exact
 from octavo.features.lora.experts import pair_of
 from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
 from octavo.features.lora.payload import Reading, Source
@@ -37,12 +39,10 @@ from octavo.nn.linear import Linear
 from octavo.nn.pages import large
 from octavo.nn.shard import Heads
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ANY = 1 << 30
+_WORD = 8
 HELPERS = 4
 """Threads that copy parts of an adapter at once."""
-_ALONE = 1 << 15
-"""Most elements of an operation that torch does not divide over threads."""
 
 Gains = Callable[[Piece, Tensor, Tensor, Tensor], Tensor]
 """Return the gains [own outputs] float32 of a piece, from A [rank, inputs], B [outputs, rank] and magnitudes [outputs]
@@ -88,15 +88,21 @@ class Reader:
         for source in reading.sources:
             file = self._checked(source)
             tensors = _gguf(file.weights) if file.weights.suffix == ".gguf" else _safetensors(file)
+            direct = DirectReads(file, geometry, room, self.dtype)
             fills: list[Callable[[], None]] = []
             for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
                 if piece.target not in own:
                     continue
                 place = piece.target, piece.part
                 span, first = placed.spans[place], filled[place]
-                fills.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
+                part = targets[piece.target].parts[piece.part]
+                cut = self.targets.cuts[piece.target][piece.part]
+                order = self.targets.orders[piece.target][piece.part]
+                if not direct.take(span, piece, roles, part, cut, order, piece.scale * source.weight):
+                    fills.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
                 filled[place] += piece.rank
-            self._run(fills)
+            with _opened(file.weights) as fd:
+                self._run([*direct.tasks(fd), *fills])
             if not file.unchanged:
                 raise ModelFileError(f"{file.weights} changed while it was read. Ask again once it is complete.")
             versions.append(file.version)
@@ -112,13 +118,17 @@ class Reader:
         return file
 
     def _run(self, fills: Sequence[Callable[[], None]]) -> None:
-        """Run all, a share of them in each thread. Shares, since threads wait for the interpreter between tasks."""
+        """Run all, a share of them in each thread. Shares, since threads wait for the interpreter between tasks.
+
+        Each share has the same mixture of long and short ones.
+        """
         if self.helpers is None:
             _run_all(fills)
             return
-        each = -(-len(fills) // HELPERS) or 1
-        shares = [fills[begin : begin + each] for begin in range(0, len(fills), each)]
-        for ended in [self.helpers.submit(_run_all, share) for share in shares]:
+        shares = [fills[i::HELPERS] for i in range(min(HELPERS, len(fills)))]
+        running = [self.helpers.submit(_run_all, share) for share in shares]
+        wait(running)  # all: they write to memory and read from the file
+        for ended in running:
             ended.result()
 
     def _fill(
@@ -132,7 +142,7 @@ class Reader:
         tensors: _Tensors,
         weight: float,
     ) -> None:
-        """Write a piece's rows, its low-rank ones from row `first` of the span on."""
+        """Write a piece, its low-rank matrices from rank `first` of the span on."""
         target = self.targets.targets[piece.target]
         cut = self.targets.cuts[piece.target][piece.part]
         order = self.targets.orders[piece.target][piece.part]
@@ -157,21 +167,33 @@ class Reader:
             self._rows(room, span.gain, 1, len(made), torch.float32).copy_(made)
         narrow = a.shape[1] < len(b)  # of the whole adapter, so that all ranks scale the same matrix
         a, b = _columns(a, cut.inputs), cut.rows_of(b)
-        inputs, outputs = self.geometry.row_tiles(part.own_inputs), self.geometry.row_tiles(part.own_outputs)
-        rows_a = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
-        rows_b = self._rows(room, span.b + first * outputs, piece.rank, part.own_outputs, self.dtype)
+        inputs = self.geometry.row_tiles(part.own_inputs)
+        into_a = self._rows(room, span.a + first * inputs, piece.rank, part.own_inputs, self.dtype)
+        into_b = self._b(room, span, first, piece.rank, part.own_outputs)
         scale = piece.scale * weight
-        exact = abs(math.frexp(scale)[0]) == 0.5  # so either matrix can be scaled, and the smaller one takes less time
         if b.dtype != self.dtype:  # rounded once
-            _store(a, rows_a)
-            _store((b.float() * scale).t(), rows_b)
-        elif exact and narrow:
-            _store(a, rows_a, scale)
-            _store(b.t(), rows_b)
+            _store(a, into_a)
+            _store(self._in_form(b.float() * scale), into_b)
+        elif is_exact(scale) and narrow:  # either matrix can be scaled, and the smaller one takes less time
+            _store(a, into_a, scale)
+            _store(self._in_form(b), into_b)
         else:
-            _store(a, rows_a)
-            _store(b.t(), rows_b)
-            _scale(rows_b, scale)
+            _store(a, into_a)
+            _store(self._in_form(b), into_b)
+            _scale(into_b, scale)
+
+    def _b(self, room: Tensor, span: Span, first: int, rank: int, outputs: int) -> Tensor:
+        """Return the place of ranks [first, first + rank) of a piece's B, [outputs, rank] or [rank, outputs]."""
+        geometry = self.geometry
+        if not geometry.by_output:
+            return self._rows(room, span.b + first * geometry.row_tiles(outputs), rank, outputs, self.dtype)
+        stride = geometry.stride(span.rank)
+        whole = self._rows(room, span.b, 1, outputs * stride, self.dtype).view(outputs, stride)
+        return whole[:, first : first + rank]
+
+    def _in_form(self, b: Tensor) -> Tensor:
+        """Return B [outputs, rank] as the geometry has it."""
+        return b if self.geometry.by_output else b.t()
 
     def _rows(self, room: Tensor, tile: int, count: int, elements: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a place as [count, elements]."""
@@ -187,6 +209,19 @@ class Reader:
         if isinstance(layer, Linear) and isinstance(layer.shard, Heads) and piece.part < 2:
             b = in_halves(b, len(b) // layer.shard.head_dim)
         return a, b
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file to read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelFileError(f"{path} can't be read: {error}.") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @torch.inference_mode()
@@ -210,7 +245,16 @@ def _store(values: Tensor, into: Tensor, factor: float = 1.0) -> None:
             part.copy_(given)
         return
     integers = torch.int16 if into.dtype.itemsize == 2 else torch.int32
+    if _in_words(values) and _in_words(into):
+        integers = torch.int64  # short rows, such as those of B, take less time
     np.copyto(into.view(integers).numpy(), values.view(integers).numpy())
+
+
+def _in_words(matrix: Tensor) -> bool:
+    """Whether the rows of [n, m] are whole words of 8 bytes."""
+    size = matrix.dtype.itemsize
+    starts = matrix.data_ptr(), matrix.storage_offset() * size, matrix.stride(0) * size
+    return matrix.stride(1) == 1 and not any(one % _WORD for one in (*starts, matrix.shape[1] * size))
 
 
 def _scale(values: Tensor, factor: float) -> None:
@@ -222,10 +266,10 @@ def _scale(values: Tensor, factor: float) -> None:
 
 
 def _small(matrix: Tensor) -> Iterator[Tensor]:
-    """Yield views of at most _ALONE elements that make up a matrix [n, m]."""
-    rows = max(1, _ALONE // matrix.shape[1])
+    """Yield views of at most ALONE elements that make up a matrix [n, m]."""
+    rows = max(1, ALONE // matrix.shape[1])
     for part in matrix.split(rows):
-        yield from part.split(_ALONE, dim=1)
+        yield from part.split(ALONE, dim=1)
 
 
 def _rows_of_tokens(piece: Piece, roles: Mapping[str, str], tensors: _Tensors) -> Tensor:
@@ -270,7 +314,7 @@ def _safetensors(file: AdapterFile) -> _Tensors:
     def tensor(name: str) -> Tensor:
         stored = header[name]
         data = content[stored.offset : stored.offset + stored.num_bytes]
-        dtype = _DTYPES[stored.dtype]
+        dtype = DTYPES[stored.dtype]
         if stored.offset % dtype.itemsize:
             data = data.clone()
         return data.view(dtype).view(stored.shape)

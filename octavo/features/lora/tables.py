@@ -20,6 +20,9 @@ from octavo.features.lora.layout import Geometry, Layout, Target
 TILE_ROWS = 16
 """Most rows of a tile: rows of one adapter, for which a kernel reads its weights once."""
 
+RANKS = 16
+"""Ranks that kernels multiply at once, the least that the matrix units take."""
+
 NONE = -1
 """No adapter; an unused tile."""
 
@@ -51,6 +54,7 @@ class Tables:
         meta: [targets, max_adapters, parts, 4] int32, the places of its pieces: see `Span`. Parts that it does not
             change have rank 0. A layer's kernels get `meta[target]`.
         layouts: the layout of each adapter in use, by its index.
+        rank_groups: [max_adapters], into how many groups of RANKS the largest rank of an adapter's pieces is divided.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Tables:
         self.layouts: dict[int, Layout] = {}
         self.lists: dict[int, tuple[int, ...]] = {}
         """The blocks of each adapter in use, on the host."""
+        self.rank_groups = np.zeros(max_adapters, dtype=np.int64)
         self._link = link
         parts = max((len(target.parts) for target in targets), default=1)
         self.blocks = torch.zeros(max_adapters, max_blocks, dtype=torch.int32, device=link.torch_device)
@@ -70,6 +75,7 @@ class Tables:
     def enter(self, index: int, blocks: Sequence[int], layout: Layout) -> None:
         """Use an index for an adapter from the next step on."""
         self.layouts[index], self.lists[index] = layout, tuple(blocks)
+        self.rank_groups[index] = -(-max((span.rank for span in layout.spans.values()), default=0) // RANKS)
         self.blocks[index, : len(blocks)].copy_(self._link.upload(np.array(blocks, dtype=np.int32)))
         targets, _, parts, _ = self.meta.shape
         table = np.empty((targets, parts, 4), dtype=np.int32)
@@ -88,11 +94,17 @@ class Assigned:
             Arbitrary past those in use.
         used: [2 + max_adapters] int32: the number of tiles in use, the number of adapters, and these adapters. A step
             of n rows, padding included, uses at most `most_tiles(n, max_adapters)` tiles.
+        work: [1 + 2 n] int32: the number of entries, then an entry for each group of RANKS of each tile's adapter: the
+            tile, the group. Arbitrary past those.
         groups: adapter -> its rows, on the host.
         crowd: how many adapters steps have; set before a step is computed or recorded.
     """
 
-    def __init__(self, max_rows: int, max_adapters: int, link: Link) -> None:
+    def __init__(self, max_rows: int, max_adapters: int, link: Link, most_groups: int = 1) -> None:
+        """
+        Args:
+            most_groups: of ranks of an adapter.
+        """
         device = link.torch_device
         self._link = link
         self.adapter = torch.full((max_rows,), NONE, dtype=torch.int32, device=device)
@@ -100,17 +112,23 @@ class Assigned:
         self.tiles = torch.full(shape, NONE, dtype=torch.int32, device=device)
         self.used = torch.zeros(2 + max_adapters, dtype=torch.int32, device=device)
         self.crowd = Crowd.MANY
+        self.work = torch.zeros(1 + 2 * most_groups * shape[0], dtype=torch.int32, device=device)
         self.groups: dict[int, NDArray[np.int64]] = {}
         self._filled = 0
 
-    def fill(self, adapters: NDArray[np.int32]) -> None:
-        """Set the adapter of each row [n]; NONE for the base model."""
+    def fill(self, adapters: NDArray[np.int32], rank_groups: NDArray[np.int64]) -> None:
+        """Set the adapter of each row [n]; NONE for the base model.
+
+        Args:
+            rank_groups: of `Tables`.
+        """
         tiles, self.groups = grouped(adapters)
         before, self._filled = self._filled, len(adapters)
         rest = np.full(max(0, before - len(adapters)), NONE, dtype=np.int32)
         self._send(self.adapter, np.concatenate([adapters, rest]))
         self._send(self.tiles, tiles)
         self._send(self.used, np.array([len(tiles), len(self.groups), *self.groups], dtype=np.int32))
+        self._send(self.work, work_of(tiles[:, 0], rank_groups))
 
     def _send(self, into: Tensor, values: NDArray[np.int32]) -> None:
         if len(values):
@@ -126,9 +144,9 @@ class Batch:
         chosen: late layers compute the rows of `logits` only.
     """
 
-    def __init__(self, max_rows: int, max_adapters: int, link: Link) -> None:
-        self.tokens = Assigned(max_rows, max_adapters, link)
-        self.logits = Assigned(max_rows, max_adapters, link)
+    def __init__(self, max_rows: int, max_adapters: int, link: Link, most_groups: int = 1) -> None:
+        self.tokens = Assigned(max_rows, max_adapters, link, most_groups)
+        self.logits = Assigned(max_rows, max_adapters, link, most_groups)
         self.chosen = False
 
     def of(self, target: Target) -> Assigned:
@@ -152,6 +170,14 @@ def grouped(adapters: NDArray[np.int32]) -> tuple[NDArray[np.int32], dict[int, N
     places = np.minimum(starts[owner, None] + within, len(order) - 1)
     rows = np.where(within < counts[owner, None], order[places], NONE)
     return np.column_stack([used[owner], rows]).astype(np.int32), groups
+
+
+def work_of(adapters: NDArray[np.int32], rank_groups: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return `Assigned.work` for the adapters of tiles."""
+    counts = rank_groups[adapters]
+    tiles = np.repeat(np.arange(len(adapters)), counts)
+    groups = np.arange(len(tiles)) - np.repeat(counts.cumsum() - counts, counts)
+    return np.concatenate([[len(tiles)], np.column_stack([tiles, groups]).ravel()]).astype(np.int32)
 
 
 _ABSENT = (-1, -1, 0, -1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.features.lora.triton_shrink import place_of
+from octavo.features.lora.triton_places import place_of, stride_of
 from octavo.nn.ops.triton_gated import gate_halves
 from octavo.nn.ops.triton_overlap import follow
 
@@ -19,14 +19,16 @@ from octavo.nn.ops.triton_overlap import follow
 def add_all(
     acc,
     n,
-    shrunk,
+    sums,
     pool,
     blocks,
     meta,
     used,
     own,
     rows,
+    M,
     num_blocks,
+    splits,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -37,45 +39,50 @@ def add_all(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """Return acc [rows, 2 COLUMNS], the columns from n on of a gate and of its operand, plus the additions.
 
     AT_ONCE adapters are added in one product over 2 AT_ONCE BLOCK_R ranks: those of an adapter's gate, then those of
-    its operand. own: [rows], each row's adapter. CHUNK divides N and TILE.
+    its operand. own: [rows], each row's adapter. 8 ranks of an output are adjacent, and in one tile.
     """
-    CHUNKS: tl.constexpr = COLUMNS // CHUNK
     r = tl.arange(0, 2 * AT_ONCE * BLOCK_R)
     half = r // BLOCK_R % 2
-    c = tl.arange(0, 2 * CHUNKS)
-    i = tl.arange(0, CHUNK)
-    column = n + c % CHUNKS * CHUNK
-    mine = (c // CHUNKS)[None, :] == half[:, None]
+    e = tl.arange(0, AT_ONCE * BLOCK_R // 4)
+    half_of_eight = e * 8 // BLOCK_R % 2
+    c = tl.arange(0, 2 * COLUMNS)
+    i = tl.arange(0, 8)
+    column = n + c % COLUMNS
+    mine = (c // COLUMNS)[None, :] == half_of_eight[:, None]
     count = tl.load(used + 1)
     for first in tl.range(0, count, AT_ONCE, num_stages=1):
         number = first + r // (2 * BLOCK_R)
         adapter = tl.load(used + 2 + number, mask=number < count, other=-1)
-        spans = meta + adapter * (META_PARTS * 4) + half * 4
-        ranks = tl.load(spans + 2, mask=number < count, other=0)
-        b = tl.load(spans + 1, mask=number < count, other=0)
-        begin = tl.load(spans - 2, mask=(number < count) & (half == 1), other=0)  # the gate's ranks come first
+        ranks = tl.load(meta + adapter * (META_PARTS * 4) + half * 4 + 2, mask=number < count, other=0)
+        in_eight = first + e * 8 // (2 * BLOCK_R)
+        holder = tl.load(used + 2 + in_eight, mask=in_eight < count, other=0)
+        spans = meta + holder * (META_PARTS * 4) + half_of_eight * 4
+        stride = stride_of(tl.load(spans + 2, mask=in_eight < count, other=0))
+        b = tl.load(spans + 1, mask=in_eight < count, other=0)
         for lowest in tl.range(0, tl.max(ranks, 0), BLOCK_R, num_stages=1):
             rank = lowest + r % BLOCK_R
-            exists = rank < ranks
-            at = b[:, None] + rank[:, None] * tl.cdiv(N, TILE) + (column // TILE)[None, :]
-            read = exists[:, None] & mine & (column < N)[None, :]
-            place = place_of(at, (blocks + adapter * MAX_BLOCKS)[:, None], read, num_blocks, SLICES, SLICE_TILES, TILE)
-            place += (column % TILE)[None, :]
-            from_here = place[:, :, None] + i[None, None, :]
-            w = tl.load(pool + from_here, mask=read[:, :, None], other=0.0)
-            sums = shrunk + rows[:, None] * RANKS + (begin + rank)[None, :]
-            value = tl.load(sums, mask=(own[:, None] == adapter[None, :]) & exists[None, :], other=0.0)
-            w = tl.reshape(w, [2 * AT_ONCE * BLOCK_R, 2 * COLUMNS])
-            acc = tl.dot(value, w, acc, input_precision="ieee")
+            eight = lowest + e * 8 % BLOCK_R
+            element = column[None, :] * stride[:, None] + eight[:, None]
+            read = (eight < stride)[:, None] & mine & (column < N)[None, :]
+            at = b[:, None] + element // TILE
+            place = place_of(at, (blocks + holder * MAX_BLOCKS)[:, None], read, num_blocks, SLICES, SLICE_TILES, TILE)
+            place += element % TILE
+            w = tl.load(pool + (place[:, :, None] + i[None, None, :]), mask=read[:, :, None], other=0.0)
+            exists = (own[:, None] == adapter[None, :]) & (rank < ranks)[None, :]
+            value = tl.zeros([acc.shape[0], 2 * AT_ONCE * BLOCK_R], tl.float32)
+            for split in tl.range(0, splits, num_stages=1):
+                found = sums + ((split * M + rows)[:, None] * 2 + half[None, :]) * RANKS + rank[None, :]
+                value += tl.load(found, mask=exists, other=0.0)
+            w = tl.reshape(tl.permute(w, (0, 2, 1)), [2 * AT_ONCE * BLOCK_R, 2 * COLUMNS])
+            acc = tl.dot(value.to(w.dtype), w, acc, input_precision="ieee")
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "wide", "slim", "num_blocks"])
+@triton.jit(do_not_specialize=["M", "wide", "slim", "num_blocks", "splits"])
 def adapted_gated_kernel(
     x_tiles,
     wide_tiles,
@@ -85,13 +92,14 @@ def adapted_gated_kernel(
     M,
     wide,
     slim,
-    shrunk,
+    sums,
     pool,
     blocks,
     meta,
     used,
     adapters,
     num_blocks,
+    splits,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -105,7 +113,6 @@ def adapted_gated_kernel(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    CHUNK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Compute as `gated_kernel`, and add before the gate."""
@@ -128,8 +135,8 @@ def adapted_gated_kernel(
             w = wide_tiles.load([0, n, k]).reshape(2 * WIDE, DEPTH)
             acc = tl.dot(x, w.T, acc)
         acc = add_all(
-            acc, n, shrunk, pool, blocks, meta, used, own, rows, num_blocks, N, WIDE, RANKS, MAX_BLOCKS, META_PARTS,
-            SLICES, SLICE_TILES, TILE, AT_ONCE, BLOCK_R, CHUNK,
+            acc, n, sums, pool, blocks, meta, used, own, rows, M, num_blocks, splits, N, WIDE, RANKS, MAX_BLOCKS,
+            META_PARTS, SLICES, SLICE_TILES, TILE, AT_ONCE, BLOCK_R,
         )  # fmt: skip
         column = n + tl.arange(0, WIDE)[None, :]
         tl.store(target + column, gate_halves(acc, ROWS, WIDE).to(kind), mask=(rows < M)[:, None] & (column < N))
@@ -144,12 +151,12 @@ def adapted_gated_kernel(
             half = tl.dot(x, w.T, half)
             quarter = tl.dot(x, v.T, quarter)
         half = add_all(
-            half, n, shrunk, pool, blocks, meta, used, own, rows, num_blocks, N, HALF, RANKS, MAX_BLOCKS, META_PARTS,
-            SLICES, SLICE_TILES, TILE, AT_ONCE, BLOCK_R, CHUNK,
+            half, n, sums, pool, blocks, meta, used, own, rows, M, num_blocks, splits, N, HALF, RANKS, MAX_BLOCKS,
+            META_PARTS, SLICES, SLICE_TILES, TILE, AT_ONCE, BLOCK_R,
         )  # fmt: skip
         quarter = add_all(
-            quarter, n + HALF, shrunk, pool, blocks, meta, used, own, rows, num_blocks, N, QUARTER, RANKS, MAX_BLOCKS,
-            META_PARTS, SLICES, SLICE_TILES, TILE, AT_ONCE, BLOCK_R, CHUNK,
+            quarter, n + HALF, sums, pool, blocks, meta, used, own, rows, M, num_blocks, splits, N, QUARTER, RANKS,
+            MAX_BLOCKS, META_PARTS, SLICES, SLICE_TILES, TILE, AT_ONCE, BLOCK_R,
         )  # fmt: skip
         column = n + tl.arange(0, HALF)[None, :]
         tl.store(target + column, gate_halves(half, ROWS, HALF).to(kind), mask=(rows < M)[:, None] & (column < N))

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.features.lora.triton_expand import part_of
-from octavo.features.lora.triton_shrink import place_of
+from octavo.features.lora.triton_places import place_of, stride_of
 from octavo.nn.ops.triton_gemv import multiply_row
 from octavo.nn.ops.triton_overlap import invite, join, lead
 
@@ -73,6 +72,50 @@ def row_shrink_kernel(
         tl.store(into + rank, tl.sum(tl.sum(w * value, 1), 0))
 
 
+@triton.jit
+def part_of(
+    program,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return, of the n-th block of columns of all parts: its part, the part's first column, the block's first column in
+    the part, and the part's columns."""
+    BLOCKS_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_1: tl.constexpr = (SIZE_1 + BLOCK_N - 1) // BLOCK_N
+    column = program * BLOCK_N
+    part, left, size = 0, 0, SIZE_0
+    if program >= BLOCKS_0 + BLOCKS_1:
+        part, left, size = 2, SIZE_0 + SIZE_1, SIZE_2
+        column -= (BLOCKS_0 + BLOCKS_1) * BLOCK_N
+    elif program >= BLOCKS_0:
+        part, left, size = 1, SIZE_0, SIZE_1
+        column -= BLOCKS_0 * BLOCK_N
+    return part, left, column, size
+
+
+@triton.jit
+def ranks_of(
+    pool,
+    blocks,
+    rank,
+    stride,
+    b,
+    column,
+    inside,
+    num_blocks,
+    SLICES: tl.constexpr,
+    SLICE_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return B's elements for some ranks [BLOCK_R] of some outputs [BLOCK_N] of a part, whose B begins at tile `b`."""
+    element = column * stride
+    place = place_of(b + element // TILE, blocks, inside, num_blocks, SLICES, SLICE_TILES, TILE) + element % TILE
+    read = inside[:, None] & (rank < stride)[None, :]
+    return tl.load(pool + place[:, None] + rank[None, :], mask=read, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def row_expand_kernel(
     pool,
@@ -95,15 +138,16 @@ def row_expand_kernel(
     SLICE_TILES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     NORMED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Multiply the sums by a tile of columns of B, in programs [tiles of columns]: out [all sizes] float32."""
+    """Multiply the sums by B for BLOCK_N outputs, in programs [blocks of outputs]: out [all sizes] float32."""
     r = tl.arange(0, BLOCK_R)
-    i = tl.arange(0, TILE)
-    part, left, column, size, row_tiles = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, TILE, TILE)
-    inside = column + i < size
+    part, left, first_column, size = part_of(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, BLOCK_N)
+    column = first_column + tl.arange(0, BLOCK_N)
+    inside = column < size
     adapter = tl.load(adapters)
     spans = meta + tl.maximum(adapter, 0) * (META_PARTS * 4)
     own = blocks + tl.maximum(adapter, 0) * MAX_BLOCKS
@@ -111,27 +155,27 @@ def row_expand_kernel(
     for other in tl.static_range(PARTS):
         begin += tl.where(other < part, tl.load(spans + other * 4 + 2), 0)
     ranks = tl.where(adapter >= 0, tl.load(spans + part * 4 + 2), 0)
-    b = tl.load(spans + part * 4 + 1) + column // TILE
-    place = place_of(b + r * row_tiles, own, r < ranks, num_blocks, SLICES, SLICE_TILES, TILE)
-    w = tl.load(pool + place[:, None] + i[None, :], mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+    b = tl.load(spans + part * 4 + 1)
+    stride = stride_of(ranks)
+    has = inside & (ranks > 0)
+    w = ranks_of(pool, own, r, stride, b, column, has, num_blocks, SLICES, SLICE_TILES, TILE)
     invite(OVERLAPS)  # not earlier: the next launch occupies the memory
     join(OVERLAPS)
-    acc = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, ranks, BLOCK_R):
         exists = first + r < ranks
         if first > 0:
-            place = place_of(b + (first + r) * row_tiles, own, exists, num_blocks, SLICES, SLICE_TILES, TILE)
-            w = tl.load(pool + place[:, None] + i[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+            w = ranks_of(pool, own, first + r, stride, b, column, has, num_blocks, SLICES, SLICE_TILES, TILE)
         value = tl.zeros([BLOCK_R], tl.float32)
         for split in tl.static_range(SPLITS):
             value += tl.load(sums + split * (RANKS + 1) + begin + first + r, mask=exists, other=0.0)
-        acc += tl.sum(w.to(tl.float32) * value[:, None], 0)
+        acc += tl.sum(w.to(tl.float32) * value[None, :], 1)
     if NORMED:
         square = 0.0
         for split in tl.static_range(SPLITS):
             square += tl.load(sums + split * (RANKS + 1) + RANKS, mask=ranks > 0, other=0.0)
         acc = tl.where(ranks > 0, acc * tl.rsqrt(square / K + eps), 0.0)
-    tl.store(out + left + column + i, acc, mask=inside)
+    tl.store(out + left + column, acc, mask=inside)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
+from octavo.features.lora import kernels
 from octavo.features.lora import payload as messages
 from octavo.features.lora.delta import Replaced, TorchDelta, TorchEmbedding, Weights, by_rows
 from octavo.features.lora.experts import TorchExperts
@@ -35,7 +36,7 @@ from octavo.features.lora.native import NativeDelta, NativeExperts, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
 from octavo.features.lora.reader import HELPERS, Reader
 from octavo.features.lora.settings import LoraSettings
-from octavo.features.lora.tables import NONE, Batch, Crowd, Tables
+from octavo.features.lora.tables import NONE, RANKS, Batch, Crowd, Tables
 from octavo.features.lora.targets import Targets
 from octavo.models.decoder import CausalLM
 from octavo.models.load.arranged import arranged
@@ -53,9 +54,10 @@ from octavo.worker.hooks import Site, WorkerHook
 
 LOW_RANK, GENERAL, ENDS = "lora", "general", "ends"
 _THREADS = 2
-_MOST_RESERVED = 256 << 20
-"""Most bytes of host memory, pinned on a GPU's machine, that are reserved for one adapter on its way to the device.
-Memory for larger adapters is allocated when they are loaded."""
+_ROOMS = 4
+_ROOM_BYTES = 32 << 20
+"""Pinned memory through which adapters go to a GPU, in parts of a room each. It is reserved at the start, since
+allocating it takes long and stops the GPU."""
 _LAYOUTS_KEPT = 256
 """Layouts that are kept of adapters that are neither in host memory nor in the tables: some may be in blocks already,
 and be used for the first time later."""
@@ -77,6 +79,8 @@ class LoraWorker(WorkerHook):
         self._max_adapters, self._max_rank = max_adapters, max_rank
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-adapters")
+        self._loaders = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-adapter-loads")
+        """Not those that read: each of a load's parts would wait for them."""
         self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="octavo-adapter-parts")
         self._pages: dict[int, Tensor] = {}
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
@@ -91,6 +95,8 @@ class LoraWorker(WorkerHook):
         self._native: Dtype | None = None
         self._crowd = Crowd.FEW
         self._compiled = False
+        self._served = False
+        """The kernels of a GPU can add to all linear layers."""
         self._scale = 1.0
         self._around = False
         """Torch changes the embeddings and logits of a native program."""
@@ -121,7 +127,13 @@ class LoraWorker(WorkerHook):
                 "Adapters are kept in blocks of the KV cache, and a stage of the pipeline has no layer with one. Set "
                 "--pipeline-layers so that each stage has such a layer, or leave out --enable-lora."
             )
-        self._geometry = Geometry(memory.shape[0], memory.shape[2], site.build.dtype.itemsize)
+        sizes = memory.shape[0], memory.shape[2], site.build.dtype.itemsize
+        self._geometry = Geometry(*sizes, by_output=site.device.resident)
+        self._served = site.device.resident and all(
+            kernels.serves(target, self._geometry, self._max_rank)
+            for target, layer in zip(self._targets.targets, self._targets.layers, strict=True)
+            if layer is not None and not isinstance(layer, ExpertLayer | Embedding)
+        )
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
         norms = BaseNorms(self._targets, partial(_arranged, site, model.spec))
         helpers = self._helpers if site.device.resident else None  # a CPU's cores compute
@@ -183,11 +195,12 @@ class LoraWorker(WorkerHook):
         own = [targets[i] for i in sorted(self._targets.own)]
         most = min(largest(own, self._max_rank, geometry, self.added_tokens), self._site.blocks.memory.shape[1])
         self._tables = Tables(targets, geometry, self._max_adapters, most, device)
-        self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device)
+        most_groups = -(-self._max_rank // RANKS)
+        self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device, most_groups)
         self._uids.clear()
         self._make_deltas()
         build = self._site.build
-        if build.device.type == "cuda" and not self._compiled:
+        if build.device.type == "cuda" and self._served and not self._compiled:
             from octavo.features.lora.ahead import compile_ahead  # needs triton, which machines without a GPU may lack
 
             compile_ahead(self._deltas[LOW_RANK], build.dtype, build.device)
@@ -224,7 +237,7 @@ class LoraWorker(WorkerHook):
             cut = self._targets.cuts[i][0] if target.head else None
             plain = TorchDelta(i, target, layer, weights, self._batch, cut)
             self._deltas[GENERAL].append((layer, plain))
-            self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._site.device.resident else plain))
+            self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._served else plain))
 
         self._experts = [(layer, self._of_experts(products, weights)) for layer, products in experts.items()]
 
@@ -271,7 +284,9 @@ class LoraWorker(WorkerHook):
             return GENERAL
         if self._native is not None:
             return LOW_RANK
-        return (LOW_RANK, self._crowd) if self._site.device.resident else LOW_RANK
+        if self._site.device.resident and not self._served:
+            return GENERAL
+        return (LOW_RANK, self._crowd) if self._served else LOW_RANK
 
     @property
     def _changes_ends(self) -> bool:
@@ -289,7 +304,7 @@ class LoraWorker(WorkerHook):
         if self._native is not None:
             return [LOW_RANK, GENERAL] if self._experts else [LOW_RANK]
         most = Crowd.of(self._max_adapters)
-        return [(LOW_RANK, crowd) for crowd in Crowd if crowd <= most] if self._site.device.resident else []
+        return [(LOW_RANK, crowd) for crowd in Crowd if crowd <= most] if self._served else []
 
     def select(self, variant: Hashable | None) -> None:
         if variant == self._selected:
@@ -317,17 +332,17 @@ class LoraWorker(WorkerHook):
             counts = np.array(plan.num_tokens)
             place = np.arange(len(adapters)) - np.repeat(counts.cumsum() - counts, counts)
             adapters[place < np.repeat(payload.skipped, counts)] = NONE
-        self._batch.tokens.fill(adapters)
+        self._batch.tokens.fill(adapters, self._tables.rank_groups)
         self._logits = np.repeat(self._rows, np.where(plan.samples, 1 + np.array(plan.num_drafts), 0))
-        self._batch.logits.fill(self._logits)
+        self._batch.logits.fill(self._logits, self._tables.rank_groups)
 
     def only_row(self, row: int | None, count: int = 0) -> None:
         if self._selected is None:
             return
         if row is None:
-            self._batch.logits.fill(self._logits)
+            self._batch.logits.fill(self._logits, self._tables.rank_groups)
         else:
-            self._batch.logits.fill(np.full(count, self._rows[row], dtype=np.int32))
+            self._batch.logits.fill(np.full(count, self._rows[row], dtype=np.int32), self._tables.rank_groups)
 
     def _layout(self, uid: int) -> Layout:
         with self._lock:
@@ -343,7 +358,11 @@ class LoraWorker(WorkerHook):
             sizes = form.slices, form.slice_bytes, form.element_size
             return msgspec.to_builtins(
                 messages.RankTargets(
-                    targets.targets, tuple(sorted(targets.own)), *sizes, self._native is None or self._around
+                    targets.targets,
+                    tuple(sorted(targets.own)),
+                    *sizes,
+                    replaceable=self._native is None or self._around,
+                    by_output=form.by_output,
                 )
             )
         if method == "read":
@@ -378,6 +397,8 @@ class LoraWorker(WorkerHook):
         return found
 
     def rooms(self, page_bytes: int) -> tuple[int, int]:
+        if not self._site.device.resident:
+            return 0, 0  # memory of the host is quick to allocate
         targets = self._targets.targets
         pieces = [
             Piece(i, part, self._max_rank)
@@ -386,19 +407,20 @@ class LoraWorker(WorkerHook):
             if not targets[i].embedding
         ]
         largest = layout(targets, Manifest(tuple(pieces)), self._geometry).num_blocks
-        return min(largest, _MOST_RESERVED // page_bytes), _THREADS
+        pages = max(1, min(largest, _ROOM_BYTES // page_bytes))
+        return pages, min(_ROOMS, -(-_THREADS * largest // pages))
 
     def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
-        return self._threads.submit(self._load, names, room)
+        return self._loaders.submit(self._load, names, room)
 
     def _load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Collection[int]:
         uid, numbers = pages_of(names)
         kept = self._pages.get(uid)
         if kept is None:
             return range(len(names))
-        pages = room()
-        if numbers == list(range(len(kept))):
-            pages.copy_(kept)
+        pages, first = room(), numbers[0]
+        if numbers == list(range(first, min(first + len(numbers), len(kept)))):
+            pages.copy_(kept[first : first + len(numbers)])
         else:
             for into, number in zip(pages, numbers, strict=True):
                 if number < len(kept):  # other stages of a pipeline may have more of the adapter

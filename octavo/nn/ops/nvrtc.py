@@ -25,6 +25,8 @@ from octavo.hub.cache import kernel_dir
 
 log = logging.getLogger(__name__)
 
+_HOPPER = (9, 0)
+"""From here on, launches can begin before the previous one ends, and there are instructions of one chip only."""
 _CLUSTER, _OVERLAP = 4, 6
 _SHARED_MEMORY, _LARGE_CLUSTERS = 8, 14
 _TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
@@ -85,8 +87,10 @@ class Kernel:
         self._function = c_void_p()
         self._check(self._driver.cuModuleLoadData(byref(module), _binary(source, defines)))
         self._check(self._driver.cuModuleGetFunction(byref(self._function), module, name.encode()))
-        attributes = [_Attribute(_OVERLAP)]
-        attributes[0].value.flag = 1
+        attributes: list[_Attribute] = []
+        if torch.cuda.get_device_capability() >= _HOPPER:
+            attributes.append(_Attribute(_OVERLAP))
+            attributes[0].value.flag = 1
         if cluster > 1:
             self._check(self._driver.cuFuncSetAttribute(self._function, c_int(_LARGE_CLUSTERS), c_int(1)))
             attributes.append(_Attribute(_CLUSTER))
@@ -199,9 +203,9 @@ def _binary(source: str, defines: Mapping[str, int]) -> bytes:
 
 def _compiled(source: str, defines: Sequence[tuple[str, int]]) -> bytes:
     """Compile a source, or read it from the cache folder if it is there."""
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = capability = torch.cuda.get_device_capability()
     options = [
-        f"-arch=sm_{major}{minor}a",
+        f"-arch=sm_{major}{minor}{'a' if capability >= _HOPPER else ''}",
         "-std=c++17",
         "-default-device",
         *(f"-D{name}={value}" for name, value in defines),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Mapping
-from ctypes import c_float, c_int, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu import EmulatedKernel
 from quantized_kit import blocks_of, codes_of, value_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -170,9 +170,8 @@ def test_numbers_as_they_are_stored(form: str, tmp_path: Path) -> None:
     library = cuda_on_cpu.compiled(source, "stored_row", macros, tmp_path)
     for late in (False, True):
         out = row.stream.clone()
-        cuda_on_cpu.launch(
-            library, [row.x, row.norm, codes, scales, row.bias, out], [EPS], [1], (5, 1, 1), shared, late=late
-        )
+        tensors = [row.x, row.norm, codes, scales, row.bias, out]
+        cuda_on_cpu.launch(library, tensors, [EPS], [1], (5, 1, 1), shared, late=late)
         assert off(out, row.expected) < LIMITS[out.dtype], late
 
 
@@ -242,27 +241,15 @@ def test_several_rows_of_small_numbers(form: str, tmp_path: Path) -> None:
             assert off(got, wanted) < (2 * LIMITS[out.dtype] if parts > 1 else LIMITS[out.dtype])
 
 
-class OnCpu:
-    """In place of `nvrtc.Kernel`."""
-
-    def __init__(self, name: str, made: tuple[str, dict[str, int], int, int], folder: Path) -> None:
-        source, macros, _, self.shared = made
-        self.library = cuda_on_cpu.compiled(source, name, macros, folder)
-
-    def launch(self, grid: tuple[int, int, int], arguments: list[c_void_p | c_float | c_int]) -> None:
-        kinds = (c_void_p, c_float, c_int)
-        pointers, floats, integers = ([one.value for one in arguments if isinstance(one, kind)] for kind in kinds)
-        cuda_on_cpu.launch(self.library, pointers, floats, integers, grid, self.shared, late=False)
-
-
 @pytest.mark.parametrize("form", ["4 bits", pytest.param("8 bits", marks=pytest.mark.slow), "plain"])
 def test_rows_that_do_not_fit_are_multiplied_in_parts(
     form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the launches that a GPU gets."""
     monkeypatch.setattr(ring, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(few_fragments, "_kernel", lambda *args: OnCpu("row", fragments.row_source(*args), tmp_path))
-    monkeypatch.setattr(stored_row, "_kernel", lambda *args: OnCpu("stored_row", stored_row.source_of(*args), tmp_path))
+    monkeypatch.setattr(EmulatedKernel, "folder", tmp_path, raising=False)
+    monkeypatch.setattr(few_fragments, "_kernel", lambda *args: EmulatedKernel("row", *fragments.row_source(*args)))
+    monkeypatch.setattr(stored_row, "_kernel", lambda *args: EmulatedKernel("stored_row", *stored_row.source_of(*args)))
     outputs, inputs, count, dtype = 64, 14336, 8, torch.bfloat16
     x, bias, stream = torch.randn(count, inputs).to(dtype), torch.randn(outputs).to(dtype), torch.randn(count, outputs)
     if form == "plain":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from octavo.core.cache_groups import CacheGroup, GroupKind
 from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
-from octavo.device.transfer import HostCopier, HostCopy, HostLink
+from octavo.device.transfer import Copy, HostCopier, HostCopy, HostLink
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.worker.blocks import Blocks
@@ -156,32 +157,62 @@ def test_a_load_that_fails_writes_nothing() -> None:
 
 
 class Held(HostCopier):
-    """Allocates when the test says so, and counts the rooms that are given back."""
+    """Allocates when the test says so."""
 
     def __init__(self) -> None:
         self.asked, self.go = threading.Event(), threading.Event()
-        self.reserved: list[tuple[int, int]] = []
-        self.back = 0
-
-    def reserve(self, size: int, count: int) -> None:
-        self.reserved.append((size, count))
 
     def room(self, *shape: int) -> Tensor:
         self.asked.set()
         assert self.go.wait(10), "nothing goes on while memory is allocated"
         return super().room(*shape)
 
-    def give_back(self, room: Tensor) -> None:
-        self.back += 1
 
+class Lent(HostCopier):
+    """Remembers what it allocated, and whose copies end when the test says so."""
 
-class HeldLink(HostLink):
     def __init__(self) -> None:
+        self.made: list[Tensor] = []
+        self.copies: list[Later] = []
+        self.late = False
+
+    def room(self, *shape: int) -> Tensor:
+        self.made.append(super().room(*shape))
+        return self.made[-1]
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
+        self.copies.append(Later(values, write, over=not self.late))
+        return self.copies[-1]
+
+
+class Later:
+    """A copy that reads its values when it ends."""
+
+    def __init__(self, values: Tensor, write: Callable[[Tensor], None], *, over: bool) -> None:
+        self.values, self.write = values, write
+        self.over = self.waited = False
+        if over:
+            self.end()
+
+    def end(self) -> None:
+        self.write(self.values)
+        self.over = True
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self) -> Tensor:
+        self.waited = True
+        return self.values
+
+
+class CopierLink(HostLink):
+    def __init__(self, copier: Any) -> None:
         super().__init__(torch.device("cpu"))
-        self.held = Held()
+        self._copier = copier
 
     def copier(self) -> Any:
-        return self.held
+        return self._copier
 
 
 class Threaded(Slow):
@@ -190,9 +221,6 @@ class Threaded(Slow):
     def __init__(self) -> None:
         super().__init__()
         self.threads = ThreadPoolExecutor(1)
-
-    def rooms(self, page_bytes: int) -> tuple[int, int]:
-        return 3, 2
 
     def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
         return self.threads.submit(self._load, names, room)
@@ -206,16 +234,128 @@ class Threaded(Slow):
 
 def test_no_step_waits_while_a_load_allocates_memory() -> None:
     blocks, raw = blocks_of(torch.float32)
-    link, hook = HeldLink(), Threaded()
-    mover = Mover(blocks, link, {"slow": hook})
-    assert link.held.reserved == [(3 * blocks.page_bytes, 2)]
+    held, hook = Held(), Threaded()
+    mover = Mover(blocks, CopierLink(held), {"slow": hook})
     hook.kept[b"a"] = raw[:, 3].flatten().clone()
     mover.begin(Transfers(loads=[Transfer(1, "slow", [b"a"], [6])]))
-    assert link.held.asked.wait(10)
+    assert held.asked.wait(10)
     for _ in range(3):
         assert mover.take() == []
-    link.held.go.set()
+    held.go.set()
     hook.threads.shutdown()
     assert mover.take() == [moved(1, TransferState.ENDED)]
     assert torch.equal(raw[:, 6], raw[:, 3])
-    assert link.held.back == 1
+
+
+class InRooms(Slow):
+    """Loads into two rooms of two pages.
+
+    Attributes:
+        asked: the names of each call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[bytes]] = []
+
+    def rooms(self, page_bytes: int) -> tuple[int, int]:
+        return 2, 2
+
+    def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
+        self.asked.append(list(names))
+        return super().load(names, room)
+
+
+@pytest.fixture
+def in_rooms() -> tuple[Mover, InRooms, Lent, Tensor]:
+    """A mover over five kept pages, a to e, with the contents of blocks 0 to 4."""
+    blocks, raw = blocks_of(torch.float32)
+    hook, lent = InRooms(), Lent()
+    hook.kept = {b"abcde"[i : i + 1]: raw[:, i].flatten().clone() for i in range(5)}
+    return Mover(blocks, CopierLink(lent), {"slow": hook}), hook, lent, raw
+
+
+LARGE = Transfer(1, "slow", [b"e", b"d", b"c", b"b", b"a"], [0, 1, 2, 3, 4])
+"""Turns five pages round."""
+
+
+def test_a_load_takes_turns_in_rooms(in_rooms: tuple[Mover, InRooms, Lent, Tensor]) -> None:
+    mover, hook, lent, raw = in_rooms
+    before, lent.late = raw.clone(), True
+    mover.begin(Transfers(loads=[LARGE, Transfer(2, "slow", [b"a"], [7])]))
+    assert hook.asked == [[b"e", b"d"], [b"c", b"b"]]
+    hook.futures[1].set_result(())
+    assert mover.take() == []
+    assert len(hook.asked) == 2, "a room is read until its copy ends"
+    lent.copies[0].end()
+    assert mover.take() == []
+    assert hook.asked[2:] == [[b"a"]], "the load that came first goes on"
+    hook.futures[0].set_result(())
+    hook.futures[2].set_result(())
+    assert mover.take() == []
+    lent.copies[2].end()
+    assert mover.take() == []
+    assert hook.asked[3:] == [[b"a"]]
+    lent.copies[1].end()
+    assert mover.take() == [moved(1, TransferState.ENDED)]
+    assert torch.equal(raw[:, :5], before[:, :5].flip(1))
+    hook.futures[3].set_result(())
+    assert mover.take() == []
+    lent.copies[3].end()
+    assert mover.take() == [moved(2, TransferState.ENDED)]
+    assert torch.equal(raw[:, 7], before[:, 0])
+    assert [tuple(room.shape) for room in lent.made] == [(2, raw[:, 0].numel())] * 2, "no load allocates memory"
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_load_has_failed_once_nothing_of_it_is_under_way(
+    error: bool, in_rooms: tuple[Mover, InRooms, Lent, Tensor]
+) -> None:
+    """Its blocks are used for something else then."""
+    mover, hook, lent, _ = in_rooms
+    lent.late = True
+    mover.begin(Transfers(loads=[LARGE]))
+    hook.futures[0].set_result(())
+    assert mover.take() == []
+    if error:
+        hook.futures[1].set_exception(OSError("a disk"))
+    else:
+        hook.futures[1].set_result([1])
+    assert mover.take() == [], "a copy writes to blocks"
+    lent.copies[0].end()
+    assert mover.take() == [moved(1, TransferState.ENDED, *(range(5) if error else [3]))]
+    assert len(hook.asked) == 2
+    mover.begin(Transfers(loads=[msgspec.structs.replace(LARGE, ticket=2)]))
+    assert len(hook.asked) == 4, "both rooms are free again"
+
+
+def test_parts_that_are_read_after_a_failure_are_not_copied(in_rooms: tuple[Mover, InRooms, Lent, Tensor]) -> None:
+    mover, hook, lent, raw = in_rooms
+    before = raw.clone()
+    mover.begin(Transfers(loads=[LARGE]))
+    hook.futures[1].set_result([0])
+    assert mover.take() == [], "the tier writes to a room"
+    hook.futures[0].set_result(())
+    assert mover.take() == [moved(1, TransferState.ENDED, 2)]
+    assert lent.copies == []
+    assert torch.equal(raw, before)
+
+
+def test_a_part_that_can_not_be_begun_fails_the_load(in_rooms: tuple[Mover, InRooms, Lent, Tensor]) -> None:
+    mover, hook, _, _ = in_rooms
+    odd = Transfer(1, "slow", [b"a", b"b", b"odd"], [5, 6, 7])
+    mover.begin(Transfers(loads=[odd, msgspec.structs.replace(LARGE, ticket=2)]))
+    assert mover.take() == []
+    hook.futures[0].set_result(())
+    assert mover.take() == [moved(1, TransferState.ENDED, 0, 1, 2)]
+
+
+def test_memory_is_freed_after_copies_of_parts(in_rooms: tuple[Mover, InRooms, Lent, Tensor]) -> None:
+    mover, hook, lent, _ = in_rooms
+    lent.late = True
+    mover.begin(Transfers(loads=[LARGE]))
+    hook.futures[0].set_result(())
+    assert mover.take() == []
+    mover.close()
+    assert lent.copies[0].waited
+    assert mover.take() == []

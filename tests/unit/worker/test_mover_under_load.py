@@ -36,9 +36,13 @@ class Shelf(WorkerHook):
 
     name = "shelf"
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: tuple[int, int]) -> None:
+        self._rooms = rooms
         self.pages: dict[bytes, Tensor] = {}
         self._threads = ThreadPoolExecutor(2)
+
+    def rooms(self, page_bytes: int) -> tuple[int, int]:
+        return self._rooms
 
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
         return self._threads.submit(self._store, names, pages)
@@ -98,11 +102,14 @@ class Load:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("rooms", [(0, 0), (3, 2)], ids=["memory of their own", "rooms"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_pages_are_as_steps_before_left_them_and_are_there_for_steps_after(dtype: torch.dtype) -> None:
+def test_pages_are_as_steps_before_left_them_and_are_there_for_steps_after(
+    dtype: torch.dtype, rooms: tuple[int, int]
+) -> None:
     seed = int.from_bytes(os.urandom(4))
     print("seed", seed)
-    load, shelf = Load(dtype, seed), Shelf()
+    load, shelf = Load(dtype, seed), Shelf(rooms)
     mover = Mover(load.blocks, link_of(DEVICE), {"shelf": shelf})
     written: dict[bytes, Tensor] = {}
     held: dict[int, Transfer] = {}

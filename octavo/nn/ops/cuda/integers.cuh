@@ -18,13 +18,20 @@ typedef unsigned long long u64;
 #define SCALED (4 / SCALES)                             // fragments of 16 inputs in one of them
 #define EACH (SCALES * (1 + MINIMA))  // pairs of scales and minima of a thread for 64 inputs: they lie together
 
-__device__ __forceinline__ void overlap() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Let the next launch begin. Before Hopper, launches follow each other.
+__device__ __forceinline__ void overlap() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 // Wait for the previous launches' results. The assembler would move loads of constants that come before to after the
 // wait, but not past a loop whose length it does not know: 1.
 __device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
 #pragma unroll 1
   for (unsigned i = 0; i < gridDim.z; i++) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Load what no kernel writes, each byte once.

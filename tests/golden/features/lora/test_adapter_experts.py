@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_kit import BASE, load
+from adapter_kit import BASE, FORMS, load
 from tiny import make_checkpoint, model_files, reference_of
 from tiny_expert_adapters import save_and_merge
 
@@ -15,6 +15,7 @@ from octavo.features.lora.payload import LoraStep
 RANK = 3
 
 
+@FORMS
 @pytest.mark.parametrize(
     ("family", "form"),
     [
@@ -25,10 +26,10 @@ RANK = 3
         pytest.param("mixtral", "stacked", marks=pytest.mark.slow),
     ],
 )
-def test_logits_are_those_of_merged_experts(family: str, form: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_merged_experts(family: str, form: str, by_output: bool, tmp_path: Path) -> None:
     theirs = make_checkpoint(family, tmp_path)
     files = model_files(tmp_path)
-    adapted = load(files, reference_of(files), num_blocks=800)
+    adapted = load(files, reference_of(files), num_blocks=800, by_output=by_output)
     made = torch.Generator().manual_seed(1)
     prompt = torch.randint(1, 199, (24,), generator=made).tolist()
     with torch.no_grad():

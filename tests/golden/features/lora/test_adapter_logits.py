@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_kit import BASE, load
+from adapter_kit import BASE, FORMS, load
 from safetensors.torch import load_file
 from tiny import FAMILIES, make_checkpoint, model_files, reference_of
 from tiny_adapters import merged, save_adapter
@@ -99,11 +99,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return theirs, folder
 
 
+@FORMS
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_adapters(kind: str, pair: tuple[Any, Path], tmp_path: Path) -> None:
+def test_kinds_of_adapters(kind: str, by_output: bool, pair: tuple[Any, Path], tmp_path: Path) -> None:
     """In a batch with the base, where late layers compute the rows that get logits only."""
     theirs, folder = pair
-    adapted = load(model_files(folder), ReferenceAttention())
+    adapted = load(model_files(folder), ReferenceAttention(), by_output=by_output)
     adapter = save_adapter(tmp_path, theirs.config.to_dict(), seed=1, **KINDS[kind])
     payload = adapted.enter(adapter)
     prompts = prompts_of(3)
@@ -141,9 +142,10 @@ def test_learned_positions_take_no_adapters(tmp_path: Path) -> None:
     assert [target.stored(0).name for target in targets if target.embedding] == ["transformer.wte"]
 
 
-def test_a_weighted_sum_of_adapters(pair: tuple[Any, Path], tmp_path: Path) -> None:
+@FORMS
+def test_a_weighted_sum_of_adapters(by_output: bool, pair: tuple[Any, Path], tmp_path: Path) -> None:
     theirs, folder = pair
-    adapted = load(model_files(folder), ReferenceAttention())
+    adapted = load(model_files(folder), ReferenceAttention(), by_output=by_output)
     config = theirs.config.to_dict()
     first = save_adapter(tmp_path / "first", config, seed=1, rank=4)
     second = save_adapter(tmp_path / "second", config, seed=2, rank=9, targets=("v_proj", "gate_proj"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from adapter_kit import Adapted, load
+from adapter_kit import FORMS, Adapted, load
 from safetensors.torch import load_file
 from tiny import make_checkpoint, model_files
 from tiny_adapters import save_adapter
@@ -31,10 +31,11 @@ def logits_of(adapted: Adapted, adapter: Path, prompt: list[int], skipped: list[
     return adapted.step([row], [len(prompt)], step, all_logits=True)
 
 
+@FORMS
 @pytest.mark.parametrize("name", ["patterns", "magnitudes", "tables", "tokens", "tied"])
-def test_logits_are_those_of_peft(name: str) -> None:
+def test_logits_are_those_of_peft(name: str, by_output: bool) -> None:
     base = DATA / ("base-tied" if name == "tied" else "base")
-    found = logits_of(load(model_files(base), ReferenceAttention()), DATA / name, PROMPT)
+    found = logits_of(load(model_files(base), ReferenceAttention(), by_output=by_output), DATA / name, PROMPT)
     expected = load_file(DATA / "logits.safetensors")
     torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-4)
     others = [logits for one, logits in expected.items() if one != name and not one.startswith("added")]
@@ -104,15 +105,18 @@ def as_gguf(
     return path
 
 
+@FORMS
 @pytest.mark.parametrize(("family", "architecture"), [("llama", "llama"), ("qwen2", "qwen2")])
-def test_llama_cpps_form_gives_the_same(family: str, architecture: str, tmp_path: Path) -> None:
+def test_llama_cpps_form_gives_the_same(family: str, architecture: str, by_output: bool, tmp_path: Path) -> None:
     config = make_checkpoint(family, tmp_path).config.to_dict()
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "embed_tokens")
     adapter = save_adapter(tmp_path / "adapter", config, seed=3, rank=6, alpha=9, targets=targets)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     written = as_gguf(adapter, tmp_path / "adapter.gguf", architecture, heads)
     files = model_files(tmp_path)
-    found = [logits_of(load(files, ReferenceAttention()), one, PROMPT) for one in (adapter, written)]
+    found = [
+        logits_of(load(files, ReferenceAttention(), by_output=by_output), one, PROMPT) for one in (adapter, written)
+    ]
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 

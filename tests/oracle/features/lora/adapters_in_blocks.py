@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.device.transfer import link_of
 from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
@@ -34,10 +35,12 @@ class World:
         seed: int,
         slices: int = 3,
         slice_bytes: int = 768,
+        by_output: bool = False,
     ) -> None:
         """
         Args:
             ranks: of each adapter's parts; 0 leaves a part alone.
+            by_output: the form of B; see `Geometry`.
         """
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
@@ -45,7 +48,7 @@ class World:
         before = Target("before", (TargetPart("q", 5, 7, 5, 7),) * 4)
         self.target = Target("target", parts)
         self.index = 1
-        geometry = Geometry(slices, slice_bytes, dtype.itemsize)
+        geometry = Geometry(slices, slice_bytes, dtype.itemsize, by_output)
         manifests = [
             Manifest((Piece(0, 0, rank=2), *(Piece(1, part, rank=rank) for part, rank in enumerate(own) if rank)))
             for own in ranks
@@ -81,7 +84,11 @@ class World:
                 span = placed.spans[1, part]
                 for i in range(rank):
                     write(blocks, span.a + i * geometry.row_tiles(inputs), a[i])
-                    write(blocks, span.b + i * geometry.row_tiles(size), b[:, i])
+                if by_output:
+                    write(blocks, span.b, F.pad(b, (0, geometry.stride(rank) - rank)).flatten())
+                else:
+                    for i in range(rank):
+                        write(blocks, span.b + i * geometry.row_tiles(size), b[:, i])
                 self.factors[-1].append((a, b))
         self.pool = pool.to(device)
         self.sizes = list(sizes)
@@ -89,8 +96,8 @@ class World:
 
     def assigned(self, adapters: Sequence[int], max_rows: int) -> Assigned:
         """Return the tables of a step whose rows have these adapters; -1 for none."""
-        rows = Assigned(max_rows, self.tables.max_adapters, self._link)
-        rows.fill(np.array(adapters, dtype=np.int32))
+        rows = Assigned(max_rows, self.tables.max_adapters, self._link, most_groups=8)
+        rows.fill(np.array(adapters, dtype=np.int32), self.tables.rank_groups)
         return rows
 
     def addition(self, x: Tensor, adapters: Sequence[int]) -> Tensor:

@@ -61,6 +61,7 @@ geometries = st.builds(
     slices=st.integers(1, 5),
     slice_bytes=st.sampled_from([16, 48, 256, 1280, 4096, 512 * 3]),
     element_size=st.sampled_from([2, 4]),
+    by_output=st.booleans(),
 )
 
 
@@ -73,7 +74,10 @@ def rows_of(piece: Piece, span: Span, geometry: Geometry) -> list[tuple[int, int
         count, size = (part.inputs, outputs) if one.embedding else (part.outputs, inputs)
         return [(span.whole + i * size, size) for i in range(count)]
     found = [(span.a + i * inputs, inputs) for i in range(span.rank)]
-    found += [(span.b + i * outputs, outputs) for i in range(span.rank)]
+    if geometry.by_output:
+        found.append((span.b, geometry.row_tiles(part.outputs * geometry.stride(span.rank))))
+    else:
+        found += [(span.b + i * outputs, outputs) for i in range(span.rank)]
     if piece.gain:
         found.append((span.gain, -(-part.outputs * 4 // geometry.tile_bytes)))
     return found
@@ -143,14 +147,17 @@ def test_tiles_cover_the_rows_of_each_adapter_once(chosen: np.ndarray) -> None:
 
 @given(st.lists(adapters, min_size=1, max_size=4))
 def test_nothing_is_left_of_a_larger_step(steps: list[np.ndarray]) -> None:
-    assigned = Assigned(90, 6, HOST)
+    assigned, rank_groups = Assigned(90, 6, HOST, most_groups=3), np.array([1, 3, 2, 0, 1, 2])
     for chosen in steps:
-        assigned.fill(chosen)
+        assigned.fill(chosen, rank_groups)
     tiles, _ = grouped(steps[-1])
     assert assigned.adapter.tolist() == steps[-1].tolist() + [NONE] * (90 - len(steps[-1]))
     assert assigned.tiles[: len(tiles)].tolist() == tiles.tolist()
     present = sorted({*steps[-1].tolist()} - {NONE})
     assert assigned.used.tolist()[: 2 + len(present)] == [len(tiles), len(present), *present]
+    entries = [[tile, group] for tile, index in enumerate(tiles[:, 0]) for group in range(rank_groups[index])]
+    assert assigned.work[0] == len(entries)
+    assert assigned.work[1 : 1 + 2 * len(entries)].view(-1, 2).tolist() == entries
 
 
 def test_an_index_taken_by_another_adapter_has_nothing_of_the_first() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from octavo.features.lora.layout import Geometry, Target, TargetPart
 from octavo.features.lora.payload import Reading, Source
 from octavo.features.lora.reader import Reader
 from octavo.features.lora.targets import Targets
+from octavo.features.lora.worker import LoraWorker
 from octavo.nn.shard import Cut
 
 TARGETS = tuple(
@@ -120,6 +122,17 @@ def test_files_that_are_gone_are_an_error(reader: Reader, tmp_path: Path) -> Non
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelFileError, match=r"has no adapter_model\.safetensors"):
         reader.read(reading(tmp_path, file))
+
+
+@pytest.mark.parametrize(("rank", "rooms"), [(4, (10, 2)), (256, (32, 4))])
+def test_pinned_memory_is_bounded(rank: int, rooms: tuple[int, int], reader: Reader) -> None:
+    """Two adapters on their way have room; of larger ones, parts."""
+    worker = LoraWorker(8, rank)
+    worker._targets, worker._geometry = reader.targets, dataclasses.replace(reader.geometry, by_output=True)
+    worker._site = SimpleNamespace(device=SimpleNamespace(resident=True))  # type: ignore[assignment]
+    assert worker.rooms(1 << 20) == rooms
+    worker._site = SimpleNamespace(device=SimpleNamespace(resident=False))  # type: ignore[assignment]
+    assert worker.rooms(1 << 20) == (0, 0)
 
 
 def test_threads_fill_the_same_pages(reader: Reader, tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+// What the kernels of low-rank additions share: where adapters lie in blocks of the KV cache (../layout.py), and products
+// of fragments.
+//
+// A tile of rows is an adapter and up to 16 rows that have it, -1 for none (../tables.py). A warp multiplies a tile by the
+// transposed rows of a matrix. Its lanes 4 g + t take adjacent elements, those of the t-th quarter, of rows g and g + 8 of
+// the tile and of row g of the matrix: an order of inputs that does not change the sums, and in which each lane loads up
+// to 16 bytes at once.
+//
+// Macros: FLOATS: elements are float32, else float16 with HALF, else bfloat16. SLICES of a block, SLICE_TILES of a slice;
+// TILE: bytes of a tile of an adapter's range. PARTS of the target; RANKS: room for those of a part, a multiple of 8. WARPS.
+
+#define SIZE (FLOATS ? 4 : 2)
+#define WORDS(n) ((n) * SIZE / 4)
+#define TILE_ROWS 16
+
+// d = a @ b + c, of 16 rows, 16 inputs and 8 outputs.
+__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// Add to d the products of N elements of each lane: d[0] and d[1] of row g with the matrix's rows 2 t and 2 t + 1, d[2] and
+// d[3] of row g + 8.
+template <int N>
+__device__ __forceinline__ void multiply(float* d, const u32* low, const u32* high, const u32* matrix) {
+#if FLOATS
+  const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+  for (int row = 0; row < 8; row++) {
+    float sums[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float w = __uint_as_float(__shfl_sync(0xffffffffu, matrix[i], row * 4 + t));
+      sums[0] += __uint_as_float(low[i]) * w, sums[1] += __uint_as_float(high[i]) * w;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
+      sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
+      if (t == row / 2) d[2 * half + row % 2] += sums[half];
+    }
+  }
+#else
+  if (N == 2) mma(d, low[0], high[0], 0u, 0u, matrix[0], 0u, d);
+#pragma unroll
+  for (int i = 0; i + 1 < WORDS(N); i += 2) mma(d, low[i], high[i], low[i + 1], high[i + 1], matrix[i], matrix[i + 1], d);
+#endif
+}
+
+// Load N adjacent elements that no kernel writes.
+template <int N>
+__device__ __forceinline__ void load(u32* to, const unsigned char* from) {
+  if (WORDS(N) == 1) to[0] = fetch((const u32*)from);
+  if (WORDS(N) == 2) {
+    const uint2 v = fetch((const uint2*)from);
+    to[0] = v.x, to[1] = v.y;
+  }
+#pragma unroll
+  for (int i = 0; i < WORDS(N) / 4; i++) {
+    const uint4 v = fetch((const uint4*)from + i);
+    to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+  }
+}
+
+// Load what an earlier launch wrote, as `written` of integers.cuh.
+__device__ __forceinline__ float2 written(const float2* from) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+  return v;
+}
+
+// Load 8 adjacent elements that an earlier launch wrote.
+__device__ __forceinline__ void load_written(u32* to, const unsigned char* from) {
+#pragma unroll
+  for (int i = 0; i < WORDS(8) / 4; i++) {
+    const uint4 v = written((const uint4*)from + i);
+    to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+  }
+}
+
+// Return the value of an element among some that were loaded.
+__device__ __forceinline__ float value_of(const u32* words, int i) {
+#if FLOATS
+  return __uint_as_float(words[i]);
+#else
+  const float2 pair = wide2(words[i / 2]);
+  return i % 2 ? pair.y : pair.x;
+#endif
+}
+
+// Round N values to elements.
+template <int N>
+__device__ __forceinline__ void round_to(u32* words, const float* values) {
+#pragma unroll
+  for (int i = 0; i < WORDS(N); i++)
+    words[i] = FLOATS ? __float_as_uint(values[i]) : narrow2(values[2 * i % N], values[(2 * i + 1) % N]);
+}
+
+// Store words at a place of whole 16 bytes.
+__device__ __forceinline__ void store(unsigned char* to, const u32* words, int count) {
+#pragma unroll
+  for (int i = 0; i < count / 4; i++)
+    ((uint4*)to)[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+}
+
+// Return where a tile of an adapter's range is. `blocks`: the adapter's.
+__device__ __forceinline__ const unsigned char* place(const unsigned char* pool, const int* blocks, u32 tile,
+                                                      int num_blocks) {
+  const u32 slice = tile / SLICE_TILES;
+  const u64 row = (u64)(slice % SLICES) * num_blocks + blocks[slice / SLICES];
+  return pool + (row * SLICE_TILES + tile % SLICE_TILES) * TILE;
+}
+
+// Return the elements from one output of B to the next: `Geometry.stride`.
+__device__ __forceinline__ int stride_of(int rank) { return rank <= 8 ? (rank > 0) * 8 : 1 << (32 - __clz(rank - 1)); }
+
+// Return where an output's elements of B are. b: the tile where the part's B begins.
+__device__ __forceinline__ const unsigned char* output_of(const unsigned char* pool, const int* blocks, u32 b, int output,
+                                                          int stride, int num_blocks) {
+  const u32 at = (u32)output * stride * SIZE;
+  return place(pool, blocks, b + at / TILE, num_blocks) + at % TILE;
+}
+
+template <class T>
+__device__ __forceinline__ T of_part(int part, T first, T second, T third) {
+  return part == 0 ? first : part == 1 ? second : third;
+}

@@ -1,0 +1,113 @@
+// The first half of low-rank additions: x [rows, K] times A, for rows with different adapters (SGMV of Punica,
+// https://arxiv.org/abs/2310.18547).
+//
+// An item of work is a tile of rows, 16 ranks of one part of the target, and a share of the inputs, which the block's
+// warps share once more. Items are divided over any number of blocks. A warp's weights are loaded before the previous
+// launch has ended.
+//
+// Grid: [blocks]. Macros: those of low_rank.cuh; X_FLOAT: x is float32.
+//
+// work: the number of entries, then entries of a tile and the number of its 16 ranks; see `Assigned.work`.
+// sums: [splits, rows, PARTS * RANKS] float32, undefined where a row has no such rank.
+
+#define UNIT (TILE / SIZE)  // inputs that a warp multiplies at a time: a tile of A's rows
+#define STEPS (UNIT / 32)
+#define BATCH (STEPS < 4 ? STEPS : 4)
+
+// Load 8 inputs of a row from input k on, as elements.
+__device__ __forceinline__ void load_inputs(u32* to, const unsigned char* row, int k) {
+#if X_FLOAT
+  float values[8];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint4 v = written((const uint4*)(row + k * 4) + half);
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) values[4 * half + e] = __uint_as_float(words[e]);
+  }
+  round_to<8>(to, values);
+#else
+  load_written(to, row + k * SIZE);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
+shrink(const unsigned char* x, const unsigned char* __restrict__ pool,
+       const int* __restrict__ blocks, const int* __restrict__ meta, const int* __restrict__ tiles,
+       const int* __restrict__ work, float* sums, int num_blocks, int max_blocks, int meta_parts, int K, int rows,
+       int splits) {
+  __shared__ float found[2][WARPS][TILE_ROWS * 16];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int row_tiles = (K + UNIT - 1) / UNIT, count = work[0] * PARTS * splits;
+  bool waited = false;
+  int turn = 0;
+  overlap();
+  for (int item = blockIdx.x; item < count; item += gridDim.x) {
+    const int split = item % splits, part = item / splits % PARTS;
+    const int* const entry = work + 1 + item / (splits * PARTS) * 2;
+    const int* const tile = tiles + entry[0] * (1 + TILE_ROWS);
+    const int first = entry[1] * 16, adapter = tile[0];
+    const int* const span = meta + (adapter * meta_parts + part) * 4;
+    const int a = span[0], rank = span[2];
+    if (first >= rank) continue;
+    const int* const own = blocks + adapter * max_blocks;
+    const int low = tile[1 + g], high = tile[9 + g];
+    float d[2][4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) d[0][e] = d[1][e] = 0.f;
+    for (int unit = split * WARPS + warp; unit < row_tiles; unit += splits * WARPS) {
+      const int k = unit * UNIT + t * 8;
+      u32 w[2][STEPS][WORDS(8)];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int r = first + half * 8 + g;
+        const unsigned char* from = r < rank ? place(pool, own, a + r * row_tiles + unit, num_blocks) : pool;
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) {
+#pragma unroll
+          for (int i = 0; i < WORDS(8); i++) w[half][j][i] = 0u;
+          if (r < rank && k + j * 32 < K) load<8>(w[half][j], from + (t * 8 + j * 32) * SIZE);
+        }
+      }
+      if (!waited) follow();
+      waited = true;
+#pragma unroll
+      for (int batch = 0; batch < STEPS; batch += BATCH) {
+        u32 given[2][BATCH][WORDS(8)];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int row = half ? high : low;
+#pragma unroll
+          for (int j = 0; j < BATCH; j++) {
+#pragma unroll
+            for (int i = 0; i < WORDS(8); i++) given[half][j][i] = 0u;
+            const int at = k + (batch + j) * 32;
+            if (row >= 0 && at < K)
+              load_inputs(given[half][j], x + (u64)row * K * (X_FLOAT ? 4 : SIZE), at);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; j++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) multiply<8>(d[half], given[0][j], given[1][j], w[half][batch + j]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        found[turn][warp][(g + e / 2 * 8) * 16 + half * 8 + 2 * t + e % 2] = d[half][e];
+    if (!waited) follow();  // a warp without inputs stores sums, too
+    waited = true;
+    __syncthreads();
+    for (int i = threadIdx.x; i < TILE_ROWS * 16; i += WARPS * 32) {
+      const int row = tile[1 + i / 16], r = first + i % 16;
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += found[turn][w][i];
+      if (row >= 0 && r < RANKS) sums[((u64)(split * rows + row) * PARTS + part) * RANKS + r] = sum;
+    }
+    turn ^= 1;
+  }
+  if (!waited) follow();  // so that launches end in their order
+}

@@ -1,0 +1,187 @@
+"""`DirectReads`: low-rank matrices whose elements are in a file in the same order as in pages, read by few calls.
+
+A thread that reads waits for the interpreter after each call during which others may run, up to 5 ms while a step is
+prepared. So one call reads many matrices, and one multiplies or converts many. Matrices of the pages' dtype are read
+into their places. Float32, in which PEFT saves adapters unless told otherwise, is converted on the way. Nothing maps
+the file: the faults would take as long as the copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ModelFileError
+from octavo.features.lora.adapter_file import STACKED, A, AdapterFile, B
+from octavo.features.lora.layout import Geometry, Piece, Span, TargetPart
+from octavo.nn.shard import Cut
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ALONE = 1 << 15
+"""Most elements of an operation that torch does not divide over threads."""
+_BATCH = 8 << 20
+"""Bytes that one task reads and then multiplies or converts."""
+_MOST_BUFFERS = 1000
+"""Of one call; Linux takes up to 1,024."""
+
+_Run = tuple[int, int, int, float]
+"""Offset in the file in bytes, place in the pages and number of elements, and their factor."""
+
+
+def is_exact(scale: float) -> bool:
+    """Whether it is a power of two, so that products are exact and A can be scaled in place of B."""
+    return abs(math.frexp(scale)[0]) == 0.5
+
+
+class DirectReads:
+    """The pieces of one file that can be read in this way.
+
+    Args:
+        room: [bytes] uint8, the adapter's pages.
+        dtype: of their elements.
+    """
+
+    def __init__(self, file: AdapterFile, geometry: Geometry, room: Tensor, dtype: torch.dtype) -> None:
+        self._path, self._header = file.weights, file.header
+        self._possible = geometry.by_output and not file.pairs
+        self._stride = geometry.stride
+        self._tile = geometry.tile_bytes // geometry.element_size
+        self._elements = room.view(dtype)
+        self._runs: dict[torch.dtype, list[_Run]] = {dtype: [], torch.float32: []}
+        """By the dtype in the file."""
+
+    def take(
+        self,
+        span: Span,
+        piece: Piece,
+        roles: Mapping[str, str],
+        part: TargetPart,
+        cut: Cut,
+        order: tuple[int, ...] | None,
+        scale: float,
+    ) -> bool:
+        """Read a piece later; False if it must be read otherwise.
+
+        Args:
+            span: where all ranks of the piece are; a sum has more than the piece.
+            order: see `Targets.orders`.
+            scale: factor of the low-rank product.
+        """
+        if not self._possible or piece.gain or piece.replaces or order is not None or STACKED in roles:
+            return False
+        rank, inputs, outputs = piece.rank, part.inputs, part.outputs
+        if rank != span.rank or rank != self._stride(rank) or part.own_inputs % self._tile:
+            return False  # not without padding or other ranks in between
+        a, b = self._header[roles[A]], self._header[roles[B]]
+        dtype = DTYPES[a.dtype]
+        runs = self._runs.get(dtype)
+        if runs is None or a.dtype != b.dtype or a.shape != (rank, inputs) or b.shape != (outputs, rank):
+            return False
+        # The whole matrices decide which one is scaled, so that all ranks scale the same one.
+        narrow = dtype == self._elements.dtype and inputs < outputs and is_exact(scale)
+        of_a, of_b = (scale, 1.0) if narrow else (1.0, scale)
+        size, place = dtype.itemsize, span.a * self._tile
+        if cut.inputs is None:
+            runs.append((a.offset, place, rank * inputs, of_a))
+        else:
+            own, first, step = part.own_inputs, a.offset + cut.inputs.start * size, inputs * size
+            runs += [(first + i * step, place + i * own, own, of_a) for i in range(rank)]
+        place = span.b * self._tile
+        for one in cut.outputs or (range(outputs),):
+            runs.append((b.offset + one.start * rank * size, place, len(one) * rank, of_b))
+            place += len(one) * rank
+        return True
+
+    def tasks(self, fd: int) -> list[Callable[[], None]]:
+        """Return what reads the pieces from the open file, in parts of about equal size that may run at once."""
+        found: list[Callable[[], None]] = []
+        for dtype, runs in self._runs.items():
+            batch: list[_Run] = []
+            left = _BATCH
+            for run in sorted(runs):  # in the file's order
+                batch.append(run)
+                left -= run[2] * dtype.itemsize
+                if left <= 0:
+                    found.append(partial(self._read, fd, dtype, batch))
+                    batch, left = [], _BATCH
+            if batch:
+                found.append(partial(self._read, fd, dtype, batch))
+        return found
+
+    def _read(self, fd: int, dtype: torch.dtype, batch: Sequence[_Run]) -> None:
+        counts = [count for _, _, count, _ in batch]
+        into, places = self._elements, [place for _, place, _, _ in batch]
+        if dtype != into.dtype:
+            into, places = torch.empty(sum(counts), dtype=dtype), [0, *accumulate(counts)][:-1]
+        self._fill(fd, into, [offset for offset, *_ in batch], places, counts)
+        views = _views(into, places, counts)
+        for factor in {run[3] for run in batch} - {1.0}:
+            _multiply(
+                [one for run, parts in zip(batch, views, strict=True) if run[3] == factor for one in parts], factor
+            )
+        if into is not self._elements:
+            given = _views(self._elements, [place for _, place, _, _ in batch], counts)
+            torch._foreach_copy_([one for parts in given for one in parts], [one for parts in views for one in parts])
+
+    def _fill(self, fd: int, into: Tensor, offsets: list[int], places: list[int], counts: list[int]) -> None:
+        """Read runs of elements in the file's order: consecutive ones by one call."""
+        memory, size = into.view(torch.uint8).numpy().data, into.dtype.itemsize
+        buffers: list[memoryview] = []
+        begin = end = 0
+        for offset, place, count in zip(offsets, places, counts, strict=True):
+            if offset != end or len(buffers) == _MOST_BUFFERS:
+                self._read_all(fd, begin, buffers)
+                begin, buffers = offset, []
+            buffers.append(memory[place * size : (place + count) * size])
+            end = offset + count * size
+        self._read_all(fd, begin, buffers)
+
+    def _read_all(self, fd: int, offset: int, buffers: list[memoryview]) -> None:
+        """Read consecutive bytes of the file into buffers.
+
+        Raises:
+            ModelFileError: they can't be read, or the file ends before.
+        """
+        while buffers:
+            try:
+                count = os.preadv(fd, buffers, offset)
+            except OSError as error:
+                raise ModelFileError(f"{self._path} can't be read: {error}.") from error
+            if not count:
+                raise ModelFileError(f"{self._path} changed while it was read. Ask again once it is complete.")
+            offset += count
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if count:
+                buffers[0] = buffers[0][count:]
+
+
+def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list[list[Tensor]]:
+    """Return each of these disjoint runs of [n] in views of at most ALONE elements, all made by one call."""
+    sizes: list[int] = []
+    first = {}
+    end = start = min(places)
+    for place, count in sorted(zip(places, counts, strict=True)):
+        sizes.append(place - end)
+        first[place] = len(sizes)
+        sizes += [ALONE] * (count // ALONE)
+        sizes.append(count % ALONE)
+        end = place + count
+    views = values[start:end].split_with_sizes(sizes)
+    return [list(views[first[p] : first[p] + count // ALONE + 1]) for p, count in zip(places, counts, strict=True)]
+
+
+def _multiply(parts: list[Tensor], factor: float) -> None:
+    """Multiply all in place, rounding once."""
+    dtype = parts[0].dtype
+    if torch.tensor(factor, dtype=dtype).item() == factor:
+        torch._foreach_mul_(parts, factor)
+        return
+    for part in parts:  # the call for all would round the factor to the dtype
+        part.mul_(factor)

@@ -1,0 +1,111 @@
+"""The CUDA kernels of low-rank additions: `cuda/shrink.cu` and `cuda/expand.cu`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from ctypes import c_float, c_int
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.features.lora.layout import Geometry, Target
+from octavo.features.lora.tables import TILE_ROWS
+from octavo.nn.ops import nvrtc
+from octavo.nn.ops.nvrtc import Argument, Kernel, address
+
+WARPS = 8
+"""Of a block."""
+BLOCKS = 2
+"""Of a launch for several rows, on each multiprocessor."""
+OUTPUTS = 64
+"""Of all parts, that a warp takes at a time in the second half for several rows."""
+_MATRIX_INPUTS = 32
+"""Inputs that a warp multiplies in one step."""
+_LANE = 8
+"""Elements that a lane loads at once."""
+
+Variant = tuple[tuple[str, int], ...]
+"""Macros that differ between kernels of one source."""
+
+
+class Form(NamedTuple):
+    """What kernels are compiled for, whatever the sizes of a layer.
+
+    Attributes:
+        dtype: of adapters and products.
+        slices, slice_tiles, tile: of the adapters' `Geometry`; a tile in bytes.
+        parts: of the target.
+        ranks: room for those of a part, a multiple of 8.
+    """
+
+    dtype: torch.dtype
+    slices: int
+    slice_tiles: int
+    tile: int
+    parts: int
+    ranks: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, geometry: Geometry, parts: int, max_rank: int) -> Form:
+        sizes = geometry.slices, geometry.slice_tiles, geometry.tile_bytes
+        return cls(dtype, *sizes, parts, geometry.stride(max_rank))
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sums of a tile of rows in shared memory; see PITCH in `cuda/expand.cu`."""
+        size = self.dtype.itemsize
+        return TILE_ROWS * (-(-(self.parts * self.ranks + 8) // 64) * 64 * size + 64)
+
+
+def serves(target: Target, geometry: Geometry, max_rank: int) -> bool:
+    """Return whether the kernels can add to a target."""
+    size, tile = geometry.element_size, geometry.tile_bytes
+    fits = tile >= max(_MATRIX_INPUTS, geometry.stride(max_rank)) * size
+    return fits and all(part.own_inputs % _LANE == 0 and part.own_outputs % _LANE == 0 for part in target.parts)
+
+
+def shrink(form: Form, *, x_float: bool = False) -> Kernel:
+    return _kernel("shrink", form, (("X_FLOAT", int(x_float)),))
+
+
+def expand(form: Form, *, gates: bool = False) -> Kernel:
+    return _kernel("expand", form, (("GATES", int(gates)),))
+
+
+def compile_ahead(form: Form) -> None:
+    """Compile kernels in the background."""
+    variants: dict[str, list[Variant]] = {"shrink": [(("X_FLOAT", 0),)], "expand": [(("GATES", 0),)]}
+    if form.parts == 2:
+        variants["expand"].append((("GATES", 1),))
+    for name, some in variants.items():
+        for variant in some:
+            nvrtc.compile_ahead(*_source_of(name, form, variant))
+
+
+def launch(
+    kernel: Kernel, blocks: int, tensors: Sequence[Tensor], floats: Sequence[float], integers: Sequence[int]
+) -> None:
+    """Launch a kernel with arguments in this order."""
+    given: list[Argument] = [*map(address, tensors), *map(c_float, floats), *map(c_int, integers)]
+    kernel.launch((blocks, 1, 1), given)
+
+
+@functools.cache
+def _kernel(name: str, form: Form, variant: Variant) -> Kernel:
+    return Kernel(name, *_source_of(name, form, variant), 32 * WARPS, form.sum_bytes if name == "expand" else 0)
+
+
+def _source_of(name: str, form: Form, variant: Variant) -> tuple[str, dict[str, int]]:
+    """Return source and macros."""
+    macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "WARPS": WARPS}
+    macros |= {"FLOATS": int(form.dtype == torch.float32), "SLICES": form.slices, "SLICE_TILES": form.slice_tiles}
+    macros |= {"TILE": form.tile, "PARTS": form.parts, "RANKS": form.ranks} | dict(variant)
+    return nvrtc.source_of("integers.cuh") + _text("low_rank.cuh") + _text(f"{name}.cu"), macros
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (Path(__file__).parent / "cuda" / name).read_text(encoding="utf-8")
