@@ -24,7 +24,7 @@ _MANY_ROWS = 256
 
 
 @torch.inference_mode()
-def compile_ahead(layers: Iterable[tuple[Projection, Delta]], dtype: torch.dtype, device: torch.device) -> None:
+def compile_ahead(layers: Iterable[tuple[Projection, Delta | None]], dtype: torch.dtype, device: torch.device) -> None:
     """Compile the CUDA kernels, and what layers launch in Triton, for each shape once.
 
     Kernels missing here are compiled at their first launch, so the forms need not be complete.
@@ -42,7 +42,7 @@ def compile_ahead(layers: Iterable[tuple[Projection, Delta]], dtype: torch.dtype
     log.info("compiled or loaded %d kernels of adapters in %.1f s", ahead.wait(), time.perf_counter() - began)
 
 
-def _of_tokens(delta: Delta) -> LowRankDelta | None:
+def _of_tokens(delta: Delta | None) -> LowRankDelta | None:
     made = delta.tokens if isinstance(delta, LateDelta) else delta
     return made if isinstance(made, LowRankDelta) else None
 

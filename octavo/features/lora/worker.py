@@ -8,6 +8,7 @@ in "lora" and experts in "general"; in "ends" (never recorded), torch changes em
 
 from __future__ import annotations
 
+import logging
 import platform
 import threading
 import weakref
@@ -52,6 +53,8 @@ from octavo.nn.linear import Projection
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Site, WorkerHook
 
+log = logging.getLogger(__name__)
+
 LOW_RANK, GENERAL, ENDS = "lora", "general", "ends"
 _THREADS = 2
 _ROOMS = 4
@@ -87,7 +90,7 @@ class LoraWorker(WorkerHook):
         self._uids: dict[int, int] = {}
         self._rows: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._logits = self._rows
-        self._deltas: dict[Hashable, list[tuple[Projection, Delta]]] = {}
+        self._deltas: dict[Hashable, list[tuple[Projection, Delta | None]]] = {}
         self._embeddings: list[TorchEmbedding] = []
         self._experts: list[tuple[ExpertLayer, TorchExperts | NativeExperts]] = []
         self._attached: weakref.ref[Model] | None = None
@@ -95,8 +98,8 @@ class LoraWorker(WorkerHook):
         self._native: Dtype | None = None
         self._crowd = Crowd.FEW
         self._compiled = False
-        self._served = False
-        """The kernels of a GPU can add to all linear layers."""
+        self._unserved: frozenset[int] = frozenset()
+        """Targets to which the kernels of a GPU can't add."""
         self._scale = 1.0
         self._around = False
         """Torch changes the embeddings and logits of a native program."""
@@ -129,11 +132,7 @@ class LoraWorker(WorkerHook):
             )
         sizes = memory.shape[0], memory.shape[2], site.build.dtype.itemsize
         self._geometry = Geometry(*sizes, by_output=site.device.resident)
-        self._served = site.device.resident and all(
-            kernels.serves(target, self._geometry, self._max_rank)
-            for target, layer in zip(self._targets.targets, self._targets.layers, strict=True)
-            if layer is not None and not isinstance(layer, ExpertLayer | Embedding)
-        )
+        self._unserved = self._without_kernels() if site.device.resident else frozenset()
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
         norms = BaseNorms(self._targets, partial(_arranged, site, model.spec))
         helpers = self._helpers if site.device.resident else None  # a CPU's cores compute
@@ -143,6 +142,25 @@ class LoraWorker(WorkerHook):
         if (self._around or not native) and (self._attached is None or self._attached() is not model):
             self._attached = weakref.ref(model)
             self._wrap(model)
+
+    def _without_kernels(self) -> frozenset[int]:
+        """Return the linear layers to which the kernels of a GPU can't add."""
+        targets = self._targets
+        found = [
+            i
+            for i, (target, layer) in enumerate(zip(targets.targets, targets.layers, strict=True))
+            if not (layer is None or isinstance(layer, ExpertLayer | Embedding))
+            and not kernels.serves(target, self._geometry, self._max_rank)
+        ]
+        if found:
+            log.info(
+                "steps with adapters of %s are computed in torch, without CUDA graphs: sizes are no multiples of 8, or "
+                "rank %d is too large for tiles of %d bytes",
+                f"{targets.targets[found[0]].path} and {len(found) - 1} more layers",
+                self._max_rank,
+                self._geometry.tile_bytes,
+            )
+        return frozenset(found)
 
     def _wrap(self, model: Model) -> None:
         """Have the model say which rows its late layers compute, and change its embeddings; and the logits of a native
@@ -200,7 +218,7 @@ class LoraWorker(WorkerHook):
         self._uids.clear()
         self._make_deltas()
         build = self._site.build
-        if build.device.type == "cuda" and self._served and not self._compiled:
+        if build.device.type == "cuda" and not self._compiled:
             from octavo.features.lora.ahead import compile_ahead  # needs triton, which machines without a GPU may lack
 
             compile_ahead(self._deltas[LOW_RANK], build.dtype, build.device)
@@ -237,7 +255,10 @@ class LoraWorker(WorkerHook):
             cut = self._targets.cuts[i][0] if target.head else None
             plain = TorchDelta(i, target, layer, weights, self._batch, cut)
             self._deltas[GENERAL].append((layer, plain))
-            self._deltas[LOW_RANK].append((layer, self._on_gpu(i, target) if self._served else plain))
+            if self._site.device.resident:
+                self._deltas[LOW_RANK].append((layer, None if i in self._unserved else self._on_gpu(i, target)))
+            else:
+                self._deltas[LOW_RANK].append((layer, plain))
 
         self._experts = [(layer, self._of_experts(products, weights)) for layer, products in experts.items()]
 
@@ -284,9 +305,19 @@ class LoraWorker(WorkerHook):
             return GENERAL
         if self._native is not None:
             return LOW_RANK
-        if self._site.device.resident and not self._served:
-            return GENERAL
-        return (LOW_RANK, self._crowd) if self._served else LOW_RANK
+        if not self._site.device.resident:
+            return LOW_RANK
+        return GENERAL if self._lacks_kernels else (LOW_RANK, self._crowd)
+
+    @property
+    def _lacks_kernels(self) -> bool:
+        """Whether adapters of the step change layers to which the kernels of a GPU can't add."""
+        if not self._unserved:
+            return False
+        layouts = self._tables.layouts
+        return any(
+            target in self._unserved for adapter in self._batch.tokens.groups for target, _ in layouts[adapter].spans
+        )
 
     @property
     def _changes_ends(self) -> bool:
@@ -304,7 +335,7 @@ class LoraWorker(WorkerHook):
         if self._native is not None:
             return [LOW_RANK, GENERAL] if self._experts else [LOW_RANK]
         most = Crowd.of(self._max_adapters)
-        return [(LOW_RANK, crowd) for crowd in Crowd if crowd <= most] if self._served else []
+        return [(LOW_RANK, crowd) for crowd in Crowd if crowd <= most] if self._site.device.resident else []
 
     def select(self, variant: Hashable | None) -> None:
         if variant == self._selected:

@@ -124,7 +124,7 @@ def test_drafts_under_a_grammar_change_nothing(
     loop = engine(files, **SETTINGS[name])
     check_same(news_of(list(drive(loop, requests(), at_once=6))), truth)
     assert drafter.accepted > 50
-    assert drafter.rejected > 10
+    assert drafter.rejected > 2  # how many depends on when grammars are compiled
     if "preemption" in name:
         assert loop.stats().num_preemptions > 0
     loop.close()

@@ -1,0 +1,64 @@
+"""Which steps with adapters a GPU computes by kernels, and records."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from octavo.device.transfer import link_of
+from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
+from octavo.features.lora.payload import LoraStep
+from octavo.features.lora.tables import RANKS, Batch, Crowd, Tables
+from octavo.features.lora.targets import Targets
+from octavo.features.lora.worker import GENERAL, LOW_RANK, LoraWorker
+from octavo.worker.hooks import Site
+
+HOST = link_of(torch.device("cpu"))
+GEOMETRY = Geometry(4, 4096, 2, by_output=True)
+TARGETS = (Target("up", (TargetPart("", 64, 128, 64, 128),)), Target("head", (TargetPart("", 64, 101, 64, 101),)))
+
+
+def worker(max_rank: int, *, resident: bool = True) -> LoraWorker:
+    """Return the worker half for these targets; adapters 0 and 1 change one of them each, 2 changes both."""
+    made = LoraWorker(4, max_rank)
+    made._site = cast(Site, SimpleNamespace(device=SimpleNamespace(resident=resident)))
+    made._targets = cast(Targets, SimpleNamespace(targets=TARGETS, layers=[nn.Identity(), nn.Identity()]))
+    made._geometry = GEOMETRY
+    made._tables = Tables(TARGETS, GEOMETRY, 4, 100, HOST)
+    for index, changed in enumerate(((0,), (1,), (0, 1))):
+        placed = layout(TARGETS, Manifest(tuple(Piece(target, 0, rank=4) for target in changed)), GEOMETRY)
+        made._tables.enter(index, range(placed.num_blocks), placed)
+    made._batch = Batch(8, 4, HOST, -(-max_rank // RANKS))
+    if resident:
+        made._unserved = made._without_kernels()
+    return made
+
+
+def variant(made: LoraWorker, rows: list[int], *, general: bool = False) -> object:
+    made._batch.tokens.fill(np.array(rows, dtype=np.int32), made._tables.rank_groups)
+    return made.variant(LoraStep(rows=rows, general=general))
+
+
+def test_only_adapters_of_odd_layers_are_computed_in_torch() -> None:
+    made = worker(16)
+    assert made._unserved == {1}
+    assert variant(made, [0, -1, 0]) == (LOW_RANK, Crowd.FEW)
+    assert variant(made, [0, 1]) == GENERAL
+    assert variant(made, [2]) == GENERAL
+    assert variant(made, [0, -1]) == (LOW_RANK, Crowd.FEW)
+    assert variant(made, [0], general=True) == GENERAL
+    assert made.variant(None) is None
+    assert made.variants() == [(LOW_RANK, crowd) for crowd in Crowd]
+
+
+def test_ranks_that_fill_more_than_a_tile_are_computed_in_torch() -> None:
+    assert worker(256)._unserved == {1}
+    assert worker(257)._unserved == {0, 1}
+
+
+def test_a_cpu_has_one_variant_of_low_rank_additions() -> None:
+    assert variant(worker(16, resident=False), [0, 1]) == LOW_RANK
