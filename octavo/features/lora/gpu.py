@@ -77,7 +77,7 @@ class LowRankDelta(Delta):
         self._pool, self._tables, self._meta = pool, tables, tables.meta[index]
         self._inputs = target.parts[0].own_inputs
         self._sizes = [part.own_outputs for part in target.parts]
-        units = triton.cdiv(self._inputs * self._pool.element_size(), tables.geometry.tile_bytes)
+        self._most_splits = triton.cdiv(tables.geometry.row_tiles(self._inputs), kernels.WARPS)
         self._blocks = kernels.BLOCKS * multiprocessors(pool.device)
         self._fixed: dict[str, Any] = {
             "MAX_BLOCKS": tables.blocks.shape[1],
@@ -86,12 +86,10 @@ class LowRankDelta(Delta):
             "SLICE_TILES": tables.geometry.slice_tiles,
             "TILE": tables.geometry.tile_bytes // tables.geometry.element_size,
         }
-        ranks = max_rank * len(self._sizes)
-        row_splits = triton.cdiv(self._inputs, _ROW_SPLIT)
-        self._sums = torch.empty(row_splits, ranks + 1, dtype=torch.float32, device=pool.device)
+        of_row = triton.cdiv(self._inputs, _ROW_SPLIT), max_rank * len(self._sizes) + 1
+        self._sums = torch.empty(of_row, dtype=torch.float32, device=pool.device)
         self._row = torch.empty(sum(self._sizes), dtype=torch.float32, device=pool.device)
         self.joins_gated = len(self._sizes) == 2
-        self._most_splits = triton.cdiv(units, kernels.WARPS)
 
     def begin(self, x: Tensor) -> Addition:
         return Shrunk(self, x)
@@ -173,7 +171,7 @@ class LowRankDelta(Delta):
             items = most_tiles(sums.rows, self._tables.max_adapters) * groups * sums.splits
             tensors = [x, *self._addresses(), self.rows.tiles, self.rows.work, sums.values]
             numbers = [*self._pages(), self._inputs, sums.rows, sums.splits]
-            kernels.launch(kernel, min(self._blocks, items), tensors, [], numbers)
+            kernels.launch(kernel, min(self._blocks, items), tensors, numbers)
         return sums
 
     def expand(self, sums: Sums, y: Tensor) -> None:
@@ -196,7 +194,7 @@ class LowRankDelta(Delta):
         units = tiles * triton.cdiv(sum(triton.cdiv(size, kernels.OUTPUTS) for size in sizes), kernels.WARPS)
         kernel = kernels.expand(self.form, gates=gates)
         numbers = [*self._pages(), sums.rows, sums.splits, *self._three_sizes]
-        kernels.launch(kernel, min(self._blocks, units), tensors, [], numbers)
+        kernels.launch(kernel, min(self._blocks, units), tensors, numbers)
 
     def gated_product(self, x: Tensor, weight: Tensor, sums: Sums) -> Tensor:
         """Return silu(first half) * second half of x @ weight^T plus the additions: [T, out / 2]."""

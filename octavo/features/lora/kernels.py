@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from ctypes import c_float, c_int
+from ctypes import c_int
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.features.lora.layout import Geometry, Target
-from octavo.features.lora.tables import TILE_ROWS
+from octavo.features.lora.tables import RANKS, TILE_ROWS
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.nvrtc import Argument, Kernel, address
 
@@ -38,7 +38,7 @@ class Form(NamedTuple):
         dtype: of adapters and products.
         slices, slice_tiles, tile: of the adapters' `Geometry`; a tile in bytes.
         parts: of the target.
-        ranks: room for those of a part, a multiple of 8.
+        ranks: room for those of a part, a multiple of `RANKS`.
     """
 
     dtype: torch.dtype
@@ -51,13 +51,13 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, dtype: torch.dtype, geometry: Geometry, parts: int, max_rank: int) -> Form:
         sizes = geometry.slices, geometry.slice_tiles, geometry.tile_bytes
-        return cls(dtype, *sizes, parts, geometry.stride(max_rank))
+        return cls(dtype, *sizes, parts, max(RANKS, geometry.stride(max_rank)))
 
     @property
     def sum_bytes(self) -> int:
         """Bytes of the sums of a tile of rows in shared memory; see PITCH in `cuda/expand.cu`."""
         size = self.dtype.itemsize
-        return TILE_ROWS * (-(-(self.parts * self.ranks + 8) // 64) * 64 * size + 64)
+        return TILE_ROWS * (-(-self.parts * self.ranks // 64) * 64 * size + 64)
 
 
 def serves(target: Target, geometry: Geometry, max_rank: int) -> bool:
@@ -85,11 +85,9 @@ def compile_ahead(form: Form) -> None:
             nvrtc.compile_ahead(*_source_of(name, form, variant))
 
 
-def launch(
-    kernel: Kernel, blocks: int, tensors: Sequence[Tensor], floats: Sequence[float], integers: Sequence[int]
-) -> None:
+def launch(kernel: Kernel, blocks: int, tensors: Sequence[Tensor], integers: Sequence[int]) -> None:
     """Launch a kernel with arguments in this order."""
-    given: list[Argument] = [*map(address, tensors), *map(c_float, floats), *map(c_int, integers)]
+    given: list[Argument] = [*map(address, tensors), *map(c_int, integers)]
     kernel.launch((blocks, 1, 1), given)
 
 

@@ -10,7 +10,7 @@
 #define OUTPUTS 32  // of each of the two sides of a piece
 #define RANGE 16    // ranks that are multiplied at a time
 #define EACH 4      // of each lane
-#define PITCH ((PARTS * RANKS + 8 + 63) / 64 * 64 + 64 / SIZE)  // elements of a row's sums, so that rows are in different banks
+#define PITCH ((PARTS * RANKS + 63) / 64 * 64 + 64 / SIZE)  // elements of a row's sums, so that rows are in different banks
 
 // One side of a piece: outputs of a part from `column` on.
 struct Side {

@@ -7,7 +7,8 @@
 // to 16 bytes at once.
 //
 // Macros: FLOATS: elements are float32, else float16 with HALF, else bfloat16. SLICES of a block, SLICE_TILES of a slice;
-// TILE: bytes of a tile of an adapter's range. PARTS of the target; RANKS: room for those of a part, a multiple of 8. WARPS.
+// TILE: bytes of a tile of an adapter's range. PARTS of the target; RANKS: room for those of a part, a multiple of 16.
+// WARPS.
 
 #define SIZE (FLOATS ? 4 : 2)
 #define WORDS(n) ((n) * SIZE / 4)
@@ -43,16 +44,14 @@ __device__ __forceinline__ void multiply(float* d, const u32* low, const u32* hi
     }
   }
 #else
-  if (N == 2) mma(d, low[0], high[0], 0u, 0u, matrix[0], 0u, d);
 #pragma unroll
-  for (int i = 0; i + 1 < WORDS(N); i += 2) mma(d, low[i], high[i], low[i + 1], high[i + 1], matrix[i], matrix[i + 1], d);
+  for (int i = 0; i < WORDS(N); i += 2) mma(d, low[i], high[i], low[i + 1], high[i + 1], matrix[i], matrix[i + 1], d);
 #endif
 }
 
-// Load N adjacent elements that no kernel writes.
+// Load N adjacent elements, 4 or 8, that no kernel writes.
 template <int N>
 __device__ __forceinline__ void load(u32* to, const unsigned char* from) {
-  if (WORDS(N) == 1) to[0] = fetch((const u32*)from);
   if (WORDS(N) == 2) {
     const uint2 v = fetch((const uint2*)from);
     to[0] = v.x, to[1] = v.y;

@@ -35,6 +35,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 RANKS = {
     "one part": (40, [56], [[3], [17], [1]]),
     "three parts": (1400, [72, 136, 24], [[4, 0, 16], [0, 1, 0], [20, 8, 70]]),
+    "small ranks": (64, [40, 24], [[2, 8], [0, 1], [5, 0]]),
     "two halves": (136, [152, 152], [[16, 2], [0, 5], [0, 0]]),
 }
 """Inputs, the parts' outputs, and each adapter's ranks."""
