@@ -24,7 +24,7 @@ from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 from octavo.schedule.hooks import NO_ROOM, EngineHook
 from octavo.schedule.limits import Limits
-from octavo.schedule.pages import Pages
+from octavo.schedule.pages import PageLoads, Pages
 from octavo.schedule.policy import make_policy
 from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Scheduler
@@ -206,6 +206,41 @@ def test_blocks_that_a_failing_feature_took_are_free_again(monkeypatch):
     ends = {delta.id: delta.finish for _ in iter(lambda: loop.busy, False) for delta in loop.step() if delta.finish}
     assert ends == {"cold": FinishReason.ERROR, "plain": FinishReason.LENGTH}
     scheduler.check_idle()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_failure_to_report_a_load_harms_no_request(monkeypatch, after):
+    """Two loads end together with a step of another request; the first is not reported to its feature, or just was."""
+    loop, scheduler, vault, mover = small_engine(depth=0)
+    fault = Fault(PageLoads, "_tell", 0, after=after)
+    fault.install(monkeypatch)
+    fault.within(monkeypatch, Scheduler, "commit")
+    for name, key in [("cold", 2), ("cool", 1), ("plain", None)]:
+        loop.add(asking(name, [1, 2, 3], key))
+    ends = {delta.id: delta.finish for _ in range(40) for delta in loop.step() if delta.finish}
+    assert fault.left < 0, "nothing failed"
+    assert ends == dict.fromkeys(["cold", "cool", "plain"], FinishReason.LENGTH)
+    assert vault.lost == 0
+    assert mover.count == (5 if after else 8), "a load whose end was not reported is repeated"
+    scheduler.park()
+    assert not scheduler.cache.leases
+
+
+def test_a_failure_to_report_a_load_that_no_request_waits_for_loses_no_blocks(monkeypatch):
+    loop, scheduler, _, mover = small_engine(depth=0)
+    fault = Fault(PageLoads, "_tell", 0, after=False)
+    fault.install(monkeypatch)
+    fault.within(monkeypatch, Scheduler, "commit")
+    mover.latency = 0.0
+    loop.add(asking("cold", [1, 2, 3], 2))
+    loop.step()
+    loop.abort("cold")
+    mover.latency = 1.0
+    for _ in range(10):
+        loop.step()
+    assert fault.left < 0, "nothing failed"
+    scheduler.park()
+    assert not scheduler.cache.leases
 
 
 def test_a_feature_that_fails_to_admit_a_request_leaves_cached_prefixes():
