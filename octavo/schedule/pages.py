@@ -139,7 +139,8 @@ class Pages:
     def load(self, names: Sequence[bytes], blocks: Sequence[int], loaded: Loaded) -> None:
         """Have the worker half's `load` fill blocks under these names while steps run.
 
-        The blocks must stay leased, and be read by no step, until `loaded` is called.
+        The blocks must stay leased, and be read by no step, until `loaded` is called. If this raises, no load was
+        begun, and the caller releases the blocks.
         """
         self._loads.begin(self._feature, names, blocks, loaded)
 
