@@ -67,22 +67,29 @@ class PageLoads:
         return plan
 
     def committed(self, moved: Sequence[Moved]) -> None:
-        """A step's output was taken in, with this news of transfers."""
+        """A step's output was taken in, with this news of transfers.
+
+        A failure ends no step and no request. If the feature was not told, the next plan asks for the load again.
+        """
         for news in moved:
-            transfer, loaded = self._sent.pop(news.ticket, (None, None))
-            if transfer is not None and loaded is not None:
+            if news.ticket not in self._sent:
+                continue
+            transfer, loaded = self._sent[news.ticket]
+            try:
                 self._tell(transfer, loaded, whole=not news.failed and news.state is TransferState.ENDED)
+            except Exception:
+                log.exception("the feature %r failed to take in that its pages were loaded", transfer.tier)
+                if news.ticket in self._sent:
+                    self._doubted.append(news.ticket)
 
     def lost(self) -> None:
         """Launched steps are lost, and with them what the worker knows of loads; the next plan asks for it."""
         self._doubted = list(self._sent)
 
     def _tell(self, transfer: Transfer, loaded: Loaded, *, whole: bool) -> None:
-        """A failure is the feature's own."""
-        try:
-            loaded(whole)
-        except Exception:
-            log.exception("the feature %r failed to take in that its pages were loaded", transfer.tier)
+        """End a load. It is removed right before the call, so that `loaded` is called exactly once."""
+        del self._sent[transfer.ticket]
+        loaded(whole)
 
 
 class Pages:
@@ -132,7 +139,8 @@ class Pages:
     def load(self, names: Sequence[bytes], blocks: Sequence[int], loaded: Loaded) -> None:
         """Have the worker half's `load` fill blocks under these names while steps run.
 
-        The blocks must stay leased, and be read by no step, until `loaded` is called.
+        The blocks must stay leased, and be read by no step, until `loaded` is called. If this raises, no load was
+        begun, and the caller releases the blocks.
         """
         self._loads.begin(self._feature, names, blocks, loaded)
 

@@ -263,10 +263,14 @@ class Residency:
         lease = self._pages.take(weights.num_blocks)
         if lease is None:
             return NO_ROOM
+        try:
+            names = page_names(weights.uid, weights.num_blocks)
+            self._pages.load(names, list(lease.held), partial(self._loaded, weights))
+        except Exception:
+            lease.release()
+            raise
         self._placeless.pop(weights, None)
         weights.lease, weights.index, weights.state = lease, self._free.pop(), State.LOADING
-        names = page_names(weights.uid, weights.num_blocks)
-        self._pages.load(names, list(lease.held), partial(self._loaded, weights))
         return NO_ROOM if weights.hasty else 0
 
     def _make_place(self, weights: AdapterWeights) -> bool:
@@ -321,13 +325,15 @@ class Residency:
             self._fail(weights, EngineStateError(f"The adapter {weights.label} could not be loaded onto the device."))
 
     def _leave(self, weights: AdapterWeights) -> None:
-        assert weights.lease is not None
-        weights.lease.release()
-        self._free.append(weights.index)
+        """Take it out of the device. The blocks go last: should that fail, nothing reads blocks that may be free."""
+        lease, index = weights.lease, weights.index
+        assert lease is not None
         weights.lease, weights.index, weights.announced, weights.stale = None, -1, False, False
         weights.closed = False
         weights.state = State.HOST if weights.on_host else State.DISK
+        self._free.append(index)
         self._tidy(weights)
+        lease.release()
 
     def _tidy(self, weights: AdapterWeights) -> None:
         if weights.state is State.DISK and not weights.on_host:
