@@ -115,7 +115,6 @@ inline T __shfl_sync(u32, T v, int from) {
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
-inline float __fdividef(float a, float b) { return a / b; }
 
 inline void overlap() {}
 inline void follow() {}
@@ -205,6 +204,7 @@ inline void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const 
 
 inline void multiply(float* d, const u32* a, u32 b0, u32 b1) { mma(d, a[0], a[1], a[2], a[3], b0, b1, d); }
 inline float exp2_of(float x) { return std::exp2(x); }
+inline float reciprocal_of(float x) { return 1.f / x; }
 inline float written_at(const unsigned short* from) { return emulated::narrow(*from, HALF); }
 inline float of_block(const float* here, int) { return *here; }
 inline void meet() { __syncthreads(); }

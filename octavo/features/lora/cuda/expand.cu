@@ -2,21 +2,23 @@
 //
 // A warp takes a tile of rows and a piece of the outputs at a time: 64 of one part, or with GATES 32 and the 32 of their
 // operand. All pieces of all tiles are divided evenly over any number of blocks. A warp's first weights are loaded before
-// the previous launch has ended.
+// the previous launch has ended. Instructions limit the speed, not bytes: keep them few for a piece.
 //
-// Grid: [blocks]. Dynamic shared memory: TILE_ROWS * PITCH elements. Macros: those of low_rank.cuh; GATES: out [rows, size] =
-// silu(first half) * second half of y with the additions, also of rows without an adapter; else y is added to.
+// Grid: [blocks]. Dynamic shared memory: TILE_ROWS * PITCH elements. Macros: those of low_rank.cuh; GATES: out [rows, size]
+// = silu(first half) * second half of y with the additions, also of rows without an adapter; else y is added to.
 
 #define OUTPUTS 32  // of each of the two sides of a piece
 #define RANGE 16    // ranks that are multiplied at a time
 #define EACH 4      // of each lane
-#define PITCH ((PARTS * RANKS + 63) / 64 * 64 + 64 / SIZE)  // elements of a row's sums, so that rows are in different banks
+#define LOG2_E 1.4426950408889634f
+#define PITCH ((PARTS * RANKS + 63) / 64 * 64 + 64 / SIZE)  // elements of a row's sums: rows are in different banks
 
 // One side of a piece: outputs of a part from `column` on.
 struct Side {
+  u32 b;  // the tile where the part's B begins
   int part, column, size;
-  int stride;                // of B; 0 without an adapter
-  const unsigned char* from;  // where this lane's first output begins in B, if all of the side are in one slice; else null
+  int stride;                 // of B; 0 without an adapter
+  const unsigned char* from;  // where this lane's first output begins in B, if all are in one slice; else null
 };
 
 // What a block's warps have in common for a tile of rows.
@@ -26,47 +28,61 @@ struct Tile {
   int ranks[3];              // 0 without an adapter
 };
 
-// Return an output of a side, the j-th of this lane's group of lanes: so that a lane's results are adjacent.
-__device__ __forceinline__ int output_at(int j) {
+__device__ __forceinline__ float reciprocal_of(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Return the first of a lane's outputs in a side. Its others are 2, 4 and 6 further: so that a lane's results are adjacent.
+__device__ __forceinline__ int first_output() {
   const int g = threadIdx.x % 32 / 4;
-  return g / 2 * 8 + 2 * j + g % 2;
+  return g / 2 * 8 + g % 2;
 }
 
 __device__ __forceinline__ Side side_of(const Tile& tile, int part, int column, int size, const unsigned char* pool,
                                         int num_blocks) {
-  Side one = {part, column, size, 0, nullptr};
-  if (column >= size) return one;
-  one.stride = stride_of(of_part(part, tile.ranks[0], tile.ranks[1], tile.ranks[2]));
+  Side one = {of_part(part, tile.b[0], tile.b[1], tile.b[2]), part, column, size, 0, nullptr};
+  if (column < size) one.stride = stride_of(of_part(part, tile.ranks[0], tile.ranks[1], tile.ranks[2]));
   if (one.stride == 0) return one;
-  const u32 b = of_part(part, tile.b[0], tile.b[1], tile.b[2]), bytes = (u32)one.stride * SIZE, begin = column * bytes;
-  const u32 first = b + begin / TILE, last = b + (begin + OUTPUTS * bytes - 1) / TILE;
+  const u32 bytes = (u32)one.stride * SIZE, begin = column * bytes;
+  const u32 first = one.b + begin / TILE, last = one.b + (begin + OUTPUTS * bytes - 1) / TILE;
   if (first / SLICE_TILES == last / SLICE_TILES)
-    one.from = place(pool, tile.blocks, first, num_blocks) + begin % TILE + output_at(0) * bytes;
+    one.from = place(pool, tile.blocks, first, num_blocks) + begin % TILE + first_output() * bytes;
   return one;
 }
 
-// Load B for RANGE ranks from k on, EACH of each lane; 0 past the stride.
+// Load B for RANGE ranks from k on, EACH of each lane. What a lane has past the stride or the part are other weights: their
+// sums are 0, or their results are not stored.
 __device__ __forceinline__ void load_ranks(u32 (*w)[WORDS(EACH)], const Side& side, int k, const Tile& tile,
                                            const unsigned char* pool, int num_blocks) {
-  const int rank = k + threadIdx.x % 4 * EACH;
+  if (k >= side.stride) return;
+  const int rank = min(k + (int)(threadIdx.x % 4) * EACH, side.stride - EACH);
+  if (side.from) {
+    const unsigned char* const from = side.from + rank * SIZE;
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < 4; j++) load<EACH>(w[j], from + (u32)(j * 2 * side.stride) * SIZE);
+  } else {
 #pragma unroll
-    for (int i = 0; i < WORDS(EACH); i++) w[j][i] = 0u;
-    if (rank >= side.stride || side.column + output_at(j) >= side.size) continue;
-    const unsigned char* from = side.from + j * 2 * side.stride * SIZE;
-    if (!side.from) {
-      const u32 b = of_part(side.part, tile.b[0], tile.b[1], tile.b[2]);
-      from = output_of(pool, tile.blocks, b, side.column + output_at(j), side.stride, num_blocks);
+    for (int j = 0; j < 4; j++) {
+      const int output = min(side.column + first_output() + 2 * j, side.size - 1);
+      load<EACH>(w[j], output_of(pool, tile.blocks, side.b, output, side.stride, num_blocks) + rank * SIZE);
     }
-    load<EACH>(w[j], from + rank * SIZE);
   }
 }
 
 // Multiply RANGE ranks from k on. held: the tile's sums.
-__device__ __forceinline__ void add_ranks(float (*d)[4], u32 (*w)[WORDS(EACH)], int part, int k, const unsigned char* held) {
+__device__ __forceinline__ void add_ranks(float (*d)[4], u32 (*w)[WORDS(EACH)], const Side& side, int k,
+                                          const unsigned char* held) {
+  if (k >= side.stride) return;
   const int lane = threadIdx.x % 32;
-  const unsigned char* const low = held + (lane / 4 * PITCH + part * RANKS + k + lane % 4 * EACH) * SIZE;
+  const unsigned char* const low = held + (lane / 4 * PITCH + side.part * RANKS + k + lane % 4 * EACH) * SIZE;
   u32 given[2][WORDS(EACH)];
 #pragma unroll
   for (int r = 0; r < 2; r++)
@@ -117,6 +133,7 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
   bool waited = false, has = false, held = false;  // an adapter; its sums
   Tile tile = {tiles, blocks, {0u, 0u, 0u}, {0, 0, 0}};
   int row[2], number = begin / units, of_tile = begin % units;
+  unsigned char *from[2], *into[2];  // rows g and g + 8 of y and of the result
   overlap();
   for (int unit = begin; unit < end; unit++, of_tile++) {
     if (unit == begin || of_tile == units) {
@@ -138,6 +155,8 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
           const int at = (number - adapted) * TILE_ROWS + g + 8 * r;
           row[r] = at < rows && adapters[at] < 0 ? at : -1;
         }
+        from[r] = y + (u64)max(row[r], 0) * width * SIZE;
+        into[r] = GATES ? out + (u64)max(row[r], 0) * size_0 * SIZE : from[r];
       }
     }
     const int piece = of_tile * WARPS + warp, part = GATES || piece < pieces_0 ? 0 : piece < pieces_1 ? 1 : 2;
@@ -158,12 +177,9 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
-      for (int s = 0; s < 2; s++) {
-#pragma unroll
-        for (int i = 0; i < WORDS(8); i++) before[s][r][i] = 0u;
-        if (row[r] >= 0 && sides[s].column + t * 8 < size && (GATES || ranks))
-          load_written(before[s][r], y + ((u64)row[r] * width + left + at + s * apart) * SIZE);
-      }
+      for (int s = 0; s < 2; s++)
+        if (row[r] >= 0 && sides[s].column + t * 8 < size && (GATES || ranks))  // others are not stored
+          load_written(before[s][r], from[r] + (u32)(left + at + s * apart) * SIZE);
     if (has && !held) {
       hold(memory, sums, tile, rows, splits);
       __syncthreads();
@@ -179,7 +195,7 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
         for (int s = 0; s < 2; s++) load_ranks(w[s], sides[s], k, tile, pool, num_blocks);
       }
 #pragma unroll
-      for (int s = 0; s < 2; s++) add_ranks(d[s], w[s], sides[s].part, k, memory);
+      for (int s = 0; s < 2; s++) add_ranks(d[s], w[s], sides[s], k, memory);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -189,14 +205,13 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         values[0][i] = d[0][i / 2][2 * r + i % 2], values[1][i] = d[1][i / 2][2 * r + i % 2];
-        if (GATES) values[0][i] = __fdividef(values[0][i], 1.f + __expf(-values[0][i])) * values[1][i];
+        if (GATES) values[0][i] *= reciprocal_of(1.f + exp2_of(values[0][i] * -LOG2_E)) * values[1][i];
       }
 #pragma unroll
       for (int s = 0; s < (GATES ? 1 : 2); s++) {
         if (sides[s].column + t * 8 >= size) continue;
         round_to<8>(words, values[s]);
-        store(GATES ? out + ((u64)row[r] * size_0 + at) * SIZE : y + ((u64)row[r] * width + left + at + s * apart) * SIZE,
-              words, WORDS(8));
+        store(into[r] + (u32)(GATES ? at : left + at + s * apart) * SIZE, words, WORDS(8));
       }
     }
   }
