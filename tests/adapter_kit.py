@@ -34,6 +34,9 @@ from octavo.worker.hooks import Site
 BASE = -1
 FORMS = pytest.mark.parametrize("by_output", [False, True], ids=["by rank", "by output"])
 """Both forms of B."""
+ALL_FORMS_NIGHTLY = pytest.mark.parametrize(
+    "by_output", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["by rank", "by output"]
+)
 
 
 class ByOutput(LoraWorker):

@@ -137,6 +137,7 @@ def test_one_that_dies_while_it_starts_is_started_again(start: Callable[..., Ser
     assert "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 def test_connections_of_one_that_has_died_are_answered_before_it_is_back(start: Callable[..., Server]) -> None:
     server = start()
     wait_all_ready(server)
@@ -166,6 +167,7 @@ def test_one_that_hangs_is_ended_and_started_again(start: Callable[..., Server])
     assert server.stop() == 0, server.output()
 
 
+@pytest.mark.slow
 def test_one_that_dies_again_and_again_ends_the_server(start: Callable[..., Server]) -> None:
     server = start()
     wait_all_ready(server)

@@ -59,6 +59,7 @@ def test_too_little_memory_is_one_error_with_a_remedy(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_enough_memory_serves(smollm2_files: ModelFiles) -> None:
     words = ["generate", "Hello", "--max-tokens", "2", "--max-num-seqs", "4", "--model", str(smollm2_files.path)]
     done = limited(4096, "-m", "octavo.cli.main", *words)

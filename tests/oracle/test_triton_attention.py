@@ -87,7 +87,15 @@ def test_random_batches(trial):
 
 @pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
 @pytest.mark.parametrize(
-    "kind", [None, torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=pytest.mark.slow)], ids=str
+    "kind",
+    [
+        None,
+        *(
+            pytest.param(kind, marks=[pytest.mark.slow] * (not GPU))
+            for kind in (torch.float8_e4m3fn, torch.float8_e5m2)
+        ),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "options",

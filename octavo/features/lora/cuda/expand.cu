@@ -1,11 +1,12 @@
-// The second half of low-rank additions: the sums of shrink.cu times B, added to a product y [rows, sizes of all parts].
+// The second half of low-rank additions: the sums of shrink.cu times B, added to a product y [rows, sizes of all
+// parts].
 //
-// A warp takes a tile of rows and a piece of the outputs at a time: 64 of one part, or with GATES 32 and the 32 of their
-// operand. All pieces of all tiles are divided evenly over any number of blocks. A warp's first weights are loaded before
-// the previous launch has ended. Instructions limit the speed, not bytes: keep them few for a piece.
+// A warp takes a tile of rows and a piece of the outputs at a time: 64 of one part, or with GATES 32 and the 32 of
+// their operand. All pieces of all tiles are divided evenly over any number of blocks. A warp's first weights are
+// loaded before the previous launch has ended. Instructions limit the speed, not bytes: keep them few for a piece.
 //
-// Grid: [blocks]. Dynamic shared memory: TILE_ROWS * PITCH elements. Macros: those of low_rank.cuh; GATES: out [rows, size]
-// = silu(first half) * second half of y with the additions, also of rows without an adapter; else y is added to.
+// Grid: [blocks]. Dynamic shared memory: TILE_ROWS * PITCH elements. Macros: those of low_rank.cuh; GATES: out [rows,
+// size] = silu(first half) * second half of y with the additions, also of rows without an adapter; else y is added to.
 
 #define OUTPUTS 32  // of each of the two sides of a piece
 #define RANGE 16    // ranks that are multiplied at a time
@@ -40,7 +41,8 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
-// Return the first of a lane's outputs in a side. Its others are 2, 4 and 6 further: so that a lane's results are adjacent.
+// Return the first of a lane's outputs in a side. Its others are 2, 4 and 6 further: so that a lane's results are
+// adjacent.
 __device__ __forceinline__ int first_output() {
   const int g = threadIdx.x % 32 / 4;
   return g / 2 * 8 + g % 2;
@@ -58,8 +60,8 @@ __device__ __forceinline__ Side side_of(const Tile& tile, int part, int column, 
   return one;
 }
 
-// Load B for RANGE ranks from k on, EACH of each lane. What a lane has past the stride or the part are other weights: their
-// sums are 0, or their results are not stored.
+// Load B for RANGE ranks from k on, EACH of each lane. What a lane has past the stride or the part are other weights:
+// their sums are 0, or their results are not stored.
 __device__ __forceinline__ void load_ranks(u32 (*w)[WORDS(EACH)], const Side& side, int k, const Tile& tile,
                                            const unsigned char* pool, int num_blocks) {
   if (k >= side.stride) return;
@@ -97,7 +99,8 @@ __device__ __forceinline__ void add_ranks(float (*d)[4], u32 (*w)[WORDS(EACH)], 
 __device__ __forceinline__ void hold(unsigned char* held, const float* sums, const Tile& tile, int rows, int splits) {
   const u64 apart = (u64)rows * PARTS * RANKS;
   for (int i = threadIdx.x; i < TILE_ROWS * PARTS * (RANKS / 8); i += WARPS * 32) {
-    const int eight = i % (RANKS / 8), part = i / (RANKS / 8) % PARTS, m = i / (RANKS / 8 * PARTS), row = tile.rows[1 + m];
+    const int eight = i % (RANKS / 8), part = i / (RANKS / 8) % PARTS, m = i / (RANKS / 8 * PARTS);
+    const int row = tile.rows[1 + m];
     float values[8];
 #pragma unroll
     for (int e = 0; e < 8; e++) values[e] = 0.f;
@@ -173,7 +176,7 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
     if (!waited) follow();
     waited = true;
     u32 before[2][2][WORDS(8)];
-    const int at = column + t * 8, apart = GATES ? size_0 : OUTPUTS;  // from the first side's columns in y to the second's
+    const int at = column + t * 8, apart = GATES ? size_0 : OUTPUTS;  // from a side's columns in y to the other's
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
@@ -187,7 +190,8 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
     }
     float d[2][4][4];
 #pragma unroll
-    for (int i = 0; i < 32; i++) d[i / 16][i / 4 % 4][i % 4] = value_of(before[i / 16][i % 4 / 2], i / 4 % 4 * 2 + i % 2);
+    for (int i = 0; i < 32; i++)
+      d[i / 16][i / 4 % 4][i % 4] = value_of(before[i / 16][i % 4 / 2], i / 4 % 4 * 2 + i % 2);
 #pragma unroll 1
     for (int k = 0; k < ranks; k += RANGE) {
       if (k > 0) {

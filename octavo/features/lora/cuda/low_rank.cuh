@@ -1,14 +1,14 @@
-// What the kernels of low-rank additions share: where adapters lie in blocks of the KV cache (../layout.py), and products
-// of fragments.
+// What the kernels of low-rank additions share: where adapters lie in blocks of the KV cache (../layout.py), and
+// products of fragments.
 //
-// A tile of rows is an adapter and up to 16 rows that have it, -1 for none (../tables.py). A warp multiplies a tile by the
-// transposed rows of a matrix. Its lanes 4 g + t take adjacent elements, those of the t-th quarter, of rows g and g + 8 of
-// the tile and of row g of the matrix: an order of inputs that does not change the sums, and in which each lane loads up
-// to 16 bytes at once.
+// A tile of rows is an adapter and up to 16 rows that have it, -1 for none (../tables.py). A warp multiplies a tile by
+// the transposed rows of a matrix. Its lanes 4 g + t take adjacent elements, those of the t-th quarter, of rows g and
+// g + 8 of the tile and of row g of the matrix: an order of inputs that does not change the sums, and in which each
+// lane loads up to 16 bytes at once.
 //
-// Macros: FLOATS: elements are float32, else float16 with HALF, else bfloat16. SLICES of a block, SLICE_TILES of a slice;
-// TILE: bytes of a tile of an adapter's range. PARTS of the target; RANKS: room for those of a part, a multiple of 16.
-// WARPS.
+// Macros: FLOATS: elements are float32, else float16 with HALF, else bfloat16. SLICES of a block, SLICE_TILES of a
+// slice; TILE: bytes of a tile of an adapter's range. PARTS of the target; RANKS: room for those of a part, a multiple
+// of 16. WARPS.
 
 #define SIZE (FLOATS ? 4 : 2)
 #define WORDS(n) ((n) * SIZE / 4)
@@ -22,8 +22,8 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// Add to d the products of N elements of each lane: d[0] and d[1] of row g with the matrix's rows 2 t and 2 t + 1, d[2] and
-// d[3] of row g + 8.
+// Add to d the products of N elements of each lane: d[0] and d[1] of row g with the matrix's rows 2 t and 2 t + 1,
+// d[2] and d[3] of row g + 8.
 template <int N>
 __device__ __forceinline__ void multiply(float* d, const u32* low, const u32* high, const u32* matrix) {
 #if FLOATS
@@ -116,8 +116,8 @@ __device__ __forceinline__ const unsigned char* place(const unsigned char* pool,
 __device__ __forceinline__ int stride_of(int rank) { return rank <= 8 ? (rank > 0) * 8 : 1 << (32 - __clz(rank - 1)); }
 
 // Return where an output's elements of B are. b: the tile where the part's B begins.
-__device__ __forceinline__ const unsigned char* output_of(const unsigned char* pool, const int* blocks, u32 b, int output,
-                                                          int stride, int num_blocks) {
+__device__ __forceinline__ const unsigned char* output_of(const unsigned char* pool, const int* blocks, u32 b,
+                                                          int output, int stride, int num_blocks) {
   const u32 at = (u32)output * stride * SIZE;
   return place(pool, blocks, b + at / TILE, num_blocks) + at % TILE;
 }

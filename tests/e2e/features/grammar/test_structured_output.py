@@ -50,6 +50,7 @@ def test_parse_gives_an_object(client: openai.OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
+@pytest.mark.slow
 def test_many_schemas_at_once_are_all_kept(server: Server) -> None:
     async def one(client: openai.AsyncOpenAI, number: int) -> tuple[str, str | None, dict[str, Any]]:
         schema = SCHEMAS[number % len(SCHEMAS)]

@@ -64,6 +64,7 @@ def test_processors_over_http(
         assert client.completions.create(**asked).choices[0].text == free
 
 
+@pytest.mark.slow
 def test_a_start_that_can_not_be(tmp_path: Path) -> None:
     arguments = ["--load-format", "dummy", "--logits-processors", "nowhere:Mine"]
     server = Server("", tmp_path / "log", command=[*serve_command("smollm2"), *arguments])

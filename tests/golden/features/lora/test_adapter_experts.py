@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_kit import BASE, FORMS, load
+from adapter_kit import ALL_FORMS_NIGHTLY, BASE, load
 from tiny import make_checkpoint, model_files, reference_of
 from tiny_expert_adapters import save_and_merge
 
@@ -15,7 +15,7 @@ from octavo.features.lora.payload import LoraStep
 RANK = 3
 
 
-@FORMS
+@ALL_FORMS_NIGHTLY
 @pytest.mark.parametrize(
     ("family", "form"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from adapter_kit import FORMS, Adapted, load
+from adapter_kit import ALL_FORMS_NIGHTLY, Adapted, load
 from safetensors.torch import load_file
 from tiny import make_checkpoint, model_files
 from tiny_adapters import save_adapter
@@ -31,7 +31,7 @@ def logits_of(adapted: Adapted, adapter: Path, prompt: list[int], skipped: list[
     return adapted.step([row], [len(prompt)], step, all_logits=True)
 
 
-@FORMS
+@ALL_FORMS_NIGHTLY
 @pytest.mark.parametrize("name", ["patterns", "magnitudes", "tables", "tokens", "tied"])
 def test_logits_are_those_of_peft(name: str, by_output: bool) -> None:
     base = DATA / ("base-tied" if name == "tied" else "base")
@@ -105,7 +105,7 @@ def as_gguf(
     return path
 
 
-@FORMS
+@ALL_FORMS_NIGHTLY
 @pytest.mark.parametrize(("family", "architecture"), [("llama", "llama"), ("qwen2", "qwen2")])
 def test_llama_cpps_form_gives_the_same(family: str, architecture: str, by_output: bool, tmp_path: Path) -> None:
     config = make_checkpoint(family, tmp_path).config.to_dict()

@@ -30,11 +30,11 @@ from octavo.nn.shard import COL, ROW
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 RANKS = {
     "one part": (40, [56], [[3], [17], [1]]),
-    "three parts": (1400, [72, 136, 24], [[4, 0, 16], [0, 1, 0], [20, 8, 70]]),
+    "three parts": (520, [72, 136, 24], [[4, 0, 16], [0, 1, 0], [20, 8, 36]]),
     "small ranks": (64, [40, 24], [[2, 8], [0, 1], [5, 0]]),
     "two halves": (136, [152, 152], [[16, 2], [0, 5], [0, 0]]),
 }
@@ -135,9 +135,9 @@ def test_a_gated_product_and_its_additions_in_one_launch(dtype: torch.dtype) -> 
 
 def test_a_rows_addition_does_not_depend_on_the_other_rows() -> None:
     chosen = seed()
-    made, delta = world("three parts", torch.float32, chosen)
+    made, delta = world("one part", torch.float32, chosen)
     generator = torch.Generator().manual_seed(chosen)
-    x = torch.randn(20, 1400, generator=generator).to(DEVICE)
+    x = torch.randn(20, 40, generator=generator).to(DEVICE)
 
     def added(rows: Sequence[int], adapters: Sequence[int]) -> Tensor:
         delta.rows = made.assigned(adapters, 64)
