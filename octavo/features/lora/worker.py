@@ -61,6 +61,8 @@ _ROOMS = 4
 _ROOM_BYTES = 32 << 20
 """Pinned memory through which adapters go to a GPU, in parts of a room each. It is reserved at the start, since
 allocating it takes long and stops the GPU."""
+_NAMED = 3
+"""Layers that a line of the log names."""
 _LAYOUTS_KEPT = 256
 """Layouts that are kept of adapters that are neither in host memory nor in the tables: some may be in blocks already,
 and be used for the first time later."""
@@ -100,6 +102,8 @@ class LoraWorker(WorkerHook):
         self._compiled = False
         self._unserved: frozenset[int] = frozenset()
         """Targets to which the kernels of a GPU can't add."""
+        self._odd: set[int] = set()
+        """Indices of adapters that change such targets."""
         self._scale = 1.0
         self._around = False
         """Torch changes the embeddings and logits of a native program."""
@@ -156,7 +160,7 @@ class LoraWorker(WorkerHook):
             log.info(
                 "steps with adapters of %s are computed in torch, without CUDA graphs: sizes are no multiples of 8, or "
                 "rank %d is too large for tiles of %d bytes",
-                f"{targets.targets[found[0]].path} and {len(found) - 1} more layers",
+                ", ".join(targets.targets[i].path for i in found[:_NAMED]) + (", ..." if len(found) > _NAMED else ""),
                 self._max_rank,
                 self._geometry.tile_bytes,
             )
@@ -312,12 +316,7 @@ class LoraWorker(WorkerHook):
     @property
     def _lacks_kernels(self) -> bool:
         """Whether adapters of the step change layers to which the kernels of a GPU can't add."""
-        if not self._unserved:
-            return False
-        layouts = self._tables.layouts
-        return any(
-            target in self._unserved for adapter in self._batch.tokens.groups for target, _ in layouts[adapter].spans
-        )
+        return not self._odd.isdisjoint(self._batch.tokens.groups)
 
     @property
     def _changes_ends(self) -> bool:
@@ -355,6 +354,10 @@ class LoraWorker(WorkerHook):
             self._uids[entry.index] = entry.uid
             placed = self._layout(entry.uid)
             self._tables.enter(entry.index, entry.blocks[: placed.num_blocks], placed)
+            if any(target in self._unserved for target, _ in placed.spans):
+                self._odd.add(entry.index)
+            else:
+                self._odd.discard(entry.index)
         if payload.rows is None:
             return
         self._rows = np.array(payload.rows, dtype=np.int32)

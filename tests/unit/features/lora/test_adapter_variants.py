@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-import numpy as np
 import torch
 from torch import nn
 
+from octavo.core.plan import StepPlan
 from octavo.device.transfer import link_of
 from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
-from octavo.features.lora.payload import LoraStep
+from octavo.features.lora.payload import AdapterEntry, LoraStep
 from octavo.features.lora.tables import RANKS, Batch, Crowd, Tables
 from octavo.features.lora.targets import Targets
 from octavo.features.lora.worker import GENERAL, LOW_RANK, LoraWorker
@@ -29,18 +29,23 @@ def worker(max_rank: int, *, resident: bool = True) -> LoraWorker:
     made._targets = cast(Targets, SimpleNamespace(targets=TARGETS, layers=[nn.Identity(), nn.Identity()]))
     made._geometry = GEOMETRY
     made._tables = Tables(TARGETS, GEOMETRY, 4, 100, HOST)
-    for index, changed in enumerate(((0,), (1,), (0, 1))):
-        placed = layout(TARGETS, Manifest(tuple(Piece(target, 0, rank=4) for target in changed)), GEOMETRY)
-        made._tables.enter(index, range(placed.num_blocks), placed)
     made._batch = Batch(8, 4, HOST, -(-max_rank // RANKS))
     if resident:
         made._unserved = made._without_kernels()
+    entries = []
+    for index, changed in enumerate(((0,), (1,), (0, 1))):
+        placed = layout(TARGETS, Manifest(tuple(Piece(target, 0, rank=4) for target in changed)), GEOMETRY)
+        made._layouts[index] = placed
+        entries.append(AdapterEntry(index, index, list(range(placed.num_blocks))))
+    made.lay_out(cast(StepPlan, None), LoraStep(entries))
     return made
 
 
 def variant(made: LoraWorker, rows: list[int], *, general: bool = False) -> object:
-    made._batch.tokens.fill(np.array(rows, dtype=np.int32), made._tables.rank_groups)
-    return made.variant(LoraStep(rows=rows, general=general))
+    step = LoraStep(rows=rows, general=general)
+    ones = {"num_tokens": [1] * len(rows), "samples": [True] * len(rows), "num_drafts": [0] * len(rows)}
+    made.lay_out(cast(StepPlan, SimpleNamespace(**ones)), step)
+    return made.variant(step)
 
 
 def test_only_adapters_of_odd_layers_are_computed_in_torch() -> None:
@@ -51,6 +56,9 @@ def test_only_adapters_of_odd_layers_are_computed_in_torch() -> None:
     assert variant(made, [2]) == GENERAL
     assert variant(made, [0, -1]) == (LOW_RANK, Crowd.FEW)
     assert variant(made, [0], general=True) == GENERAL
+    made._layouts[7] = made._layouts[0]
+    made.lay_out(cast(StepPlan, None), LoraStep([AdapterEntry(1, 7, list(range(20)))]))
+    assert variant(made, [0, 1]) == (LOW_RANK, Crowd.FEW), "another adapter has the index"
     assert made.variant(None) is None
     assert made.variants() == [(LOW_RANK, crowd) for crowd in Crowd]
 
