@@ -62,6 +62,8 @@ class EmulatedKernel:
 
     folder: Path
     """Where kernels are compiled; a test sets it."""
+    late: Sequence[bool] = (False,)
+    """When copies into shared memory happen, see `launch`: the kernel runs once for each, over the same results."""
 
     def __init__(
         self, name: str, source: str, defines: Mapping[str, int], threads: int, shared: int = 0, cluster: int = 1
@@ -74,7 +76,8 @@ class EmulatedKernel:
         pointers = [one.value or 0 for one in arguments if isinstance(one, ctypes.c_void_p)]
         floats = [one.value for one in arguments if isinstance(one, ctypes.c_float)]
         integers = [one.value for one in arguments if isinstance(one, ctypes.c_int)]
-        launch(self._library, pointers, floats, integers, grid, self._shared, late=False)
+        for late in self.late:
+            launch(self._library, pointers, floats, integers, grid, self._shared, late=late)
 
 
 _UNUSED = {"FORM": 3, "DEPTH": 1, "ADDED": 0, "OUT_FLOAT": 0}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_overlap(step: Callable[[Callable[[], None]], None], stream: Tensor) -> None:
-    """Assert that recorded launches, each of which begins while the one before runs, give what they give apart.
+    """Assert that overlapping launches of a graph give the same results as launches that wait for each other.
 
     Args:
         step: writes to `stream`, and calls its argument after each launch.

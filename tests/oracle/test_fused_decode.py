@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 
-import cuda_on_cpu
 import pytest
 import ragged
 import torch
+from cuda_on_cpu import EmulatedKernel
 
 pytest.importorskip("triton")
 
 from octavo.nn.attention import fused_decode
-from octavo.nn.attention.fused_decode import DecodeForm
 from octavo.nn.attention.triton import TritonAttention
 from octavo.nn.attention.triton_few import Few
 from octavo.nn.ops.rope import apply_rope
@@ -49,29 +47,17 @@ COMPILED = [
 """On a CPU, where compiling takes as long as all else."""
 
 
-class OnCpu:
-    """In place of `nvrtc.Kernel`."""
-
-    def __init__(self, form: DecodeForm, folder: Path) -> None:
-        source, macros, _, self.shared = fused_decode.source_of(form)
-        macros |= {"FORM": 3, "ADDED": 0, "OUT_FLOAT": 0}  # of other kernels
-        self.library = cuda_on_cpu.compiled(source, "fused_decode", macros, folder)
-
-    def launch(self, grid: tuple[int, int, int], arguments: list[c_void_p | c_float | c_int]) -> None:
-        pointers, floats, integers = (
-            [one.value for one in arguments if isinstance(one, kind)] for kind in (c_void_p, c_float, c_int)
-        )
-        for late in (False, True):  # the second time over the first one's results
-            cuda_on_cpu.launch(self.library, pointers, floats, integers, grid, self.shared, late=late)
-
-
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not HOPPER:
         monkeypatch.setattr(fused_decode, "_usable", lambda device: True)
         monkeypatch.setattr(fused_decode, "_SPLITS", 1)
         monkeypatch.setattr(fused_decode, "_WARPS", 32)
-        monkeypatch.setattr(fused_decode, "_kernel", lambda form: OnCpu(form, tmp_path))
+        monkeypatch.setattr(EmulatedKernel, "folder", tmp_path, raising=False)
+        monkeypatch.setattr(EmulatedKernel, "late", (False, True))
+        monkeypatch.setattr(
+            fused_decode, "_kernel", lambda form: EmulatedKernel("fused_decode", *fused_decode.source_of(form))
+        )
 
 
 @pytest.mark.parametrize("trial", range(2 if HOPPER else 1))

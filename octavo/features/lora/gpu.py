@@ -29,7 +29,7 @@ _AT_ONCE = 2
 _ROW_SPLIT, _ROW_OUTPUTS = 4096, 256
 """Inputs of a program that multiplies a single row with a row of A; outputs of one that multiplies with B."""
 _SPLITS = {64: 8, 256: 4, 1024: 2}
-"""Up to so many rows -> parts of the inputs that blocks multiply on their own, at most: few rows occupy few blocks."""
+"""Largest number of rows -> most splits of the inputs. Without splits, few rows would leave multiprocessors idle."""
 
 
 class Sums(NamedTuple):

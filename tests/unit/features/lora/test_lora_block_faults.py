@@ -40,15 +40,18 @@ def run(house: House, count: int = 40) -> None:
         house.step()
 
 
+def end_of(house: House, request: str, adapter: str) -> FinishReason | None:
+    """Return how a request for an adapter ends."""
+    house.ask(request, adapter)
+    run(house)
+    return house.last[request].finish
+
+
 def test_a_load_that_can_not_begin_ends_one_request(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_once(monkeypatch, Pages, "load", after=False)
-    house.ask("1", "a")
-    run(house)
-    assert house.last["1"].finish is FinishReason.ERROR
+    assert end_of(house, "1", "a") is FinishReason.ERROR
     assert house.scheduler.cache.num_free == 40
-    house.ask("2", "a")
-    run(house)
-    assert house.last["2"].finish is FinishReason.LENGTH
+    assert end_of(house, "2", "a") is FinishReason.LENGTH
 
 
 def test_blocks_whose_release_fails_at_an_eviction_are_read_no_more(
@@ -57,12 +60,8 @@ def test_blocks_whose_release_fails_at_an_eviction_are_read_no_more(
     house.ask("1", "a")
     run(house)
     fail_once(monkeypatch, Lease, "release", after=True)
-    house.ask("2", "b")
-    run(house)
-    assert house.last["2"].finish is FinishReason.ERROR
-    house.ask("3", "a")
-    run(house)
-    assert house.last["3"].finish is FinishReason.LENGTH
+    assert end_of(house, "2", "b") is FinishReason.ERROR
+    assert end_of(house, "3", "a") is FinishReason.LENGTH
 
 
 def test_an_adapter_whose_release_fails_after_a_failed_load_is_loaded_again(
@@ -73,6 +72,4 @@ def test_an_adapter_whose_release_fails_after_a_failed_load_is_loaded_again(
     house.ask("1", "a")
     run(house, 8)
     house.device._mover.failures = 0.0
-    house.ask("2", "a")
-    run(house)
-    assert house.last["2"].finish is FinishReason.LENGTH
+    assert end_of(house, "2", "a") is FinishReason.LENGTH
