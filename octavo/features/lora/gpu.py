@@ -188,13 +188,13 @@ class LowRankDelta(Delta):
         if not sums.rows:
             return
         rows = self.rows
-        tensors = [sums.values, *self._addresses(), rows.tiles, rows.used, rows.adapter, y, out]
-        tiles = most_tiles(sums.rows, self._tables.max_adapters) + (triton.cdiv(sums.rows, TILE_ROWS) if gates else 0)
-        sizes = [2 * self._sizes[0]] if gates else self._sizes
-        units = tiles * triton.cdiv(sum(triton.cdiv(size, kernels.OUTPUTS) for size in sizes), kernels.WARPS)
+        tensors = [sums.values, *self._addresses(), rows.tiles, rows.ends, rows.rest, rows.adapter, y, out]
+        room = most_tiles(sums.rows, self._tables.max_adapters)
+        pieces = sum(triton.cdiv(size, kernels.OUTPUTS) for size in (2 * self._sizes[:1] if gates else self._sizes))
+        tiles = room + (triton.cdiv(sums.rows, TILE_ROWS) if gates else 0)
+        numbers = [*self._pages(), sums.rows, sums.splits, room, *self._three_sizes]
         kernel = kernels.expand(self.form, gates=gates)
-        numbers = [*self._pages(), sums.rows, sums.splits, *self._three_sizes]
-        kernels.launch(kernel, min(self._blocks, units), tensors, numbers)
+        kernels.launch(kernel, min(self._blocks, triton.cdiv(tiles * pieces, kernels.WARPS)), tensors, numbers)
 
     def gated_product(self, x: Tensor, weight: Tensor, sums: Sums) -> Tensor:
         """Return silu(first half) * second half of x @ weight^T plus the additions: [T, out / 2]."""

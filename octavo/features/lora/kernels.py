@@ -53,11 +53,9 @@ class Form(NamedTuple):
         sizes = geometry.slices, geometry.slice_tiles, geometry.tile_bytes
         return cls(dtype, *sizes, parts, max(RANKS, geometry.stride(max_rank)))
 
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the sums of a tile of rows in shared memory; see PITCH in `cuda/expand.cu`."""
-        size = self.dtype.itemsize
-        return TILE_ROWS * (-(-self.parts * self.ranks // 64) * 64 * size + 64)
+    def held_bytes(self, *, gates: bool) -> int:
+        """Return the bytes of sums that a block keeps in shared memory; see HELD in `cuda/expand.cu`."""
+        return WARPS * (2 if gates else 1) * self.ranks * TILE_ROWS * self.dtype.itemsize
 
 
 def serves(target: Target, geometry: Geometry, max_rank: int) -> bool:
@@ -93,7 +91,8 @@ def launch(kernel: Kernel, blocks: int, tensors: Sequence[Tensor], integers: Seq
 
 @functools.cache
 def _kernel(name: str, form: Form, variant: Variant) -> Kernel:
-    return Kernel(name, *_source_of(name, form, variant), 32 * WARPS, form.sum_bytes if name == "expand" else 0)
+    held = form.held_bytes(gates=dict(variant)["GATES"] == 1) if name == "expand" else 0
+    return Kernel(name, *_source_of(name, form, variant), 32 * WARPS, held)
 
 
 def _source_of(name: str, form: Form, variant: Variant) -> tuple[str, dict[str, int]]:

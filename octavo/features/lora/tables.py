@@ -17,11 +17,14 @@ from torch import Tensor
 from octavo.device.transfer import Link
 from octavo.features.lora.layout import Geometry, Layout, Target
 
-TILE_ROWS = 16
+TILE_ROWS = 8
 """Most rows of a tile: rows of one adapter, for which a kernel reads its weights once."""
 
 RANKS = 16
 """Ranks that kernels multiply at once, the least that the matrix units take."""
+
+_PIECE_COST = 2
+"""What some outputs of a tile cost before the first RANKS ranks, which cost 1, and each further RANKS."""
 
 NONE = -1
 """No adapter; an unused tile."""
@@ -94,8 +97,12 @@ class Assigned:
             Arbitrary past those in use.
         used: [2 + max_adapters] int32: the number of tiles in use, the number of adapters, and these adapters. A step
             of n rows, padding included, uses at most `most_tiles(n, max_adapters)` tiles.
-        work: [1 + 2 n] int32: the number of entries, then an entry for each group of RANKS of each tile's adapter: the
-            tile, the group. Arbitrary past those.
+        work: [1 + 3 n] int32: the number of entries, then an entry for each group of RANKS of each tile's adapter: the
+            tile, the adapter, the group. Arbitrary past those.
+        ends: [most_tiles(max_rows, max_adapters)] int32: what the second half takes for the tiles up to the end of each
+            one; past those in use, as much as for all.
+        rest: [max_rows / TILE_ROWS] int32: the same for rows without an adapter, where it computes them, too; by
+            TILE_ROWS rows.
         groups: adapter -> its rows, on the host.
         crowd: how many adapters steps have; set before a step is computed or recorded.
     """
@@ -112,7 +119,9 @@ class Assigned:
         self.tiles = torch.full(shape, NONE, dtype=torch.int32, device=device)
         self.used = torch.zeros(2 + max_adapters, dtype=torch.int32, device=device)
         self.crowd = Crowd.MANY
-        self.work = torch.zeros(1 + 2 * most_groups * shape[0], dtype=torch.int32, device=device)
+        self.work = torch.zeros(1 + 3 * most_groups * shape[0], dtype=torch.int32, device=device)
+        self.ends = torch.zeros(shape[0], dtype=torch.int32, device=device)
+        self.rest = torch.zeros(-(-max_rows // TILE_ROWS), dtype=torch.int32, device=device)
         self.groups: dict[int, NDArray[np.int64]] = {}
         self._filled = 0
 
@@ -129,6 +138,10 @@ class Assigned:
         self._send(self.tiles, tiles)
         self._send(self.used, np.array([len(tiles), len(self.groups), *self.groups], dtype=np.int32))
         self._send(self.work, work_of(tiles[:, 0], rank_groups))
+        self._send(self.ends, ends_of(rank_groups[tiles[:, 0]] + _PIECE_COST, len(self.ends)))
+        missing = np.full((len(self.rest), TILE_ROWS), NONE)
+        missing.ravel()[: len(adapters)] = adapters
+        self._send(self.rest, ends_of((missing == NONE).any(axis=1) * _PIECE_COST, len(self.rest)))
 
     def _send(self, into: Tensor, values: NDArray[np.int32]) -> None:
         if len(values):
@@ -177,7 +190,12 @@ def work_of(adapters: NDArray[np.int32], rank_groups: NDArray[np.int64]) -> NDAr
     counts = rank_groups[adapters]
     tiles = np.repeat(np.arange(len(adapters)), counts)
     groups = np.arange(len(tiles)) - np.repeat(counts.cumsum() - counts, counts)
-    return np.concatenate([[len(tiles)], np.column_stack([tiles, groups]).ravel()]).astype(np.int32)
+    return np.concatenate([[len(tiles)], np.column_stack([tiles, adapters[tiles], groups]).ravel()]).astype(np.int32)
+
+
+def ends_of(costs: NDArray[np.int64], count: int) -> NDArray[np.int32]:
+    """Return the sums of costs up to each one, then the last sum: [count]."""
+    return np.pad(costs.cumsum(), (0, count - len(costs)), "edge" if len(costs) else "constant").astype(np.int32)
 
 
 _ABSENT = (-1, -1, 0, -1)

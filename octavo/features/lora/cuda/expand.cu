@@ -1,32 +1,41 @@
 // The second half of low-rank additions: the sums of shrink.cu times B, added to a product y [rows, sizes of all
 // parts].
 //
-// A warp takes a tile of rows and a piece of the outputs at a time: 64 of one part, or with GATES 32 and the 32 of
-// their operand. All pieces of all tiles are divided evenly over any number of blocks. A warp's first weights are
-// loaded before the previous launch has ended. Instructions limit the speed, not bytes: keep them few for a piece.
+// A piece is 64 outputs of one part, or with GATES 32 of the first part and the 32 of their operand, of a tile of rows.
+// A warp multiplies on its own; all warps take about the same cost, in adjacent pieces. The outputs are the rows of the
+// matrix units, and the rows of a tile its columns. What the next piece needs is loaded while one is multiplied, and the
+// first weights before the previous launch has ended.
 //
-// Grid: [blocks]. Dynamic shared memory: TILE_ROWS * PITCH elements. Macros: those of low_rank.cuh; GATES: out [rows,
-// size] = silu(first half) * second half of y with the additions, also of rows without an adapter; else y is added to.
+// Grid: [blocks]. Dynamic shared memory: WARPS * HELD elements. Macros: those of low_rank.cuh; GATES: out [rows, size] =
+// silu(first half) * second half of y with the additions, also of rows without an adapter; else y is added to.
+//
+// ends: what the tiles up to the end of each one cost, then the last one's for tiles that are not used, of `room` tiles;
+// rest: the same of each 8 rows, which cost nothing if all of them have adapters. See `Assigned`.
 
 #define OUTPUTS 32  // of each of the two sides of a piece
 #define RANGE 16    // ranks that are multiplied at a time
-#define EACH 4      // of each lane
+#define EACH 4      // adjacent ranks, and adjacent outputs of a side, of each lane
 #define LOG2_E 1.4426950408889634f
-#define PITCH ((PARTS * RANKS + 63) / 64 * 64 + 64 / SIZE)  // elements of a row's sums: rows are in different banks
+#define HELD ((GATES ? 2 : 1) * RANKS * TILE_ROWS)  // elements of a tile's sums
+#define KNOWN 4             // ends of tiles that each lane reads at first
+#define SEVERAL_TILES (EACH * RANKS * SIZE > TILE)  // a lane's outputs of B may lie in several tiles of a range
 
-// One side of a piece: outputs of a part from `column` on.
-struct Side {
-  u32 b;  // the tile where the part's B begins
-  int part, column, size;
-  int stride;                 // of B; 0 without an adapter
-  const unsigned char* from;  // where this lane's first output begins in B, if all are in one slice; else null
+// A tile of rows, for a lane.
+struct Tile {
+  const int *rows, *blocks;  // its rows, and its adapter's blocks
+  u32 b[3];                  // the tiles of its range where the parts' B begin
+  int ranks[3];              // 0 without an adapter
+  int row[2];                // rows 2 t and 2 t + 1; where there is none, another
+  bool stored[2];            // whether they get results
 };
 
-// What a block's warps have in common for a tile of rows.
-struct Tile {
-  const int *rows, *blocks;  // the tile's, and its adapter's
-  u32 b[3];                  // the tiles where the parts' B begin
-  int ranks[3];              // 0 without an adapter
+// Adjacent pieces of a tile have two sides of OUTPUTS, of one part or with GATES of both. Of a side:
+struct Side {
+  u32 b;                      // the tile of the range where B begins
+  int ranks, stride;          // 0 without an adapter; elements from one output to the next
+  int size;                   // outputs of the part
+  u32 slice;                  // where the lane has read last,
+  const unsigned char* base;  // and where that begins
 };
 
 __device__ __forceinline__ float reciprocal_of(float x) {
@@ -41,181 +50,248 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
-// Return the first of a lane's outputs in a side. Its others are 2, 4 and 6 further: so that a lane's results are
-// adjacent.
-__device__ __forceinline__ int first_output() {
-  const int g = threadIdx.x % 32 / 4;
-  return g / 2 * 8 + g % 2;
+// Where a lane keeps its EACH sums of a slot and of RANGE ranks.
+__device__ __forceinline__ unsigned char* held_at(unsigned char* held, int slot, int range) {
+  return held + ((slot * (RANKS / RANGE) + range) * 32 + threadIdx.x % 32) * EACH * SIZE;
 }
 
-__device__ __forceinline__ Side side_of(const Tile& tile, int part, int column, int size, const unsigned char* pool,
-                                        int num_blocks) {
-  Side one = {of_part(part, tile.b[0], tile.b[1], tile.b[2]), part, column, size, 0, nullptr};
-  if (column < size) one.stride = stride_of(of_part(part, tile.ranks[0], tile.ranks[1], tile.ranks[2]));
-  if (one.stride == 0) return one;
-  const u32 bytes = (u32)one.stride * SIZE, begin = column * bytes;
-  const u32 first = one.b + begin / TILE, last = one.b + (begin + OUTPUTS * bytes - 1) / TILE;
-  if (first / SLICE_TILES == last / SLICE_TILES)
-    one.from = place(pool, tile.blocks, first, num_blocks) + begin % TILE + first_output() * bytes;
-  return one;
-}
-
-// Load B for RANGE ranks from k on, EACH of each lane. What a lane has past the stride or the part are other weights:
-// their sums are 0, or their results are not stored.
-__device__ __forceinline__ void load_ranks(u32 (*w)[WORDS(EACH)], const Side& side, int k, const Tile& tile,
-                                           const unsigned char* pool, int num_blocks) {
-  if (k >= side.stride) return;
-  const int rank = min(k + (int)(threadIdx.x % 4) * EACH, side.stride - EACH);
-  if (side.from) {
-    const unsigned char* const from = side.from + rank * SIZE;
-#pragma unroll
-    for (int j = 0; j < 4; j++) load<EACH>(w[j], from + (u32)(j * 2 * side.stride) * SIZE);
+__device__ __forceinline__ void load_shared(u32* to, const unsigned char* from) {
+  if (WORDS(EACH) == 2) {
+    const uint2 v = *(const uint2*)from;
+    to[0] = v.x, to[1] = v.y;
   } else {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int output = min(side.column + first_output() + 2 * j, side.size - 1);
-      load<EACH>(w[j], output_of(pool, tile.blocks, side.b, output, side.stride, num_blocks) + rank * SIZE);
-    }
+    const uint4 v = *(const uint4*)from;
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
 }
 
-// Multiply RANGE ranks from k on. held: the tile's sums.
-__device__ __forceinline__ void add_ranks(float (*d)[4], u32 (*w)[WORDS(EACH)], const Side& side, int k,
-                                          const unsigned char* held) {
-  if (k >= side.stride) return;
-  const int lane = threadIdx.x % 32;
-  const unsigned char* const low = held + (lane / 4 * PITCH + side.part * RANKS + k + lane % 4 * EACH) * SIZE;
-  u32 given[2][WORDS(EACH)];
+// The ends of the first tiles, of which each lane has some.
+struct Ends {
+  u32 known[KNOWN];
+};
+
+__device__ __forceinline__ Ends ends_of(const int* ends, int count) {
+  Ends found;
 #pragma unroll
-  for (int r = 0; r < 2; r++)
-#pragma unroll
-    for (int i = 0; i < WORDS(EACH); i++) given[r][i] = ((const u32*)(low + r * 8 * PITCH * SIZE))[i];
-#pragma unroll
-  for (int j = 0; j < 4; j++) multiply<EACH>(d[j], given[0], given[1], w[j]);
+  for (int i = 0; i < KNOWN; i++) {
+    const int at = threadIdx.x % 32 + 32 * i;
+    found.known[i] = at < count ? ends[at] : ~0u;
+  }
+  return found;
 }
 
-// Keep the sums of a tile's rows as elements, those of all splits added up; 0 where a row or a rank is missing, which
-// shrink.cu leaves undefined. All threads of the block call it together. A thread takes 8 ranks of a row at a time.
-__device__ __forceinline__ void hold(unsigned char* held, const float* sums, const Tile& tile, int rows, int splits) {
-  const u64 apart = (u64)rows * PARTS * RANKS;
-  for (int i = threadIdx.x; i < TILE_ROWS * PARTS * (RANKS / 8); i += WARPS * 32) {
-    const int eight = i % (RANKS / 8), part = i / (RANKS / 8) % PARTS, m = i / (RANKS / 8 * PARTS);
-    const int row = tile.rows[1 + m];
-    float values[8];
+// Return how many tiles end up to a cost.
+__device__ __forceinline__ int tiles_up_to(const Ends& some, const int* ends, int count, u32 cost) {
+  const int lane = threadIdx.x % 32;
+  int found = 0;
 #pragma unroll
-    for (int e = 0; e < 8; e++) values[e] = 0.f;
-    if (row >= 0 && eight * 8 < of_part(part, tile.ranks[0], tile.ranks[1], tile.ranks[2])) {
-      const uint4* from = (const uint4*)(sums + ((u64)row * PARTS + part) * RANKS + eight * 8);
+  for (int i = 0; i < KNOWN; i++) found += some.known[i] <= cost;
+  for (int i = lane + 32 * KNOWN; i < count; i += 32) found += ends[i] <= cost;
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) found += __shfl_sync(0xffffffffu, found, lane ^ apart);
+  return found;
+}
+
+__device__ __forceinline__ Tile tile_of(bool has, int number, const int* blocks, const int* meta, const int* tiles,
+                                        const int* adapters, int max_blocks, int meta_parts, int rows) {
+  Tile tile;
+  tile.rows = tiles + (has ? number : 0) * (1 + TILE_ROWS);
+  const int adapter = has ? tile.rows[0] : 0, first = number * TILE_ROWS;
+  tile.blocks = blocks + adapter * max_blocks;
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    const int* const span = meta + (adapter * meta_parts + part) * 4;
+    tile.b[part] = span[1], tile.ranks[part] = has ? span[2] : 0;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int at = threadIdx.x % 4 * 2 + r, row = has ? tile.rows[1 + at] : first + at;
+    tile.stored[r] = has ? row >= 0 : row < rows && adapters[row] < 0;
+    tile.row[r] = tile.stored[r] ? row : has ? tile.rows[1] : first;
+  }
+  return tile;
+}
+
+__device__ __forceinline__ Side side_of(const Tile& tile, int part, int size) {
+  Side side;
+  side.b = of_part(part, tile.b[0], tile.b[1], tile.b[2]);
+  side.ranks = of_part(part, tile.ranks[0], tile.ranks[1], tile.ranks[2]);
+  side.stride = stride_of(side.ranks), side.size = size, side.slice = ~0u;
+  return side;
+}
+
+// Return where an output's weights are.
+__device__ __forceinline__ const unsigned char* weights_of(Side& side, int output, const int* blocks,
+                                                           const unsigned char* pool, int num_blocks) {
+  const u32 at = (u32)(output * side.stride) * SIZE, tile = side.b + at / TILE, slice = tile / SLICE_TILES;
+  if (slice != side.slice) side.slice = slice, side.base = place(pool, blocks, slice * SLICE_TILES, num_blocks);
+  return side.base + (tile % SLICE_TILES * TILE + at % TILE);
+}
+
+// Load B for RANGE ranks from k on, EACH of each of a lane's outputs from `column` of the side on. Past the ranks, or
+// the part, they are other weights: their sums are 0, or their results are not stored.
+__device__ __forceinline__ void load_ranks(u32 (*w)[WORDS(EACH)], Side& side, int column, int k, const int* blocks,
+                                           const unsigned char* pool, int num_blocks) {
+  if (k >= side.ranks) return;
+  const int rank = min(k + (int)(threadIdx.x % 4) * EACH, side.stride - EACH);
+#if SEVERAL_TILES
+#pragma unroll
+  for (int j = 0; j < EACH; j++)
+    load<EACH>(w[j], weights_of(side, min(column + j, side.size - 1), blocks, pool, num_blocks) + rank * SIZE);
+#else
+  const unsigned char* const from = weights_of(side, min(column, side.size - EACH), blocks, pool, num_blocks);
+#pragma unroll
+  for (int j = 0; j < EACH; j++) load<EACH>(w[j], from + (u32)(j * side.stride + rank) * SIZE);
+#endif
+}
+
+// Multiply RANGE ranks from k on. held: this lane's sums.
+__device__ __forceinline__ void add_ranks(float (*d)[4], u32 (*w)[WORDS(EACH)], int k, int slot, unsigned char* held) {
+  u32 given[WORDS(EACH)];
+  load_shared(given, held_at(held, slot, k / RANGE));
+#pragma unroll
+  for (int i = 0; i < 2; i++) multiply<EACH>(d[i], w[i], w[2 + i], given);
+}
+
+// Keep what this lane multiplies of the sums of a part as elements, those of all splits added up; 0 where a row or a
+// rank is missing, which shrink.cu leaves undefined.
+__device__ __forceinline__ void hold(unsigned char* held, const float* sums, const Tile& tile, int slot, int part,
+                                     int ranks, int rows, int splits) {
+  const int lane = threadIdx.x % 32, row = ranks ? tile.rows[1 + lane / 4] : 0;
+  const u64 apart = (u64)rows * PARTS * RANKS / 4;
+  for (int k = 0; k < ranks; k += RANGE) {
+    float values[4] = {0.f, 0.f, 0.f, 0.f};
+    if (row >= 0) {
+      const uint4* from = (const uint4*)(sums + ((u64)row * PARTS + part) * RANKS + k + lane % 4 * EACH);
 #pragma unroll 4
       for (int split = 0; split < splits; split++) {
-        const uint4 low = written(from + split * (apart / 4)), high = written(from + split * (apart / 4) + 1);
-        const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int e = 0; e < 8; e++) values[e] += __uint_as_float(words[e]);
+        const uint4 more = written(from + split * apart);
+        values[0] += __uint_as_float(more.x), values[1] += __uint_as_float(more.y);
+        values[2] += __uint_as_float(more.z), values[3] += __uint_as_float(more.w);
       }
     }
-    u32 words[WORDS(8)];
-    round_to<8>(words, values);
-    store(held + (m * PITCH + part * RANKS + eight * 8) * SIZE, words, WORDS(8));
+    u32 words[WORDS(EACH)];
+    round_to<EACH>(words, values);
+    store<EACH>(held_at(held, slot, k / RANGE), words);
   }
+}
+
+// Return a lane's results of a side of a row.
+__device__ __forceinline__ void result(u32* words, const float (*d)[2][4], int side, int r) {
+  float values[EACH];
+#pragma unroll
+  for (int o = 0; o < EACH; o++) {
+    values[o] = d[side][o % 2][o / 2 * 2 + r];
+    if (GATES) values[o] *= reciprocal_of(1.f + exp2_of(values[o] * -LOG2_E)) * d[1][o % 2][o / 2 * 2 + r];
+  }
+  round_to<EACH>(words, values);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
 expand(const float* sums, const unsigned char* __restrict__ pool, const int* __restrict__ blocks,
-       const int* __restrict__ meta, const int* __restrict__ tiles, const int* __restrict__ used,
-       const int* __restrict__ adapters, unsigned char* y, unsigned char* out, int num_blocks, int max_blocks,
-       int meta_parts, int rows, int splits, int size_0, int size_1, int size_2) {
+       const int* __restrict__ meta, const int* __restrict__ tiles, const int* __restrict__ ends,
+       const int* __restrict__ rest, const int* __restrict__ adapters, unsigned char* y, unsigned char* out,
+       int num_blocks, int max_blocks, int meta_parts, int rows, int splits, int room, int size_0, int size_1,
+       int size_2) {
   extern __shared__ __align__(128) unsigned char memory[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int each = GATES ? OUTPUTS : 2 * OUTPUTS, width = size_0 + size_1 + size_2, adapted = used[0];
-  const int pieces_0 = (size_0 + each - 1) / each, pieces_1 = pieces_0 + (size_1 + each - 1) / each;
-  const int pieces = GATES ? pieces_0 : pieces_1 + (size_2 + each - 1) / each;
-  const int units = (pieces + WARPS - 1) / WARPS;
-  const int count = units * (adapted + (GATES ? (rows + TILE_ROWS - 1) / TILE_ROWS : 0));
-  const int begin = (int)((u64)count * blockIdx.x / gridDim.x), end = (int)((u64)count * (blockIdx.x + 1) / gridDim.x);
-  bool waited = false, has = false, held = false;  // an adapter; its sums
-  Tile tile = {tiles, blocks, {0u, 0u, 0u}, {0, 0, 0}};
-  int row[2], number = begin / units, of_tile = begin % units;
-  unsigned char *from[2], *into[2];  // rows g and g + 8 of y and of the result
+  const int each = GATES ? OUTPUTS : 2 * OUTPUTS, width = size_0 + size_1 + size_2, apart = GATES ? size_0 : OUTPUTS;
+  const int first = (size_0 + each - 1) / each, second = first + (size_1 + each - 1) / each;
+  const u32 pieces = GATES ? first : second + (size_2 + each - 1) / each;
+  const int plain = GATES ? (rows + TILE_ROWS - 1) / TILE_ROWS : 0, within = (int)(threadIdx.x % 32) / 4 * EACH;
+  const Ends known = ends_of(ends, room);
+  const u32 adapted = ends[room - 1], total = (adapted + (GATES ? rest[plain - 1] : 0)) * pieces;
+  const u32 warps = gridDim.x * WARPS, number = blockIdx.x * WARPS + threadIdx.x / 32;
+  const u32 begin = number * (total / warps) + min((int)number, (int)(total % warps));
+  const u32 end = begin + total / warps + (number < total % warps);
+  unsigned char* const held = memory + threadIdx.x / 32 * HELD * SIZE;
+  bool waited = false;
   overlap();
-  for (int unit = begin; unit < end; unit++, of_tile++) {
-    if (unit == begin || of_tile == units) {
-      if (of_tile == units) of_tile = 0, number++;
-      if (held) __syncthreads();  // all warps have read the last tile's sums
-      has = number < adapted, held = false;
-      tile.rows = tiles + (has ? number : 0) * (1 + TILE_ROWS);
-      const int adapter = has ? tile.rows[0] : 0;
-      tile.blocks = blocks + adapter * max_blocks;
-#pragma unroll
-      for (int part = 0; part < PARTS; part++) {
-        const int* const span = meta + (adapter * meta_parts + part) * 4;
-        tile.b[part] = span[1], tile.ranks[part] = has ? span[2] : 0;
+  int n = room + plain;
+  if (begin < end) {
+    const u32 cost = begin / pieces;
+    if (!GATES || cost < adapted) n = tiles_up_to(known, ends, room, cost);
+    else n = room + tiles_up_to(ends_of(rest, plain), rest, plain, cost - adapted);
+  }
+  for (; n < room + plain; n++) {
+    const bool has = n < room;
+    const int* const ended = has ? ends + n : rest + (n - room);
+    const u32 before_all = has ? 0 : adapted, start = n == 0 || n == room ? 0 : ended[-1], cost = *ended - start;
+    const u32 origin = (before_all + start) * pieces;
+    if (origin >= end) break;
+    if (cost == 0) {
+      if (has) n = room - 1;  // no more adapters
+      continue;
+    }
+    int piece = begin > origin ? (begin - origin + cost - 1) / cost : 0;
+    const int last = min((int)pieces, (int)((end - origin + cost - 1) / cost));
+    if (piece >= last) continue;
+    const Tile tile = tile_of(has, has ? n : n - room, blocks, meta, tiles, adapters, max_blocks, meta_parts, rows);
+    while (piece < last) {  // pieces of one part
+      const int part = GATES || piece < first ? 0 : piece < second ? 1 : 2, size = of_part(part, size_0, size_1, size_2);
+      const int stop = GATES ? last : min(last, of_part(part, first, second, (int)pieces));
+      int column = (piece - of_part(part, 0, first, second)) * each + within;
+      Side sides[2] = {side_of(tile, part, size), side_of(tile, GATES ? 1 : part, GATES ? size_1 : size)};
+      if (!GATES && sides[0].ranks == 0) {
+        piece = stop;
+        continue;
       }
+      const int other = GATES ? 0 : OUTPUTS, left = of_part(part, 0, size_0, size_0 + size_1);
+      u32 w[2][4][WORDS(EACH)], before[2][2][WORDS(EACH)];
+#pragma unroll
+      for (int s = 0; s < 2; s++) load_ranks(w[s], sides[s], column + s * other, 0, tile.blocks, pool, num_blocks);
+      if (!waited) follow();
+      waited = true;
+      const unsigned char* from[2];
+      unsigned char* into[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        row[r] = has ? tile.rows[1 + g + 8 * r] : -1;
-        if (GATES && !has) {
-          const int at = (number - adapted) * TILE_ROWS + g + 8 * r;
-          row[r] = at < rows && adapters[at] < 0 ? at : -1;
-        }
-        from[r] = y + (u64)max(row[r], 0) * width * SIZE;
-        into[r] = GATES ? out + (u64)max(row[r], 0) * size_0 * SIZE : from[r];
+        from[r] = y + ((u64)tile.row[r] * width + left + column) * SIZE;
+        into[r] = out + ((u64)tile.row[r] * (GATES ? size_0 : width) + left + column) * SIZE;
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+          if (column + s * other < sides[s].size) load_written<EACH>(before[s][r], from[r] + s * apart * SIZE);
       }
-    }
-    const int piece = of_tile * WARPS + warp, part = GATES || piece < pieces_0 ? 0 : piece < pieces_1 ? 1 : 2;
-    const int size = of_part(part, size_0, size_1, size_2), left = of_part(part, 0, size_0, size_0 + size_1);
-    const int column = (piece - of_part(part, 0, pieces_0, pieces_1)) * each;
-    Side sides[2];
 #pragma unroll
-    for (int s = 0; s < 2; s++)
-      sides[s] = side_of(tile, GATES ? s : part, GATES ? column : column + s * OUTPUTS, size, pool, num_blocks);
-    const int ranks = max(sides[0].stride, sides[1].stride);
-    u32 w[2][4][WORDS(EACH)];
-#pragma unroll
-    for (int s = 0; s < 2; s++) load_ranks(w[s], sides[s], 0, tile, pool, num_blocks);
-    if (!waited) follow();
-    waited = true;
-    u32 before[2][2][WORDS(8)];
-    const int at = column + t * 8, apart = GATES ? size_0 : OUTPUTS;  // from a side's columns in y to the other's
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int s = 0; s < 2; s++)
-        if (row[r] >= 0 && sides[s].column + t * 8 < size && (GATES || ranks))  // others are not stored
-          load_written(before[s][r], from[r] + (u32)(left + at + s * apart) * SIZE);
-    if (has && !held) {
-      hold(memory, sums, tile, rows, splits);
-      __syncthreads();
-      held = true;
-    }
-    float d[2][4][4];
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-      d[i / 16][i / 4 % 4][i % 4] = value_of(before[i / 16][i % 4 / 2], i / 4 % 4 * 2 + i % 2);
+      for (int s = 0; s < (GATES ? 2 : 1); s++)
+        hold(held, sums, tile, s, GATES ? s : part, sides[s].ranks, rows, splits);
+      const int ranks = max(sides[0].ranks, sides[1].ranks);
 #pragma unroll 1
-    for (int k = 0; k < ranks; k += RANGE) {
-      if (k > 0) {
+      for (; piece < stop; piece++) {
+        float d[2][2][4];
 #pragma unroll
-        for (int s = 0; s < 2; s++) load_ranks(w[s], sides[s], k, tile, pool, num_blocks);
-      }
+        for (int i = 0; i < 16; i++)
+          d[i / 8][i / 4 % 2][i % 4] = value_of(before[i / 8][i % 2], i / 2 % 2 * 2 + i / 4 % 2);
+        if (piece + 1 < stop) {
 #pragma unroll
-      for (int s = 0; s < 2; s++) add_ranks(d[s], w[s], sides[s], k, memory);
-    }
+          for (int s = 0; s < 2; s++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (row[r] < 0 || !(GATES || ranks)) continue;
-      float values[2][8];
-      u32 words[WORDS(8)];
+            for (int r = 0; r < 2; r++)
+              if (column + each + s * other < sides[s].size)
+                load_written<EACH>(before[s][r], from[r] + (each + s * apart) * SIZE);
+        }
+#pragma unroll 1
+        for (int k = 0; k < ranks; k += RANGE) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        values[0][i] = d[0][i / 2][2 * r + i % 2], values[1][i] = d[1][i / 2][2 * r + i % 2];
-        if (GATES) values[0][i] *= reciprocal_of(1.f + exp2_of(values[0][i] * -LOG2_E)) * values[1][i];
-      }
+          for (int s = 0; s < 2; s++) {
+            if (k > 0) load_ranks(w[s], sides[s], column + s * other, k, tile.blocks, pool, num_blocks);
+            if (k < sides[s].ranks) add_ranks(d[s], w[s], k, GATES ? s : 0, held);
+          }
+        }
+        if (piece + 1 < stop) {
 #pragma unroll
-      for (int s = 0; s < (GATES ? 1 : 2); s++) {
-        if (sides[s].column + t * 8 >= size) continue;
-        round_to<8>(words, values[s]);
-        store(into[r] + (u32)(GATES ? at : left + at + s * apart) * SIZE, words, WORDS(8));
+          for (int s = 0; s < 2; s++) load_ranks(w[s], sides[s], column + each + s * other, 0, tile.blocks, pool, num_blocks);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+          for (int s = 0; s < (GATES ? 1 : 2); s++) {
+            u32 words[WORDS(EACH)];
+            result(words, d, s, r);
+            if (tile.stored[r] && column + s * other < sides[s].size) store<EACH>(into[r] + s * apart * SIZE, words);
+          }
+          from[r] += each * SIZE, into[r] += each * SIZE;
+        }
+        column += each;
       }
     }
   }

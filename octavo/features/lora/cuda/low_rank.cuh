@@ -1,10 +1,10 @@
 // What the kernels of low-rank additions share: where adapters lie in blocks of the KV cache (../layout.py), and
 // products of fragments.
 //
-// A tile of rows is an adapter and up to 16 rows that have it, -1 for none (../tables.py). A warp multiplies a tile by
-// the transposed rows of a matrix. Its lanes 4 g + t take adjacent elements, those of the t-th quarter, of rows g and
-// g + 8 of the tile and of row g of the matrix: an order of inputs that does not change the sums, and in which each
-// lane loads up to 16 bytes at once.
+// A tile of rows is an adapter and up to 8 rows that have it, -1 for none (../tables.py). A warp multiplies 16 rows of a
+// matrix by the transposed rows of a tile. Its lanes 4 g + t take adjacent elements, those of the t-th quarter, of two
+// rows of the matrix and of row g of the tile: an order of inputs that does not change the sums, and in which each lane
+// loads up to 16 bytes at once.
 //
 // Macros: FLOATS: elements are float32, else float16 with HALF, else bfloat16. SLICES of a block, SLICE_TILES of a
 // slice; TILE: bytes of a tile of an adapter's range. PARTS of the target; RANKS: room for those of a part, a multiple
@@ -12,7 +12,7 @@
 
 #define SIZE (FLOATS ? 4 : 2)
 #define WORDS(n) ((n) * SIZE / 4)
-#define TILE_ROWS 16
+#define TILE_ROWS 8
 
 // d = a @ b + c, of 16 rows, 16 inputs and 8 outputs.
 __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
@@ -22,10 +22,10 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// Add to d the products of N elements of each lane: d[0] and d[1] of row g with the matrix's rows 2 t and 2 t + 1,
-// d[2] and d[3] of row g + 8.
+// Add to d the products of N elements of each lane: d[0] and d[1] of its first row of the matrix with the tile's rows 2 t
+// and 2 t + 1, d[2] and d[3] of its second one. low, high: of its rows of the matrix; given: of the tile's row g.
 template <int N>
-__device__ __forceinline__ void multiply(float* d, const u32* low, const u32* high, const u32* matrix) {
+__device__ __forceinline__ void multiply(float* d, const u32* low, const u32* high, const u32* given) {
 #if FLOATS
   const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply(float* d, const u32* low, const u32* hi
     float sums[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const float w = __uint_as_float(__shfl_sync(0xffffffffu, matrix[i], row * 4 + t));
+      const float w = __uint_as_float(__shfl_sync(0xffffffffu, given[i], row * 4 + t));
       sums[0] += __uint_as_float(low[i]) * w, sums[1] += __uint_as_float(high[i]) * w;
     }
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply(float* d, const u32* low, const u32* hi
   }
 #else
 #pragma unroll
-  for (int i = 0; i < WORDS(N); i += 2) mma(d, low[i], high[i], low[i + 1], high[i + 1], matrix[i], matrix[i + 1], d);
+  for (int i = 0; i < WORDS(N); i += 2) mma(d, low[i], high[i], low[i + 1], high[i + 1], given[i], given[i + 1], d);
 #endif
 }
 
@@ -70,10 +70,15 @@ __device__ __forceinline__ float2 written(const float2* from) {
   return v;
 }
 
-// Load 8 adjacent elements that an earlier launch wrote.
+// Load N adjacent elements that an earlier launch wrote.
+template <int N>
 __device__ __forceinline__ void load_written(u32* to, const unsigned char* from) {
+  if (WORDS(N) == 2) {
+    const float2 v = written((const float2*)from);
+    to[0] = __float_as_uint(v.x), to[1] = __float_as_uint(v.y);
+  }
 #pragma unroll
-  for (int i = 0; i < WORDS(8) / 4; i++) {
+  for (int i = 0; i < WORDS(N) / 4; i++) {
     const uint4 v = written((const uint4*)from + i);
     to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
   }
@@ -97,10 +102,12 @@ __device__ __forceinline__ void round_to(u32* words, const float* values) {
     words[i] = FLOATS ? __float_as_uint(values[i]) : narrow2(values[2 * i % N], values[(2 * i + 1) % N]);
 }
 
-// Store words at a place of whole 16 bytes.
-__device__ __forceinline__ void store(unsigned char* to, const u32* words, int count) {
+// Store N adjacent elements.
+template <int N>
+__device__ __forceinline__ void store(unsigned char* to, const u32* words) {
+  if (WORDS(N) == 2) *(uint2*)to = make_uint2(words[0], words[1]);
 #pragma unroll
-  for (int i = 0; i < count / 4; i++)
+  for (int i = 0; i < WORDS(N) / 4; i++)
     ((uint4*)to)[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
 }
 

@@ -7,7 +7,7 @@
 //
 // Grid: [blocks]. Macros: those of low_rank.cuh; X_FLOAT: x is float32.
 //
-// work: the number of entries, then entries of a tile and the number of its 16 ranks; see `Assigned.work`.
+// work: the number of entries, then entries of a tile, its adapter, and the number of 16 ranks; see `Assigned.work`.
 // sums: [splits, rows, PARTS * RANKS] float32, undefined where a row has no such rank.
 
 #define UNIT (TILE / SIZE)  // inputs that a warp multiplies at a time: a tile of A's rows
@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_inputs(u32* to, const unsigned char* row, i
   }
   round_to<8>(to, values);
 #else
-  load_written(to, row + k * SIZE);
+  load_written<8>(to, row + k * SIZE);
 #endif
 }
 
@@ -36,7 +36,7 @@ shrink(const unsigned char* x, const unsigned char* __restrict__ pool,
        const int* __restrict__ blocks, const int* __restrict__ meta, const int* __restrict__ tiles,
        const int* __restrict__ work, float* sums, int num_blocks, int max_blocks, int meta_parts, int K, int rows,
        int splits) {
-  __shared__ float found[2][WARPS][TILE_ROWS * 16];
+  __shared__ float found[2][WARPS][16 * TILE_ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row_tiles = (K + UNIT - 1) / UNIT, count = work[0] * PARTS * splits;
   bool waited = false;
@@ -44,17 +44,16 @@ shrink(const unsigned char* x, const unsigned char* __restrict__ pool,
   overlap();
   for (int item = blockIdx.x; item < count; item += gridDim.x) {
     const int split = item % splits, part = item / splits % PARTS;
-    const int* const entry = work + 1 + item / (splits * PARTS) * 2;
+    const int* const entry = work + 1 + item / (splits * PARTS) * 3;
     const int* const tile = tiles + entry[0] * (1 + TILE_ROWS);
-    const int first = entry[1] * 16, adapter = tile[0];
+    const int adapter = entry[1], first = entry[2] * 16;
     const int* const span = meta + (adapter * meta_parts + part) * 4;
     const int a = span[0], rank = span[2];
     if (first >= rank) continue;
     const int* const own = blocks + adapter * max_blocks;
-    const int low = tile[1 + g], high = tile[9 + g];
-    float d[2][4];
-#pragma unroll
-    for (int e = 0; e < 4; e++) d[0][e] = d[1][e] = 0.f;
+    const int row = tile[1 + g];
+    const unsigned char* const inputs = x + (u64)max(row, 0) * K * (X_FLOAT ? 4 : SIZE);
+    float d[4] = {0.f, 0.f, 0.f, 0.f};
     for (int unit = split * WARPS + warp; unit < row_tiles; unit += splits * WARPS) {
       const int k = unit * UNIT + t * 8;
       u32 w[2][STEPS][WORDS(8)];
@@ -73,30 +72,20 @@ shrink(const unsigned char* x, const unsigned char* __restrict__ pool,
       waited = true;
 #pragma unroll
       for (int batch = 0; batch < STEPS; batch += BATCH) {
-        u32 given[2][BATCH][WORDS(8)];
+        u32 given[BATCH][WORDS(8)];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int row = half ? high : low;
+        for (int j = 0; j < BATCH; j++) {
+          const int at = k + (batch + j) * 32;
 #pragma unroll
-          for (int j = 0; j < BATCH; j++) {
-#pragma unroll
-            for (int i = 0; i < WORDS(8); i++) given[half][j][i] = 0u;
-            const int at = k + (batch + j) * 32;
-            if (row >= 0 && at < K)
-              load_inputs(given[half][j], x + (u64)row * K * (X_FLOAT ? 4 : SIZE), at);
-          }
+          for (int i = 0; i < WORDS(8); i++) given[j][i] = 0u;
+          if (row >= 0 && at < K) load_inputs(given[j], inputs, at);
         }
 #pragma unroll
-        for (int j = 0; j < BATCH; j++)
-#pragma unroll
-          for (int half = 0; half < 2; half++) multiply<8>(d[half], given[0][j], given[1][j], w[half][batch + j]);
+        for (int j = 0; j < BATCH; j++) multiply<8>(d, w[0][batch + j], w[1][batch + j], given[j]);
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        found[turn][warp][(g + e / 2 * 8) * 16 + half * 8 + 2 * t + e % 2] = d[half][e];
+    for (int e = 0; e < 4; e++) found[turn][warp][(2 * t + e % 2) * 16 + g + e / 2 * 8] = d[e];
     if (!waited) follow();  // a warp without inputs stores sums, too
     waited = true;
     __syncthreads();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import numpy as np
@@ -155,9 +156,14 @@ def test_nothing_is_left_of_a_larger_step(steps: list[np.ndarray]) -> None:
     assert assigned.tiles[: len(tiles)].tolist() == tiles.tolist()
     present = sorted({*steps[-1].tolist()} - {NONE})
     assert assigned.used.tolist()[: 2 + len(present)] == [len(tiles), len(present), *present]
-    entries = [[tile, group] for tile, index in enumerate(tiles[:, 0]) for group in range(rank_groups[index])]
+    entries = [[tile, index, group] for tile, index in enumerate(tiles[:, 0]) for group in range(rank_groups[index])]
     assert assigned.work[0] == len(entries)
-    assert assigned.work[1 : 1 + 2 * len(entries)].view(-1, 2).tolist() == entries
+    assert assigned.work[1 : 1 + 3 * len(entries)].view(-1, 3).tolist() == entries
+    ends = [0, *itertools.accumulate(int(rank_groups[index]) + 2 for index in tiles[:, 0])]
+    assert assigned.ends.tolist() == ends[1:] + ends[-1:] * (len(assigned.ends) - len(tiles))
+    own = steps[-1].tolist() + [NONE] * (len(assigned.rest) * TILE_ROWS - len(steps[-1]))
+    without = [2 * (NONE in own[first : first + TILE_ROWS]) for first in range(0, len(own), TILE_ROWS)]
+    assert assigned.rest.tolist() == list(itertools.accumulate(without))
 
 
 def test_an_index_taken_by_another_adapter_has_nothing_of_the_first() -> None:
