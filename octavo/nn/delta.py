@@ -15,13 +15,7 @@ from octavo.nn.ops.activation import silu_mul
 
 
 class Addition(ABC):
-    """What a delta adds for one input. It may be computed beside the product.
-
-    Attributes:
-        joins_gated: `gated_product` is supported.
-    """
-
-    joins_gated = False
+    """What a delta adds for one input. It may be computed beside the product."""
 
     @abstractmethod
     def add_to(self, y: Tensor) -> None:
@@ -32,11 +26,6 @@ class Addition(ABC):
         overwritten."""
         self.add_to(y)
         return silu_mul(y)
-
-    def gated_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return silu(first half) * second half of x @ weight^T plus the addition, in the product's launch: [T, in] to
-        [T, out / 2]. See `nn/ops/gating.py`."""
-        raise NotImplementedError
 
 
 class ExpertsDelta(ABC):

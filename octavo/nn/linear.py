@@ -77,7 +77,7 @@ class Projection(WeightLayer):
             return act_mul(self(x), self.activation)
         if delta is not None and self.is_whole:
             addition = delta.begin(x)
-            return addition.gated(self.scheme.apply(x)) if fusing is None else fusing.gated_with(x, addition)
+            return addition.gated(self.scheme.apply(x))
         return act_mul(self(x), self.activation) if fusing is None else fusing.gated(x)
 
     def after_norm(self, stream: Stream, norm: Norm, *, gated: bool = False, wide: bool = False) -> Tensor:

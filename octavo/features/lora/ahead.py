@@ -14,13 +14,9 @@ from octavo.features.lora.delta import LateDelta
 from octavo.features.lora.gpu import LowRankDelta
 from octavo.nn.delta import Delta
 from octavo.nn.linear import Linear, Projection
-from octavo.nn.ops import gating
 from octavo.nn.shard import ROW
 
 log = logging.getLogger(__name__)
-
-_MANY_ROWS = 256
-"""Rows for which the gate can be part of the product's launch."""
 
 
 @torch.inference_mode()
@@ -55,9 +51,7 @@ def _launch(layer: Linear, delta: LowRankDelta, one: torch.Tensor) -> None:
     def empty(*shape: int) -> torch.Tensor:
         return one[:1].expand(shape)  # of the right size, without memory
 
-    x, weight = empty(_MANY_ROWS, inputs), empty(outputs, inputs)
-    if gated and delta.joins_gated and gating.serves(_MANY_ROWS, weight):
-        delta.gated_product(x, weight, delta.room(_MANY_ROWS))
+    weight = empty(outputs, inputs)
     bias = empty(outputs) if layer.has_bias else None
     if layer.shard is ROW:
         delta.fused(empty(1, inputs), weight, bias=bias, add_to=empty(1, outputs))

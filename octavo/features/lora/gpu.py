@@ -1,7 +1,4 @@
-"""`LowRankDelta`: the additions of adapters on a GPU, in two launches beside each product.
-
-With few adapters, the product with B is part of the launch of a gated product.
-"""
+"""`LowRankDelta`: the additions of adapters on a GPU, in two launches beside each product."""
 
 from __future__ import annotations
 
@@ -14,18 +11,14 @@ from torch import Tensor
 from octavo.features.lora import kernels
 from octavo.features.lora.kernels import Form
 from octavo.features.lora.layout import Target
-from octavo.features.lora.tables import RANKS, TILE_ROWS, Assigned, Crowd, Tables, most_tiles
-from octavo.features.lora.triton_gated import adapted_gated_kernel
+from octavo.features.lora.tables import RANKS, TILE_ROWS, Assigned, Tables, most_tiles
 from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kernel, row_shrink_kernel
 from octavo.nn.delta import Addition, Delta
-from octavo.nn.ops import gating
 from octavo.nn.ops.few_rows import row_plan
 from octavo.nn.ops.gating import multiprocessors
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_PARTS = 3
-_AT_ONCE = 2
-"""Adapters that are added at once to a tile of a gated product; with more, the tile's registers are spilled."""
 _ROW_SPLIT, _ROW_OUTPUTS = 4096, 256
 """Inputs of a program that multiplies a single row with a row of A; outputs of one that multiplies with B."""
 _SPLITS = {64: 8, 256: 4, 1024: 2}
@@ -49,7 +42,6 @@ class LowRankDelta(Delta):
 
     Attributes:
         rows: which adapter each row of the inputs has.
-        joins_gated: the addition to a gated product can be part of its launch.
     """
 
     fused_rows = 1
@@ -89,7 +81,6 @@ class LowRankDelta(Delta):
         of_row = triton.cdiv(self._inputs, _ROW_SPLIT), max_rank * len(self._sizes) + 1
         self._sums = torch.empty(of_row, dtype=torch.float32, device=pool.device)
         self._row = torch.empty(sum(self._sizes), dtype=torch.float32, device=pool.device)
-        self.joins_gated = len(self._sizes) == 2
 
     def begin(self, x: Tensor) -> Addition:
         return Shrunk(self, x)
@@ -196,13 +187,6 @@ class LowRankDelta(Delta):
         kernel = kernels.expand(self.form, gates=gates)
         kernels.launch(kernel, min(self._blocks, triton.cdiv(tiles * pieces, kernels.WARPS)), tensors, numbers)
 
-    def gated_product(self, x: Tensor, weight: Tensor, sums: Sums) -> Tensor:
-        """Return silu(first half) * second half of x @ weight^T plus the additions: [T, out / 2]."""
-        rows = self.rows
-        more = sums.values, *self._addresses(), rows.used, rows.adapter, self._pool.shape[1], sums.splits
-        fixed = self._fixed | {"RANKS": self.form.ranks, "AT_ONCE": _AT_ONCE, "BLOCK_R": RANKS}
-        return gating.launch(adapted_gated_kernel, x, weight, *more, **fixed)
-
     def _addresses(self) -> tuple[Tensor, ...]:
         return self._pool, self._tables.blocks, self._meta
 
@@ -220,7 +204,6 @@ class Shrunk(Addition):
     """An input times A."""
 
     def __init__(self, delta: LowRankDelta, x: Tensor) -> None:
-        self.joins_gated = delta.joins_gated and delta.rows.crowd == Crowd.FEW
         self._delta = delta
         self._sums = delta.shrink(x)
 
@@ -229,6 +212,3 @@ class Shrunk(Addition):
 
     def gated(self, y: Tensor) -> Tensor:
         return self._delta.gate(self._sums, y)
-
-    def gated_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._delta.gated_product(x, weight, self._sums)

@@ -6,7 +6,6 @@ adapter each row of a step has, changed when the step's rows change.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,17 +35,6 @@ A, B, RANK, GAIN = range(4)
 def most_tiles(rows: int, adapters: int) -> int:
     """Return the most tiles of a step with this many rows, of at most this many adapters."""
     return rows if rows <= adapters else adapters + (rows - adapters) // TILE_ROWS
-
-
-class Crowd(enum.IntEnum):
-    """How many adapters a step has; each member's value is the most it stands for. Kernels are chosen by it."""
-
-    FEW = 3
-    MANY = 1 << 30
-
-    @classmethod
-    def of(cls, adapters: int) -> Crowd:
-        return next(one for one in cls if adapters <= one)
 
 
 class Tables:
@@ -94,9 +82,8 @@ class Assigned:
     Attributes:
         adapter: [max_rows] int32, each row's adapter; NONE for the base model, and past the step's rows.
         tiles: [most_tiles(max_rows, max_adapters), 1 + TILE_ROWS] int32: an adapter and rows that have it, then NONE.
-            Arbitrary past those in use.
-        used: [2 + max_adapters] int32: the number of tiles in use, the number of adapters, and these adapters. A step
-            of n rows, padding included, uses at most `most_tiles(n, max_adapters)` tiles.
+            Arbitrary past those in use, of which a step of n rows, padding included, has at most
+            `most_tiles(n, max_adapters)`.
         work: [1 + 3 n] int32: the number of entries, then an entry for each group of RANKS of each tile's adapter: the
             tile, the adapter, the group. Arbitrary past those.
         ends: [most_tiles(max_rows, max_adapters)] int32: what the second half takes for the tiles up to the end of each
@@ -104,7 +91,6 @@ class Assigned:
         rest: [max_rows / TILE_ROWS] int32: the same for rows without an adapter, where it computes them, too; by
             TILE_ROWS rows.
         groups: adapter -> its rows, on the host.
-        crowd: how many adapters steps have; set before a step is computed or recorded.
     """
 
     def __init__(self, max_rows: int, max_adapters: int, link: Link, most_groups: int = 1) -> None:
@@ -117,8 +103,6 @@ class Assigned:
         self.adapter = torch.full((max_rows,), NONE, dtype=torch.int32, device=device)
         shape = most_tiles(max_rows, max_adapters), 1 + TILE_ROWS
         self.tiles = torch.full(shape, NONE, dtype=torch.int32, device=device)
-        self.used = torch.zeros(2 + max_adapters, dtype=torch.int32, device=device)
-        self.crowd = Crowd.MANY
         self.work = torch.zeros(1 + 3 * most_groups * shape[0], dtype=torch.int32, device=device)
         self.ends = torch.zeros(shape[0], dtype=torch.int32, device=device)
         self.rest = torch.zeros(-(-max_rows // TILE_ROWS), dtype=torch.int32, device=device)
@@ -136,7 +120,6 @@ class Assigned:
         rest = np.full(max(0, before - len(adapters)), NONE, dtype=np.int32)
         self._send(self.adapter, np.concatenate([adapters, rest]))
         self._send(self.tiles, tiles)
-        self._send(self.used, np.array([len(tiles), len(self.groups), *self.groups], dtype=np.int32))
         self._send(self.work, work_of(tiles[:, 0], rank_groups))
         self._send(self.ends, ends_of(rank_groups[tiles[:, 0]] + _PIECE_COST, len(self.ends)))
         missing = np.full((len(self.rest), TILE_ROWS), NONE)

@@ -1,9 +1,9 @@
 """`LoraWorker`: the worker half. It reads adapters into host memory, loads them into blocks, and adds them to layers.
 
 Steps have these variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
-additions to linear layers, by kernels where there are some; on a GPU with a `Crowd`, by the number of adapters), and
-"general" (also gains, saved modules, embeddings and experts; in torch, never recorded). A native program computes gains
-in "lora" and experts in "general"; in "ends" (never recorded), torch changes embeddings and logits around it.
+additions to linear layers, by kernels where there are some), and "general" (also gains, saved modules, embeddings and
+experts; in torch, never recorded). A native program computes gains in "lora" and experts in "general"; in "ends" (never
+recorded), torch changes embeddings and logits around it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from octavo.features.lora.native import NativeDelta, NativeExperts, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
 from octavo.features.lora.reader import HELPERS, Reader
 from octavo.features.lora.settings import LoraSettings
-from octavo.features.lora.tables import NONE, RANKS, Batch, Crowd, Tables
+from octavo.features.lora.tables import NONE, RANKS, Batch, Tables
 from octavo.features.lora.targets import Targets
 from octavo.models.decoder import CausalLM
 from octavo.models.load.arranged import arranged
@@ -98,7 +98,6 @@ class LoraWorker(WorkerHook):
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
         self._native: Dtype | None = None
-        self._crowd = Crowd.FEW
         self._compiled = False
         self._unserved: frozenset[int] = frozenset()
         """Targets to which the kernels of a GPU can't add."""
@@ -301,17 +300,11 @@ class LoraWorker(WorkerHook):
     def variant(self, payload: LoraStep | None) -> Hashable | None:
         if payload is None:
             return None
-        if payload.rows is not None:
-            self._crowd = Crowd.of(len({*payload.rows} - {NONE}))
         if payload.general and self._changes_ends:
             return ENDS
         if payload.general and (self._native is None or self._experts):
             return GENERAL
-        if self._native is not None:
-            return LOW_RANK
-        if not self._site.device.resident:
-            return LOW_RANK
-        return GENERAL if self._lacks_kernels else (LOW_RANK, self._crowd)
+        return GENERAL if self._site.device.resident and self._lacks_kernels else LOW_RANK
 
     @property
     def _lacks_kernels(self) -> bool:
@@ -333,15 +326,12 @@ class LoraWorker(WorkerHook):
     def variants(self) -> Sequence[Hashable]:
         if self._native is not None:
             return [LOW_RANK, GENERAL] if self._experts else [LOW_RANK]
-        most = Crowd.of(self._max_adapters)
-        return [(LOW_RANK, crowd) for crowd in Crowd if crowd <= most] if self._site.device.resident else []
+        return [LOW_RANK] if self._site.device.resident else []
 
     def select(self, variant: Hashable | None) -> None:
         if variant == self._selected:
             return
         self._selected = variant
-        if isinstance(variant, tuple):
-            self._batch.tokens.crowd = self._batch.logits.crowd = variant[1]
         for layer, delta in self._deltas[GENERAL if variant == GENERAL else LOW_RANK]:
             layer.delta = None if variant is None else delta
         for mixture, additions in self._experts:

@@ -8,7 +8,6 @@ in the last round; so the last round's tiles are narrower, one per multiprocesso
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -39,11 +38,6 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [M, N].
     """
-    return launch(gated_kernel, x, weight)
-
-
-def launch(kernel: Any, x: Tensor, weight: Tensor, *more: Any, **fixed: Any) -> Tensor:
-    """Launch `gated_kernel`, or a kernel with its arguments and more after `slim`, and return the result."""
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -54,14 +48,13 @@ def launch(kernel: Any, x: Tensor, weight: Tensor, *more: Any, **fixed: Any) -> 
         TensorDescriptor(weight, [2, outputs, inputs], [outputs * inputs, inputs, 1], [2, columns, _DEPTH])
         for columns in (_WIDE, _WIDE // 2, _WIDE // 4)
     ]
-    kernel[(side_by_side * row_tiles,)](
+    gated_kernel[(side_by_side * row_tiles,)](
         TensorDescriptor(x, [rows, inputs], [inputs, 1], [_ROWS, _DEPTH]),
         *tiles,
         out,
         rows,
         wide,
         slim,
-        *more,
         N=outputs,
         K=inputs,
         ROWS=_ROWS,
@@ -69,7 +62,6 @@ def launch(kernel: Any, x: Tensor, weight: Tensor, *more: Any, **fixed: Any) -> 
         DEPTH=_DEPTH,
         num_warps=8,
         num_stages=4,
-        **fixed,
         **overlap(x.device),
     )
     return out

@@ -10,7 +10,7 @@ from typing import ParamSpec, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Addition, Delta
+from octavo.nn.delta import Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.rounded import Rounded
@@ -176,10 +176,6 @@ class Fusing(Protocol):
 
     def gated(self, x: Tensor) -> Tensor:
         """Return silu(first half) * second half of the outputs, not rounded in between if that is faster."""
-        ...
-
-    def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
-        """Return `gated` of the outputs plus an addition."""
         ...
 
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:

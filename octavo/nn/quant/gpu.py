@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Addition, Delta
+from octavo.nn.delta import Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import one_row, products
 from octavo.nn.ops.activation import silu_mul
@@ -64,12 +64,6 @@ class OnGpu(Unquantized):
         if self.bias is not None:
             return silu_mul(self.apply(x))
         return self.fused(x, gated=True) if self._fuses(x) else products.gated(x, self.weight)
-
-    def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
-        assert self.weight is not None, "weights are not loaded"
-        if addition.joins_gated and self.bias is None and products.gates(x, self.weight):
-            return addition.gated_product(x, self.weight)
-        return addition.gated(self.apply(x))
 
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
         assert self.weight is not None, "weights are not loaded"

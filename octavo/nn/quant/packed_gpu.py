@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Addition, Delta
+from octavo.nn.delta import Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import few_fragments, floats, fragments, packed, products, row8
 from octavo.nn.ops.activation import silu_mul
@@ -244,9 +244,6 @@ class PackedOnGpu(OnGpu):
             return silu_mul(self.apply(x)) if self.bias is not None else self.fused(x, gated=True, dtype=x.dtype)
         y = packed.gated_product(x.flatten(0, -2), self.matrix, self.bias, x.dtype)
         return y.view(*x.shape[:-1], y.shape[1])
-
-    def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
-        return super().gated_with(x, addition) if self.matrix is None else addition.gated(self.apply(x))
 
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
         matrix = self.matrix

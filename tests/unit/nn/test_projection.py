@@ -58,9 +58,6 @@ class FusingScheme(Unquantized):
         gate, up = self.apply(x).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
-    def gated_with(self, x: Tensor, addition: Addition) -> Tensor:
-        return addition.gated(self.apply(x))
-
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:
         self.calls.append("leave")
         if self.in_parts:

@@ -21,9 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from octavo.features.lora import ahead, kernels
 from octavo.features.lora.gpu import LowRankDelta
-from octavo.features.lora.tables import Crowd
 from octavo.nn.build import Build
-from octavo.nn.ops import gating
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.shard import COL, ROW
@@ -107,29 +105,6 @@ def test_an_addition_is_gated_with_its_product(dtype: torch.dtype) -> None:
     gate, up = (y.double() + made.addition(x, [*adapters, -1, -1])).chunk(2, dim=1)
     got = delta.begin(x.to(DEVICE)).gated(y.to(DEVICE))
     assert got.dtype == dtype
-    assert off(got, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
-
-
-# The interpreter takes bfloat16 tiles of a descriptor for integers.
-@pytest.mark.parametrize("dtype", [torch.bfloat16 if GPU else torch.float16], ids=str)
-def test_a_gated_product_and_its_additions_in_one_launch(dtype: torch.dtype) -> None:
-    """With wide and slim tiles, more adapters than are added at once, ranks of several blocks, and rows past a tile."""
-    chosen, rows = seed(), 130
-    made = World(
-        128, [352, 352], [[16, 2], [0, 5], [20, 33], [4, 0]], dtype=dtype, device=DEVICE, seed=chosen, by_output=True
-    )
-    rng, generator = random.Random(chosen), torch.Generator().manual_seed(chosen)
-    adapters = rng.choices([-1, 0, 1, 2, 3], k=rows - 2)
-    delta = LowRankDelta(made.pool, made.tables, made.target, made.index, 33, made.assigned(adapters, 192))
-    delta.rows.crowd = Crowd.FEW
-    x = torch.randn(rows, 128, generator=generator).to(dtype)
-    weight = (torch.randn(704, 128, generator=generator) / 8).to(dtype)
-    if GPU and not gating.serves(128, weight.to(DEVICE)):
-        pytest.skip("needs a Hopper GPU")
-    gate, up = (x.double() @ weight.double().t() + made.addition(x, [*adapters, -1, -1])).chunk(2, dim=1)
-    addition = delta.begin(x.to(DEVICE))
-    assert addition.joins_gated
-    got = addition.gated_product(x.to(DEVICE), weight.to(DEVICE))
     assert off(got, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
 
 

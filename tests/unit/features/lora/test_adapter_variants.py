@@ -12,7 +12,7 @@ from octavo.core.plan import StepPlan
 from octavo.device.transfer import link_of
 from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
 from octavo.features.lora.payload import AdapterEntry, LoraStep
-from octavo.features.lora.tables import RANKS, Batch, Crowd, Tables
+from octavo.features.lora.tables import RANKS, Batch, Tables
 from octavo.features.lora.targets import Targets
 from octavo.features.lora.worker import GENERAL, LOW_RANK, LoraWorker
 from octavo.worker.hooks import Site
@@ -51,16 +51,16 @@ def variant(made: LoraWorker, rows: list[int], *, general: bool = False) -> obje
 def test_only_adapters_of_odd_layers_are_computed_in_torch() -> None:
     made = worker(16)
     assert made._unserved == {1}
-    assert variant(made, [0, -1, 0]) == (LOW_RANK, Crowd.FEW)
+    assert variant(made, [0, -1, 0]) == LOW_RANK
     assert variant(made, [0, 1]) == GENERAL
     assert variant(made, [2]) == GENERAL
-    assert variant(made, [0, -1]) == (LOW_RANK, Crowd.FEW)
+    assert variant(made, [0, -1]) == LOW_RANK
     assert variant(made, [0], general=True) == GENERAL
     made._layouts[7] = made._layouts[0]
     made.lay_out(cast(StepPlan, None), LoraStep([AdapterEntry(1, 7, list(range(20)))]))
-    assert variant(made, [0, 1]) == (LOW_RANK, Crowd.FEW), "another adapter has the index"
+    assert variant(made, [0, 1]) == LOW_RANK, "another adapter has the index"
     assert made.variant(None) is None
-    assert made.variants() == [(LOW_RANK, crowd) for crowd in Crowd]
+    assert made.variants() == [LOW_RANK]
 
 
 def test_ranks_that_fill_more_than_a_tile_are_computed_in_torch() -> None:
