@@ -1,7 +1,9 @@
-"""`LowRankDelta`: the additions of adapters on a GPU, in two launches beside each product."""
+"""`LowRankDelta`: the additions of adapters on a GPU, in two launches beside each product; those to one row in the
+product's own launch where a CUDA kernel computes it."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +13,14 @@ from torch import Tensor
 from octavo.features.lora import kernels
 from octavo.features.lora.kernels import Form
 from octavo.features.lora.layout import Target
+from octavo.features.lora.row import RowAddition
 from octavo.features.lora.tables import RANKS, TILE_ROWS, Assigned, Tables, most_tiles
 from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kernel, row_shrink_kernel
 from octavo.nn.delta import Addition, Delta
+from octavo.nn.ops import row16
 from octavo.nn.ops.few_rows import row_plan
 from octavo.nn.ops.gating import multiprocessors
+from octavo.nn.ops.one_row import takes_ring
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_PARTS = 3
@@ -96,6 +101,17 @@ class LowRankDelta(Delta):
         add_to: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        if self.joins(weight, None if norm is None else norm[0].dtype, gated=gated, added=add_to is not None):
+            return row16.row_product(
+                x,
+                weight,
+                bias=bias,
+                norm=norm,
+                gated=gated,
+                add_to=add_to,
+                dtype=dtype,
+                joined=self.in_product.joined,
+            )
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         out = torch.empty(1, outputs, dtype=dtype or weight.dtype, device=x.device) if add_to is None else add_to
         scale, eps = norm if norm is not None else (x, 0.0)
@@ -122,6 +138,20 @@ class LowRankDelta(Delta):
             **overlap(x.device),
         )
         return out
+
+    def joins(self, weight: Tensor, scale: torch.dtype | None, *, gated: bool, added: bool) -> bool:
+        """Return whether the addition to one row is part of the launch of its product with a plain matrix.
+
+        Args:
+            scale: dtype of the norm's weights; None without a norm.
+        """
+        outputs, inputs = weight.shape
+        fused: dict[str, Any] = {"scale": scale, "gated": gated, "added": added}
+        return weight.dtype == self._pool.dtype and takes_ring(outputs, inputs, weight.dtype, weight.device, **fused)
+
+    @functools.cached_property
+    def in_product(self) -> RowAddition:
+        return RowAddition(self._pool, self._tables, self._meta, self.rows.adapter, self._sizes, self.form)
 
     def _add_row(self, x: Tensor, scale: Tensor, eps: float, *, normed: bool) -> None:
         """Compute the addition to one row, in `_row`."""

@@ -1,4 +1,4 @@
-"""The CUDA kernels of low-rank additions: `cuda/shrink.cu` and `cuda/expand.cu`."""
+"""The CUDA kernels of low-rank additions: `shrink.cu` and `expand.cu`, and `row_addition.cuh` for one row."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from octavo.features.lora.layout import Geometry, Target
 from octavo.features.lora.tables import RANKS, TILE_ROWS
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.nvrtc import Argument, Kernel, address
+from octavo.nn.ops.stored_row import JoinedCode
 
 WARPS = 8
 """Of a block."""
@@ -95,12 +96,22 @@ def _kernel(name: str, form: Form, variant: Variant) -> Kernel:
     return Kernel(name, *_source_of(name, form, variant), 32 * WARPS, held)
 
 
+def row_addition(form: Form) -> JoinedCode:
+    """Return the addition to the product of one row, in that product's launch."""
+    return JoinedCode(_text("places.cuh") + _text("row_addition.cuh"), tuple(_macros(form).items()))
+
+
 def _source_of(name: str, form: Form, variant: Variant) -> tuple[str, dict[str, int]]:
     """Return source and macros."""
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "WARPS": WARPS}
-    macros |= {"FLOATS": int(form.dtype == torch.float32), "SLICES": form.slices, "SLICE_TILES": form.slice_tiles}
-    macros |= {"TILE": form.tile, "PARTS": form.parts, "RANKS": form.ranks} | dict(variant)
-    return nvrtc.source_of("integers.cuh") + _text("low_rank.cuh") + _text(f"{name}.cu"), macros
+    macros |= _macros(form) | dict(variant)
+    source = nvrtc.source_of("integers.cuh") + "".join(map(_text, ("places.cuh", "low_rank.cuh", f"{name}.cu")))
+    return source, macros
+
+
+def _macros(form: Form) -> dict[str, int]:
+    own = {"FLOATS": int(form.dtype == torch.float32), "SLICES": form.slices, "SLICE_TILES": form.slice_tiles}
+    return own | {"TILE": form.tile, "PARTS": form.parts, "RANKS": form.ranks}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.nn.ops import nvrtc, stored_row
 from octavo.nn.ops.ring import RingPlan, RowForm
-from octavo.nn.ops.stored_row import StoredForm
+from octavo.nn.ops.stored_row import Joined, JoinedCode, StoredForm
 
 _LIMIT = 0.01
 """Largest relative error of the trial."""
@@ -63,11 +63,13 @@ def row_product(
     add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
     plan: RingPlan | None = None,
+    joined: Joined | None = None,
 ) -> Tensor:
     """Return the product of one row; see `few_rows.fused_product`. The norm's weights are of the matrix's dtype.
 
     Args:
         plan: None for the fastest.
+        joined: what is added in the launch, for the matrix's dtype.
     """
     return stored_row.product(
         x,
@@ -80,6 +82,7 @@ def row_product(
         add_to=add_to,
         dtype=dtype,
         plan=plan,
+        joined=joined,
     )
 
 
@@ -107,9 +110,11 @@ def compile_rows_ahead(
     stored_row.compile_rows_ahead(_form(outputs, inputs, dtype), rows, row)
 
 
-def compile_ahead(outputs: int, inputs: int, dtype: torch.dtype, row: RowForm) -> None:
+def compile_ahead(
+    outputs: int, inputs: int, dtype: torch.dtype, row: RowForm, joined: JoinedCode | None = None
+) -> None:
     """Compile the kernel for a matrix in the background."""
-    stored_row.compile_ahead(_form(outputs, inputs, dtype), row)
+    stored_row.compile_ahead(_form(outputs, inputs, dtype), row, joined)
 
 
 def _form(outputs: int, inputs: int, dtype: torch.dtype) -> StoredForm:

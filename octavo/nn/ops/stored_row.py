@@ -61,6 +61,24 @@ class StoredForm(NamedTuple):
     parts: int = 1
 
 
+class JoinedCode(NamedTuple):
+    """A source that defines the struct `Joined` of `cuda/stored_row.cu` for the narrow dtype, and its macros."""
+
+    source: str
+    macros: tuple[tuple[str, int], ...]
+
+
+class Joined(NamedTuple):
+    """What is added to the product of one row in its launch, before the operations after it.
+
+    Attributes:
+        given: what the struct gets.
+    """
+
+    code: JoinedCode
+    given: Tensor
+
+
 def fits(outputs: int, inputs: int, codes: torch.dtype, *, tile: int = 0, gated: bool) -> bool:
     """Return whether the kernel supports a matrix."""
     parts = 2 if gated else 1
@@ -86,6 +104,7 @@ def product(
     add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
     plan: RingPlan | None = None,
+    joined: Joined | None = None,
 ) -> Tensor:
     """Return the product of one row; see `few_rows.fused_product`.
 
@@ -105,7 +124,7 @@ def product(
         x_float=x.dtype == torch.float32,
         out_float=out.dtype == torch.float32,
     )
-    _launch(form, row, plan or ring_plan(form), x, scale, codes, scales, bias, out, eps)
+    _launch(form, row, plan or ring_plan(form), x, scale, codes, scales, bias, out, eps, joined)
     return out
 
 
@@ -153,16 +172,19 @@ def _launch(
     bias: Tensor | None,
     out: Tensor,
     eps: float,
+    joined: Joined | None = None,
 ) -> None:
     assert plan is not None, "x fits in shared memory"
     tensors = [x, norm, codes, codes if scales is None else scales, x if bias is None else bias, out]
     given: list[Argument] = [*map(address, tensors), c_float(eps), c_int(x.shape[0])]
-    _kernel(form, row, plan).launch((blocks_of(out.shape[1], x.device), 1, 1), given)
+    given.append(address(x if joined is None else joined.given))
+    kernel = _kernel(form, row, plan, None if joined is None else joined.code)
+    kernel.launch((blocks_of(out.shape[1], x.device), 1, 1), given)
 
 
-def compile_ahead(form: StoredForm, row: RowForm) -> None:
+def compile_ahead(form: StoredForm, row: RowForm, joined: JoinedCode | None = None) -> None:
     """Compile the kernel for a matrix in the background."""
-    source, macros, _, _ = source_of(form, row, ring_plan(form))
+    source, macros, _, _ = source_of(form, row, ring_plan(form), joined)
     nvrtc.compile_ahead(source, macros)
 
 
@@ -213,12 +235,15 @@ def _row_bytes(form: StoredForm, row: RowForm) -> int:
 
 
 @functools.cache
-def _kernel(form: StoredForm, row: RowForm, plan: RingPlan) -> Kernel:
-    return Kernel("stored_row", *source_of(form, row, plan))
+def _kernel(form: StoredForm, row: RowForm, plan: RingPlan, joined: JoinedCode | None = None) -> Kernel:
+    return Kernel("stored_row", *source_of(form, row, plan, joined))
 
 
-def source_of(form: StoredForm, row: RowForm, plan: RingPlan) -> tuple[str, dict[str, int], int, int]:
+def source_of(
+    form: StoredForm, row: RowForm, plan: RingPlan, joined: JoinedCode | None = None
+) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory."""
+    more = joined or JoinedCode("", ())
     spans, own = plan.warps * plan.span * _STEP_BYTES * row.sides, _row_bytes(form, row)
     depth = max(LEAST_DEPTH, (plan.shared - own) // spans)
     if row.rows > 1:
@@ -237,5 +262,6 @@ def source_of(form: StoredForm, row: RowForm, plan: RingPlan) -> tuple[str, dict
         "SPAN": plan.span,
         "DEPTH": depth,
     }
-    macros |= row.macros()
-    return nvrtc.source_of("integers.cuh", "row.cuh", "stored_row.cu"), macros, 32 * plan.warps, depth * spans + own
+    macros |= row.macros() | {"JOINS": int(joined is not None)} | dict(more.macros)
+    source = nvrtc.source_of("integers.cuh", "row.cuh") + more.source + nvrtc.source_of("stored_row.cu")
+    return source, macros, 32 * plan.warps, depth * spans + own

@@ -25,6 +25,9 @@ __device__ __forceinline__ u32 half2(float low, float high) {
 
 __device__ __forceinline__ float narrow_at(const void* from, int i) { return wide2(((const unsigned short*)from)[i]).x; }
 
+// Return two adjacent values of a row as the units take them.
+__device__ __forceinline__ float2 as_given(u32 pair) { return FORM == 3 ? wide2(pair) : both(pair); }
+
 __device__ __forceinline__ u32 in_shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
 // Copy 16 bytes, later.

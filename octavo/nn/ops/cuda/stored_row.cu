@@ -11,6 +11,9 @@
 // of its own in shared memory, DEPTH spans ahead, so that no barrier is needed: the first ones before it waits for the
 // previous launch, and others across strips.
 //
+// JOINS: `Joined`, a struct of another source, adds something to the product of a single row before the operations after
+// it; its functions are called where what they need is there.
+//
 // Macros: those of row.cuh; FORM 0 for E4M3, 1 for E5M2, 2 for integers, 3 for the narrow type; TILED: scales of tiles of
 // 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time.
 
@@ -77,7 +80,8 @@ __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[4], const
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __restrict__ codes,
-     const float* __restrict__ scales, const void* __restrict__ bias, void* out, float eps, int M) {
+     const float* __restrict__ scales, const void* __restrict__ bias, void* out, float eps, int M,
+     const void* __restrict__ joined) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float sums[2][WARPS][ROWS][16 * SIDES], measures[WARPS], factors[ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
@@ -117,6 +121,11 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
   for (int i = 0; i < DEPTH; i++) issue();
   uint4 norm_of[EIGHTS];
   if (NORMED) load_norm(norm_of, norm);
+#if JOINS
+  __shared__ float shared_of_joined[WARPS + ALL_RANKS];
+  Joined join;
+  join.begin(joined, shared_of_joined);
+#endif
   follow();
 
 #if ROWS > 1
@@ -126,10 +135,16 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
   __syncthreads();
 #else
   const float back = prepare(x, norm_of, eps, measures, [&](int i, const u32* pairs, const u32* rest) {
+#if JOINS
+    join.take(pairs, rest);
+#endif
     if (i * 8 >= K) return;
     given[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     if (SPLIT) given[K / 8 + i] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
   });
+#if JOINS
+  join.share(given, back);
+#endif
 #endif
 
   const int row = ROWS > 1 ? threadIdx.x / 16 : 0, of_strip = ROWS > 1 ? threadIdx.x % 16 : threadIdx.x;
@@ -141,6 +156,9 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
     u32 added = 0;
     float scale_of[SIDES];
     if (finishes) {
+#if JOINS
+      join.load_outputs(n);
+#endif
       added = before(out_row, n);
 #pragma unroll
       for (int side = 0; side < SIDES; side++)
@@ -170,6 +188,9 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
       keep(sums[turn][warp], side, d[side]);
     }
     __syncthreads();
+#if JOINS
+    if (warp == 0) join.wait();
+#endif
     if (finishes) {
 #if ROWS > 1
       const float back = factors[row];
@@ -181,9 +202,15 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
 #pragma unroll
         for (int w = 0; w < WARPS; w++) y[side] += sums[turn][w][row][side * 16 + of_strip];
         y[side] *= scale_of[side] * back;
+#if JOINS
+        y[side] += join.addition(side);
+#endif
       }
       finish(out_row, n, y, bias, added);
     }
     __syncwarp();  // the matrix units need the whole warp
   }
+#if JOINS
+  join.end();
+#endif
 }
