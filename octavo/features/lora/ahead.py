@@ -14,6 +14,8 @@ from octavo.features.lora.delta import LateDelta
 from octavo.features.lora.gpu import LowRankDelta
 from octavo.nn.delta import Delta
 from octavo.nn.linear import Linear, Projection
+from octavo.nn.ops import row16
+from octavo.nn.ops.ring import RowForm
 from octavo.nn.shard import ROW
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,19 @@ def _of_tokens(delta: Delta | None) -> LowRankDelta | None:
 def _launch(layer: Linear, delta: LowRankDelta, one: torch.Tensor) -> None:
     inputs = layer.parts[0].in_features if (own := layer.cuts[0].inputs) is None else len(own)
     outputs = sum(layer.sizes)
-    gated = layer.gates and layer.activation == "silu"
+    gated, dtype = layer.gates and layer.activation == "silu", one.dtype
 
     def empty(*shape: int) -> torch.Tensor:
         return one[:1].expand(shape)  # of the right size, without memory
 
-    weight = empty(outputs, inputs)
+    weight, added = empty(outputs, inputs), layer.shard is ROW
+    if delta.joins(weight, None if added else dtype, gated=gated, added=added):
+        wide = not (added or gated)
+        row = RowForm(gated, not added, layer.has_bias, added, x_float=False, out_float=wide)
+        row16.compile_ahead(outputs, inputs, dtype, row, kernels.row_addition(delta.form))
+        return
     bias = empty(outputs) if layer.has_bias else None
-    if layer.shard is ROW:
+    if added:
         delta.fused(empty(1, inputs), weight, bias=bias, add_to=empty(1, outputs))
     else:
         norm = empty(inputs), 1e-5
