@@ -17,7 +17,7 @@ from octavo.features.lora.row import RowAddition
 from octavo.features.lora.tables import RANKS, TILE_ROWS, Assigned, Tables, most_tiles
 from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kernel, row_shrink_kernel
 from octavo.nn.delta import Addition, Delta
-from octavo.nn.ops import row16
+from octavo.nn.ops import row16, stored_row
 from octavo.nn.ops.few_rows import row_plan
 from octavo.nn.ops.gating import multiprocessors
 from octavo.nn.ops.one_row import takes_ring
@@ -147,7 +147,8 @@ class LowRankDelta(Delta):
         """
         outputs, inputs = weight.shape
         fused: dict[str, Any] = {"scale": scale, "gated": gated, "added": added}
-        return weight.dtype == self._pool.dtype and takes_ring(outputs, inputs, weight.dtype, weight.device, **fused)
+        fits = weight.dtype == self._pool.dtype and stored_row.joins(outputs, weight.device, gated=gated)
+        return fits and takes_ring(outputs, inputs, weight.dtype, weight.device, **fused)
 
     @functools.cached_property
     def in_product(self) -> RowAddition:

@@ -41,6 +41,8 @@ _SPAN_BYTES = WARPS * _STEP_BYTES
 _APART_BYTES = {2: 64, 1: 16}
 """Bytes of a number -> bytes between several rows, so that threads read different banks."""
 _TILE = 128
+MOST_STRIPS = 64
+"""Of a block, for which there is room where something is joined."""
 
 
 class StoredForm(NamedTuple):
@@ -90,6 +92,12 @@ def fits(outputs: int, inputs: int, codes: torch.dtype, *, tile: int = 0, gated:
 def runs(device: torch.device) -> bool:
     """Return whether a device is one that the kernel is made for."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def joins(outputs: int, device: torch.device, *, gated: bool) -> bool:
+    """Return whether something can be joined with the product of one row and a matrix of so many outputs."""
+    own = outputs // 2 if gated else outputs
+    return own // STRIP <= MOST_STRIPS * blocks_of(own, device)
 
 
 def product(
@@ -262,6 +270,6 @@ def source_of(
         "SPAN": plan.span,
         "DEPTH": depth,
     }
-    macros |= row.macros() | {"JOINS": int(joined is not None)} | dict(more.macros)
+    macros |= row.macros() | {"JOINS": int(joined is not None), "MOST_STRIPS": MOST_STRIPS} | dict(more.macros)
     source = nvrtc.source_of("integers.cuh", "row.cuh") + more.source + nvrtc.source_of("stored_row.cu")
     return source, macros, 32 * plan.warps, depth * spans + own

@@ -1,6 +1,6 @@
 // The addition to the product of one row, in the product's launch: each block multiplies the row by rows of A before its
-// first outputs, which takes little beside the matrix, and adds when the sums of all blocks are there. All blocks of the
-// product run at once, so none waits for one that can't begin.
+// first outputs, which takes little beside the matrix, and reads the sums of all blocks before its last ones. All blocks
+// of the product run at once, so none waits for one that can't begin.
 //
 // Macros: those of places.cuh and row.cuh. PARTS of the target; RANKS: room for those of a part, a multiple of 16.
 
@@ -15,6 +15,18 @@ struct Given {
   u64 num_blocks, max_blocks, meta_parts, sizes[2];
 };
 
+// Add one, after what this thread has stored.
+__device__ __forceinline__ void count_up(unsigned* at) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(at) : "memory");
+}
+
+// Return a count; what was stored before it was reached is there.
+__device__ __forceinline__ unsigned reached(const unsigned* at) {
+  unsigned count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(at) : "memory");
+  return count;
+}
+
 struct Joined {
   const Given* given;
   const int* blocks;                  // the adapter's
@@ -25,12 +37,13 @@ struct Joined {
   const unsigned char* from[SIDES];
   int ranks_of[SIDES], offset_of[SIDES], turn;
   float sum;
-  bool there;
+  unsigned readers;  // blocks that have read the sums, this one included
   float *partial, *all;               // in shared memory: of warps; the sums, those of a part RANKS apart
 
-  __device__ __forceinline__ void begin(const void* of_launch, float* shared) {
+  // n: a thread's first output.
+  __device__ __forceinline__ void begin(const void* of_launch, float* shared, int n) {
     given = (const Given*)of_launch, partial = shared, all = shared + WARPS;
-    turn = 0, sum = 0.f, there = false, total = 0;
+    turn = 0, sum = 0.f, readers = 0, total = 0;
     const int adapter = *given->adapter;
     const int* const spans = given->meta + max(adapter, 0) * (int)given->meta_parts * 4;
     blocks = given->blocks + max(adapter, 0) * given->max_blocks;
@@ -41,6 +54,7 @@ struct Joined {
       total += ranks[part];
     }
     load_row(blockIdx.x);
+    if (n < N / SIDES) load_outputs(n);
   }
 
   // Load a row of A, counted over all parts.
@@ -97,8 +111,7 @@ struct Joined {
       float found = 0.f;
       for (int w = 0; w < WARPS; w++) found += partial[w];
       given->sums[rank] = found * back;
-      __threadfence();
-      atomicAdd(given->counts, 1u);
+      count_up(given->counts);
     }
   }
 
@@ -119,11 +132,10 @@ struct Joined {
     }
   }
 
-  // Wait until the sums of all blocks are there. A warp calls it together.
-  __device__ __forceinline__ void wait() {
-    if (there || total == 0) return;
-    while (*(volatile unsigned*)given->counts < total) {}
-    __threadfence();
+  // Read the sums of all blocks, when they are there. A warp calls it.
+  __device__ __forceinline__ void read() {
+    if (total == 0) return;
+    while (reached(given->counts) < total) {}
     for (int i = threadIdx.x % 32; i < ALL_RANKS; i += 32) {
       const int part = i / RANKS, rank = i % RANKS;
       const int before = of_part(part, 0, ranks[0], ranks[0] + ranks[1]);
@@ -131,7 +143,7 @@ struct Joined {
       all[i] = exists ? *(volatile float*)(given->sums + before + rank) : 0.f;
     }
     __syncwarp();
-    there = true;
+    if (threadIdx.x % 32 == 0) readers = atomicAdd(given->counts + 1, 1u) + 1;
   }
 
   // Return what is added to a side of output n, which is loaded.
@@ -150,9 +162,8 @@ struct Joined {
     return found;
   }
 
-  // The block has read the sums. The last one of the launch prepares the next launch.
+  // The last block of the launch that has read the sums prepares the next launch. The warp that has read them calls it.
   __device__ __forceinline__ void end() {
-    if (threadIdx.x > 0 || total == 0 || atomicAdd(given->counts + 1, 1u) + 1 < gridDim.x) return;
-    given->counts[0] = 0, given->counts[1] = 0;
+    if (total > 0 && threadIdx.x % 32 == 0 && readers == gridDim.x) given->counts[0] = 0, given->counts[1] = 0;
   }
 };

@@ -12,7 +12,7 @@
 // previous launch, and others across strips.
 //
 // JOINS: `Joined`, a struct of another source, adds something to the product of a single row before the operations after
-// it; its functions are called where what they need is there.
+// it, which then follow all strips, MOST_STRIPS of a block at most.
 //
 // Macros: those of row.cuh; FORM 0 for E4M3, 1 for E5M2, 2 for integers, 3 for the narrow type; TILED: scales of tiles of
 // 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time.
@@ -122,9 +122,10 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
   uint4 norm_of[EIGHTS];
   if (NORMED) load_norm(norm_of, norm);
 #if JOINS
-  __shared__ float shared_of_joined[WARPS + ALL_RANKS];
+  __shared__ float shared_of_joined[WARPS + ALL_RANKS], kept[MOST_STRIPS][SIDES][16];
+  const int own_output = (blockIdx.x + threadIdx.x / 16 * gridDim.x) * 16 + threadIdx.x % 16;  // of the operations after
   Joined join;
-  join.begin(joined, shared_of_joined);
+  join.begin(joined, shared_of_joined, own_output);
 #endif
   follow();
 
@@ -156,14 +157,16 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
     u32 added = 0;
     float scale_of[SIDES];
     if (finishes) {
-#if JOINS
-      join.load_outputs(n);
-#endif
+#if !JOINS
       added = before(out_row, n);
+#endif
 #pragma unroll
       for (int side = 0; side < SIDES; side++)
         scale_of[side] = FORM == 3 || TILED ? 1.f : __uint_as_float(fetch((const u32*)scales + n + side * (N / 2)));
     }
+#if JOINS
+    if (warp == 0 && strip + gridDim.x >= STRIPS) join.read();
+#endif
     float d[SIDES][4], total[SIDES][4];
 #pragma unroll
     for (int side = 0; side < SIDES; side++)
@@ -188,9 +191,6 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
       keep(sums[turn][warp], side, d[side]);
     }
     __syncthreads();
-#if JOINS
-    if (warp == 0) join.wait();
-#endif
     if (finishes) {
 #if ROWS > 1
       const float back = factors[row];
@@ -202,15 +202,27 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
 #pragma unroll
         for (int w = 0; w < WARPS; w++) y[side] += sums[turn][w][row][side * 16 + of_strip];
         y[side] *= scale_of[side] * back;
-#if JOINS
-        y[side] += join.addition(side);
-#endif
       }
+#if JOINS
+#pragma unroll
+      for (int side = 0; side < SIDES; side++) kept[strip / gridDim.x][side][of_strip] = y[side];
+#else
       finish(out_row, n, y, bias, added);
+#endif
     }
     __syncwarp();  // the matrix units need the whole warp
   }
 #if JOINS
-  join.end();
+  __syncthreads();
+  for (int i = threadIdx.x, n = own_output; n < N / SIDES; i += WARPS * 32) {
+    const u32 added = before(out, n);
+    float y[SIDES];
+#pragma unroll
+    for (int side = 0; side < SIDES; side++) y[side] = kept[i / 16][side][i % 16] + join.addition(side);
+    finish(out, n, y, bias, added);
+    n += WARPS * 2 * 16 * gridDim.x;
+    if (n < N / SIDES) join.load_outputs(n);
+  }
+  if (warp == 0) join.end();
 #endif
 }
