@@ -29,7 +29,9 @@ def _of_gpu(function: str) -> bool:
 
 
 def compiled(source: str, kernel: str, macros: Mapping[str, int], folder: Path) -> ctypes.CDLL:
-    """Compile a kernel that takes pointers, then floats, then integers. The function `run` launches it."""
+    """Compile a kernel that takes pointers, structures, floats and integers. The function `run` launches it.
+
+    It gets addresses of structures among the pointers."""
     body = without_instructions(source).replace(
         "extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* const memory = emulated_shared;"
     )
@@ -40,7 +42,8 @@ def compiled(source: str, kernel: str, macros: Mapping[str, int], folder: Path) 
     arguments = []
     for kind in kinds:
         of = kind if kind in taken else "*"
-        arguments.append(f"({kind}){'pfi'['*fi'.index(of[0])]}[{taken[of]}]")
+        value = f"{'pfi'['*fi'.index(of[0])]}[{taken[of]}]"
+        arguments.append(f"({kind}){value}" if kind in taken or "*" in kind else f"*({kind}*){value}")
         taken[of] += 1
     body = re.sub(r'extern "C" __global__ void', "void", body)
     body += f"""
@@ -73,7 +76,11 @@ class EmulatedKernel:
         self._library = _kernel(source, name, tuple(({**_UNUSED, **defines}).items()), self.folder)
 
     def launch(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        pointers = [one.value or 0 for one in arguments if isinstance(one, ctypes.c_void_p)]
+        pointers = [
+            ctypes.addressof(one) if isinstance(one, ctypes.Structure) else one.value or 0
+            for one in arguments
+            if isinstance(one, ctypes.c_void_p | ctypes.Structure)
+        ]
         floats = [one.value for one in arguments if isinstance(one, ctypes.c_float)]
         integers = [one.value for one in arguments if isinstance(one, ctypes.c_int)]
         for late in self.late:

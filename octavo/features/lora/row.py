@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import Structure, c_int, c_void_p
 
 import torch
 from torch import Tensor
@@ -10,7 +11,18 @@ from torch import Tensor
 from octavo.features.lora import kernels
 from octavo.features.lora.kernels import Form
 from octavo.features.lora.tables import Tables
+from octavo.nn.ops.nvrtc import address
 from octavo.nn.ops.stored_row import Joined
+
+
+class Given(Structure):
+    """The struct of this name in `cuda/row_addition.cuh`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pool", "blocks", "meta", "adapter", "sums", "counts")),
+        *((name, c_int) for name in ("num_blocks", "max_blocks", "meta_parts")),
+        ("sizes", c_int * 2),
+    )
 
 
 class RowAddition:
@@ -30,10 +42,14 @@ class RowAddition:
             adapters: [max_rows] int32, those of the step's rows.
             sizes: outputs of the parts.
         """
-        self._kept = pool, tables.blocks, meta, adapters
-        self._sums = torch.zeros(form.parts * form.ranks, dtype=torch.float32, device=pool.device)
         self.counts = torch.zeros(2, dtype=torch.int32, device=pool.device)
-        addresses = [tensor.data_ptr() for tensor in (*self._kept, self._sums, self.counts)]
-        numbers = pool.shape[1], tables.blocks.shape[1], meta.shape[1], *[*sizes, 0][:2]
-        given = torch.tensor([*addresses, *numbers], dtype=torch.int64, device=pool.device)
+        sums = torch.zeros(form.parts * form.ranks, dtype=torch.float32, device=pool.device)
+        self._kept = pool, tables.blocks, meta, adapters, sums
+        given = Given(
+            *map(address, (*self._kept, self.counts)),
+            pool.shape[1],
+            tables.blocks.shape[1],
+            meta.shape[1],
+            (c_int * 2)(*[*sizes, 0][:2]),
+        )
         self.joined = Joined(kernels.row_addition(form), given)

@@ -65,7 +65,7 @@ class TensorMap(Structure):
     _fields_ = (("opaque", c_uint64 * 16),)
 
 
-Argument = c_void_p | c_int | ctypes.c_float | TensorMap
+Argument = c_void_p | c_int | ctypes.c_float | Structure
 
 
 class Kernel:

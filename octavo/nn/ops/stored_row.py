@@ -8,7 +8,7 @@ ones while the previous launch ends. So memory is read with fewer pauses than by
 from __future__ import annotations
 
 import functools
-from ctypes import c_float, c_int
+from ctypes import Structure, c_float, c_int
 from typing import NamedTuple
 
 import torch
@@ -64,7 +64,8 @@ class StoredForm(NamedTuple):
 
 
 class JoinedCode(NamedTuple):
-    """A source that defines the struct `Joined` of `cuda/stored_row.cu` for the narrow dtype, and its macros."""
+    """A source that defines the structs `Joined` and `Given` of `cuda/stored_row.cu` for the narrow dtype, and its
+    macros."""
 
     source: str
     macros: tuple[tuple[str, int], ...]
@@ -74,11 +75,11 @@ class Joined(NamedTuple):
     """What is added to the product of one row in its launch, before the operations after it.
 
     Attributes:
-        given: what the struct gets.
+        given: what the kernel gets as `Given`.
     """
 
     code: JoinedCode
-    given: Tensor
+    given: Structure
 
 
 def fits(outputs: int, inputs: int, codes: torch.dtype, *, tile: int = 0, gated: bool) -> bool:
@@ -185,7 +186,7 @@ def _launch(
     assert plan is not None, "x fits in shared memory"
     tensors = [x, norm, codes, codes if scales is None else scales, x if bias is None else bias, out]
     given: list[Argument] = [*map(address, tensors), c_float(eps), c_int(x.shape[0])]
-    given.append(address(x if joined is None else joined.given))
+    given.append(address(x) if joined is None else joined.given)
     kernel = _kernel(form, row, plan, None if joined is None else joined.code)
     kernel.launch((blocks_of(out.shape[1], x.device), 1, 1), given)
 

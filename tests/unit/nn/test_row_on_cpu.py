@@ -170,7 +170,7 @@ def test_numbers_as_they_are_stored(form: str, tmp_path: Path) -> None:
     library = cuda_on_cpu.compiled(source, "stored_row", macros, tmp_path)
     for late in (False, True):
         out = row.stream.clone()
-        tensors = [row.x, row.norm, codes, scales, row.bias, out]
+        tensors = [row.x, row.norm, codes, scales, row.bias, out, row.x]  # nothing is joined
         cuda_on_cpu.launch(library, tensors, [EPS], [1], (5, 1, 1), shared, late=late)
         assert off(out, row.expected) < LIMITS[out.dtype], late
 
@@ -201,7 +201,7 @@ def test_several_rows(form: str, tmp_path: Path) -> None:
     library = cuda_on_cpu.compiled(source, "stored_row", macros, tmp_path)
     for late in (False, True):
         out = stream.clone()
-        cuda_on_cpu.launch(library, [x, x, codes, scales, bias, out], [EPS], [count], (5, 1, 1), shared, late=late)
+        cuda_on_cpu.launch(library, [x, x, codes, scales, bias, out, x], [EPS], [count], (5, 1, 1), shared, late=late)
         for got, wanted in zip(out, expected, strict=True):
             assert off(got, wanted) < LIMITS[out.dtype], late
 

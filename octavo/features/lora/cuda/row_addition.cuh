@@ -6,13 +6,13 @@
 
 #define ALL_RANKS (PARTS * RANKS)
 
-// What a launch is given; all of it is there before the previous launch ends. See `RowAddition` in ../row.py.
+// What a launch is given; what it points at is there before the previous launch ends. See `Given` in ../row.py.
 struct Given {
   const unsigned char* pool;
   const int *blocks, *meta, *adapter;
   float* sums;      // [ALL_RANKS]
   unsigned* counts;  // of sums that are there, and of blocks that have read them; 0 between launches
-  u64 num_blocks, max_blocks, meta_parts, sizes[2];
+  int num_blocks, max_blocks, meta_parts, sizes[2];
 };
 
 // Add one, after what this thread has stored.
@@ -28,7 +28,7 @@ __device__ __forceinline__ unsigned reached(const unsigned* at) {
 }
 
 struct Joined {
-  const Given* given;
+  Given given;
   const int* blocks;                  // the adapter's
   u32 b[3];                           // the tiles where the parts' B begin
   int a[3], ranks[3], total;          // the tiles where their A begin; 0 without an adapter; ranks of all parts
@@ -41,12 +41,12 @@ struct Joined {
   float *partial, *all;               // in shared memory: of warps; the sums, those of a part RANKS apart
 
   // n: a thread's first output.
-  __device__ __forceinline__ void begin(const void* of_launch, float* shared, int n) {
-    given = (const Given*)of_launch, partial = shared, all = shared + WARPS;
+  __device__ __forceinline__ void begin(const Given& of_launch, float* shared, int n) {
+    given = of_launch, partial = shared, all = shared + WARPS;
     turn = 0, sum = 0.f, readers = 0, total = 0;
-    const int adapter = *given->adapter;
-    const int* const spans = given->meta + max(adapter, 0) * (int)given->meta_parts * 4;
-    blocks = given->blocks + max(adapter, 0) * given->max_blocks;
+    const int adapter = *given.adapter;
+    const int* const spans = given.meta + max(adapter, 0) * given.meta_parts * 4;
+    blocks = given.blocks + max(adapter, 0) * given.max_blocks;
 #pragma unroll
     for (int part = 0; part < 3; part++) {
       const int* const span = spans + min(part, PARTS - 1) * 4;
@@ -68,7 +68,7 @@ struct Joined {
       const u32 i = j * WARPS * 32 + threadIdx.x, at = i * 8 * SIZE;
       uint4 w = make_uint4(0u, 0u, 0u, 0u);
       if (exists && i * 8 < K)
-        w = fetch((const uint4*)(place(given->pool, blocks, begin + at / TILE, given->num_blocks) + at % TILE));
+        w = fetch((const uint4*)(place(given.pool, blocks, begin + at / TILE, given.num_blocks) + at % TILE));
       weights[j][0] = w.x, weights[j][1] = w.y, weights[j][2] = w.z, weights[j][3] = w.w;
     }
   }
@@ -110,8 +110,8 @@ struct Joined {
       if (threadIdx.x > 0) continue;
       float found = 0.f;
       for (int w = 0; w < WARPS; w++) found += partial[w];
-      given->sums[rank] = found * back;
-      count_up(given->counts);
+      given.sums[rank] = found * back;
+      count_up(given.counts);
     }
   }
 
@@ -119,14 +119,14 @@ struct Joined {
   __device__ __forceinline__ void load_outputs(int n) {
 #pragma unroll
     for (int side = 0; side < SIDES; side++) {
-      const int size_0 = given->sizes[0], size_1 = given->sizes[1];
+      const int size_0 = given.sizes[0], size_1 = given.sizes[1];
       const int part = GATED ? side : n < size_0 ? 0 : n < size_0 + size_1 ? 1 : 2;
       const int column = GATED ? n : n - of_part(part, 0, size_0, size_0 + size_1);
       ranks_of[side] = of_part(part, ranks[0], ranks[1], ranks[2]), offset_of[side] = part * RANKS;
       if (ranks_of[side] == 0) continue;
       const int stride = stride_of(ranks_of[side]);
       const u32 begin = of_part(part, b[0], b[1], b[2]);
-      from[side] = output_of(given->pool, blocks, begin, column, stride, given->num_blocks);
+      from[side] = output_of(given.pool, blocks, begin, column, stride, given.num_blocks);
       first[side][0] = fetch((const uint4*)from[side]);
       first[side][1] = fetch((const uint4*)from[side] + (stride > 8));
     }
@@ -135,15 +135,15 @@ struct Joined {
   // Read the sums of all blocks, when they are there. A warp calls it.
   __device__ __forceinline__ void read() {
     if (total == 0) return;
-    while (reached(given->counts) < total) {}
+    while (reached(given.counts) < total) {}
     for (int i = threadIdx.x % 32; i < ALL_RANKS; i += 32) {
       const int part = i / RANKS, rank = i % RANKS;
       const int before = of_part(part, 0, ranks[0], ranks[0] + ranks[1]);
       const bool exists = rank < of_part(part, ranks[0], ranks[1], ranks[2]);
-      all[i] = exists ? *(volatile float*)(given->sums + before + rank) : 0.f;
+      all[i] = exists ? *(volatile float*)(given.sums + before + rank) : 0.f;
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) readers = atomicAdd(given->counts + 1, 1u) + 1;
+    if (threadIdx.x % 32 == 0) readers = atomicAdd(given.counts + 1, 1u) + 1;
   }
 
   // Return what is added to a side of output n, which is loaded.
@@ -164,6 +164,6 @@ struct Joined {
 
   // The last block of the launch that has read the sums prepares the next launch. The warp that has read them calls it.
   __device__ __forceinline__ void end() {
-    if (total > 0 && threadIdx.x % 32 == 0 && readers == gridDim.x) given->counts[0] = 0, given->counts[1] = 0;
+    if (total > 0 && threadIdx.x % 32 == 0 && readers == gridDim.x) given.counts[0] = 0, given.counts[1] = 0;
   }
 };

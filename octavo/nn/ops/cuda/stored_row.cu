@@ -17,6 +17,9 @@
 // Macros: those of row.cuh; FORM 0 for E4M3, 1 for E5M2, 2 for integers, 3 for the narrow type; TILED: scales of tiles of
 // 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time.
 
+#if !JOINS
+typedef void* Given;  // what is joined is given
+#endif
 #define BYTES (FORM == 3 ? 2 : 1)
 #define STEPS (K * BYTES / 64)
 #define SPANS ((STEPS + SPAN - 1) / SPAN)
@@ -81,7 +84,7 @@ __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[4], const
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* __restrict__ codes,
      const float* __restrict__ scales, const void* __restrict__ bias, void* out, float eps, int M,
-     const void* __restrict__ joined) {
+     const Given joined) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float sums[2][WARPS][ROWS][16 * SIDES], measures[WARPS], factors[ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
@@ -128,6 +131,9 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
   join.begin(joined, shared_of_joined, own_output);
 #endif
   follow();
+#if JOINS
+  const u32 own_added = own_output < N / SIDES ? before(out, own_output) : 0u;
+#endif
 
 #if ROWS > 1
   bring(x, M, measures, factors, [&](int row, int i, const u32* pairs) {
@@ -215,7 +221,7 @@ stored_row(const uint4* x, const uint4* __restrict__ norm, const unsigned char* 
 #if JOINS
   __syncthreads();
   for (int i = threadIdx.x, n = own_output; n < N / SIDES; i += WARPS * 32) {
-    const u32 added = before(out, n);
+    const u32 added = n == own_output ? own_added : before(out, n);
     float y[SIDES];
 #pragma unroll
     for (int side = 0; side < SIDES; side++) y[side] = kept[i / 16][side][i % 16] + join.addition(side);
