@@ -147,8 +147,9 @@ class LowRankDelta(Delta):
         """
         outputs, inputs = weight.shape
         fused: dict[str, Any] = {"scale": scale, "gated": gated, "added": added}
-        fits = weight.dtype == self._pool.dtype and stored_row.joins(outputs, weight.device, gated=gated)
-        return fits and takes_ring(outputs, inputs, weight.dtype, weight.device, **fused)
+        if weight.dtype != self._pool.dtype or not takes_ring(outputs, inputs, weight.dtype, weight.device, **fused):
+            return False
+        return stored_row.joins(outputs, weight.device, gated=gated)
 
     @functools.cached_property
     def in_product(self) -> RowAddition:
