@@ -21,6 +21,8 @@ WARPS = 8
 """Of a block."""
 BLOCKS = 2
 """Of a launch for several rows, on each multiprocessor."""
+DEPTH = 4
+"""Times that a warp copies weights before it waits for the first ones, in the second half for several rows."""
 OUTPUTS = 64
 """Of all parts, that a warp takes at a time in the second half for several rows."""
 _MATRIX_INPUTS = 32
@@ -55,8 +57,9 @@ class Form(NamedTuple):
         return cls(dtype, *sizes, parts, max(RANKS, geometry.stride(max_rank)))
 
     def held_bytes(self, *, gates: bool) -> int:
-        """Return the bytes of sums that a block keeps in shared memory; see HELD in `cuda/expand.cu`."""
-        return WARPS * (2 if gates else 1) * self.ranks * TILE_ROWS * self.dtype.itemsize
+        """Return the bytes of shared memory of a block for sums and weights; see `cuda/expand.cu`."""
+        sums = (2 if gates else 1) * self.ranks * TILE_ROWS
+        return WARPS * (sums + DEPTH * OUTPUTS * RANKS) * self.dtype.itemsize
 
 
 def serves(target: Target, geometry: Geometry, max_rank: int) -> bool:
@@ -104,8 +107,10 @@ def row_addition(form: Form) -> JoinedCode:
 def _source_of(name: str, form: Form, variant: Variant) -> tuple[str, dict[str, int]]:
     """Return source and macros."""
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "WARPS": WARPS}
-    macros |= _macros(form) | dict(variant)
-    source = nvrtc.source_of("integers.cuh") + "".join(map(_text, ("places.cuh", "low_rank.cuh", f"{name}.cu")))
+    macros |= {"DEPTH": DEPTH} | _macros(form) | dict(variant)
+    source = nvrtc.source_of("integers.cuh", "copies.cuh") + "".join(
+        map(_text, ("places.cuh", "low_rank.cuh", f"{name}.cu"))
+    )
     return source, macros
 
 

@@ -364,7 +364,7 @@ def row_source(
     held -= fused.sum_bytes if fused.rows > 1 else 0  # the kernel has them beside
     macros = {**macros_of(form, dtype), "FORM": 4, "N": outputs, "K": own, "LINE": inputs, "WARPS": plan.warps}
     macros |= {"SPAN": plan.span, "DEPTH": depth, "BLOCKS": 2 if plan.shared <= HALF_SHARED else 1, **fused.macros()}
-    source = nvrtc.source_of("integers.cuh", "codes.cuh", "row.cuh", "row.cu")
+    source = nvrtc.source_of("integers.cuh", "codes.cuh", "copies.cuh", "row.cuh", "row.cu")
     return source, macros, 32 * plan.warps, depth * slot + held
 
 

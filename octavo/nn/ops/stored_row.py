@@ -272,5 +272,5 @@ def source_of(
         "DEPTH": depth,
     }
     macros |= row.macros() | {"JOINS": int(joined is not None), "MOST_STRIPS": MOST_STRIPS} | dict(more.macros)
-    source = nvrtc.source_of("integers.cuh", "row.cuh") + more.source + nvrtc.source_of("stored_row.cu")
+    source = nvrtc.source_of("integers.cuh", "copies.cuh", "row.cuh") + more.source + nvrtc.source_of("stored_row.cu")
     return source, macros, 32 * plan.warps, depth * spans + own

@@ -3,11 +3,12 @@
 //
 // A piece is 64 outputs of one part, or with GATES 32 of the first part and the 32 of their operand, of a tile of rows.
 // A warp multiplies on its own; all warps take about the same cost, in adjacent pieces. The outputs are the rows of the
-// matrix units, and the rows of a tile its columns. What the next piece needs is loaded while one is multiplied, and the
-// first weights before the previous launch has ended.
+// matrix units, and the rows of a tile its columns. A warp copies weights into a ring of its own in shared memory, DEPTH
+// - 1 times RANGE ranks of a piece ahead, and the first ones before the previous launch has ended.
 //
-// Grid: [blocks]. Dynamic shared memory: WARPS * HELD elements. Macros: those of low_rank.cuh; GATES: out [rows, size] =
-// silu(first half) * second half of y with the additions, also of rows without an adapter; else y is added to.
+// Grid: [blocks]. Dynamic shared memory: WARPS * (HELD + DEPTH * STAGE) elements. Macros: those of low_rank.cuh; GATES:
+// out [rows, size] = silu(first half) * second half of y with the additions, also of rows without an adapter; else y is
+// added to.
 //
 // ends: what the tiles up to the end of each one cost, then the last one's for tiles that are not used, of `room` tiles;
 // rest: the same of each 8 rows, which cost nothing if all of them have adapters. See `Assigned`.
@@ -18,7 +19,9 @@
 #define LOG2_E 1.4426950408889634f
 #define HELD ((GATES ? 2 : 1) * RANKS * TILE_ROWS)  // elements of a tile's sums
 #define KNOWN 4             // ends of tiles that each lane reads at first
-#define SEVERAL_TILES (EACH * RANKS * SIZE > TILE)  // a lane's outputs of B may lie in several tiles of a range
+#define CHUNK (16 / SIZE)                // adjacent ranks that are copied at a time
+#define STAGE (2 * OUTPUTS * RANGE)      // elements of RANGE ranks of a piece
+#define CHUNKS (RANGE / CHUNK)           // of an output
 
 // A tile of rows, for a lane.
 struct Tile {
@@ -128,26 +131,37 @@ __device__ __forceinline__ const unsigned char* weights_of(Side& side, int outpu
   return side.base + (tile % SLICE_TILES * TILE + at % TILE);
 }
 
-// Load B for RANGE ranks from k on, EACH of each of a lane's outputs from `column` of the side on. Past the ranks, or
-// the part, they are other weights: their sums are 0, or their results are not stored.
-__device__ __forceinline__ void load_ranks(u32 (*w)[WORDS(EACH)], Side& side, int column, int k, const int* blocks,
-                                           const unsigned char* pool, int num_blocks) {
-  if (k >= side.ranks) return;
-  const int rank = min(k + (int)(threadIdx.x % 4) * EACH, side.stride - EACH);
-#if SEVERAL_TILES
-#pragma unroll
-  for (int j = 0; j < EACH; j++)
-    load<EACH>(w[j], weights_of(side, min(column + j, side.size - 1), blocks, pool, num_blocks) + rank * SIZE);
-#else
-  const unsigned char* const from = weights_of(side, min(column, side.size - EACH), blocks, pool, num_blocks);
-#pragma unroll
-  for (int j = 0; j < EACH; j++) load<EACH>(w[j], from + (u32)(j * side.stride + rank) * SIZE);
-#endif
+// Return where a chunk of a side lies in the ring, so that lanes that read together read from different banks.
+__device__ __forceinline__ int place_of(int chunk) {
+  return SIZE == 2 ? chunk ^ (chunk >> 3 & 3) << 1 : chunk ^ (chunk >> 4 & 1) << 2;
 }
 
-// Multiply RANGE ranks from k on. held: this lane's sums.
-__device__ __forceinline__ void add_ranks(float (*d)[4], u32 (*w)[WORDS(EACH)], int k, int slot, unsigned char* held) {
-  u32 given[WORDS(EACH)];
+// Copy B for RANGE ranks from k on, of the side's outputs from `column` on. Past the ranks, or the part, they are other
+// weights: their sums are 0, or their results are not stored.
+__device__ __forceinline__ void copy_ranks(u32 to, Side& side, int column, int k, const int* blocks,
+                                           const unsigned char* pool, int num_blocks) {
+  if (k >= side.ranks) return;
+#pragma unroll
+  for (int i = 0; i < OUTPUTS * CHUNKS / 32; i++) {
+    const int chunk = i * 32 + threadIdx.x % 32, output = min(column + chunk / CHUNKS, side.size - 1);
+    const int rank = min(k + chunk % CHUNKS * CHUNK, side.stride - CHUNK);
+    copy(to + place_of(chunk) * 16, weights_of(side, output, blocks, pool, num_blocks) + rank * SIZE);
+  }
+}
+
+// Read the ranks of a lane's outputs from a stage of the ring.
+__device__ __forceinline__ void read_ranks(u32 (*w)[WORDS(EACH)], const unsigned char* stage) {
+  const int lane = threadIdx.x % 32, rank = lane % 4 * EACH;
+#pragma unroll
+  for (int j = 0; j < EACH; j++)
+    load_shared(w[j], stage + place_of((lane / 4 * EACH + j) * CHUNKS + rank / CHUNK) * 16 + rank % CHUNK * SIZE);
+}
+
+// Multiply RANGE ranks from k on. stage: of the side; held: this lane's sums.
+__device__ __forceinline__ void add_ranks(float (*d)[4], const unsigned char* stage, int k, int slot,
+                                          unsigned char* held) {
+  u32 w[EACH][WORDS(EACH)], given[WORDS(EACH)];
+  read_ranks(w, stage);
   load_shared(given, held_at(held, slot, k / RANGE));
 #pragma unroll
   for (int i = 0; i < 2; i++) multiply<EACH>(d[i], w[i], w[2 + i], given);
@@ -204,6 +218,7 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
   const u32 begin = number * (total / warps) + min((int)number, (int)(total % warps));
   const u32 end = begin + total / warps + (number < total % warps);
   unsigned char* const held = memory + threadIdx.x / 32 * HELD * SIZE;
+  unsigned char* const ring = memory + (WARPS * HELD + threadIdx.x / 32 * DEPTH * STAGE) * SIZE;
   bool waited = false;
   overlap();
   int n = room + plain;
@@ -236,9 +251,26 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
         continue;
       }
       const int other = GATES ? 0 : OUTPUTS, left = of_part(part, 0, size_0, size_0 + size_1);
-      u32 w[2][4][WORDS(EACH)], before[2][2][WORDS(EACH)];
+      const int ranks = max(sides[0].ranks, sides[1].ranks);
+      int ahead = piece, ahead_column = column - within, ahead_k = 0, ahead_stage = 0, stage = 0;
+      auto begin_copies = [&]() {
+        if (ahead < stop) {
 #pragma unroll
-      for (int s = 0; s < 2; s++) load_ranks(w[s], sides[s], column + s * other, 0, tile.blocks, pool, num_blocks);
+          for (int s = 0; s < 2; s++) {
+            const u32 to = in_shared(ring + (ahead_stage * STAGE + s * STAGE / 2) * SIZE);
+            copy_ranks(to, sides[s], ahead_column + s * other, ahead_k, tile.blocks, pool, num_blocks);
+          }
+          ahead_k += RANGE;
+          if (ahead_k >= ranks) ahead_k = 0, ahead++, ahead_column += each;
+          ahead_stage = (ahead_stage + 1) % DEPTH;
+        }
+        commit();
+      };
+      if (ranks > 0) {
+#pragma unroll 1
+        for (int i = 0; i < DEPTH - 1; i++) begin_copies();
+      }
+      u32 before[2][2][WORDS(EACH)];
       if (!waited) follow();
       waited = true;
       const unsigned char* from[2];
@@ -254,7 +286,6 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
 #pragma unroll
       for (int s = 0; s < (GATES ? 2 : 1); s++)
         hold(held, sums, tile, s, GATES ? s : part, sides[s].ranks, rows, splits);
-      const int ranks = max(sides[0].ranks, sides[1].ranks);
 #pragma unroll 1
       for (; piece < stop; piece++) {
         float d[2][2][4];
@@ -271,15 +302,15 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
         }
 #pragma unroll 1
         for (int k = 0; k < ranks; k += RANGE) {
+          begin_copies();
+          await();
+          __syncwarp();  // lanes copy for one another
 #pragma unroll
-          for (int s = 0; s < 2; s++) {
-            if (k > 0) load_ranks(w[s], sides[s], column + s * other, k, tile.blocks, pool, num_blocks);
-            if (k < sides[s].ranks) add_ranks(d[s], w[s], k, GATES ? s : 0, held);
-          }
-        }
-        if (piece + 1 < stop) {
-#pragma unroll
-          for (int s = 0; s < 2; s++) load_ranks(w[s], sides[s], column + each + s * other, 0, tile.blocks, pool, num_blocks);
+          for (int s = 0; s < 2; s++)
+            if (k < sides[s].ranks)
+              add_ranks(d[s], ring + (stage * STAGE + s * STAGE / 2) * SIZE, k, GATES ? s : 0, held);
+          __syncwarp();
+          stage = (stage + 1) % DEPTH;
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {

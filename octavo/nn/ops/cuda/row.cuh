@@ -1,8 +1,8 @@
-// What the kernels that multiply one row x [K], or few rows x [M, K], share: a thread's copies into shared memory, rows as
-// the matrix units take them, and the operations after the product.
+// What the kernels that multiply one row x [K], or few rows x [M, K], share: rows as the matrix units take them, and the
+// operations after the product.
 //
-// Macros: those of integers.cuh; FORM 3: the units take the narrow type, a row that is not narrow yet as the sum of two
-// that are; else they take float16, and the row is scaled so that it fits. N; K; WARPS; DEPTH; NORMED, GATED, BIASED,
+// Macros: those of integers.cuh and copies.cuh; FORM 3: the units take the narrow type, a row that is not narrow yet as the sum of two
+// that are; else they take float16, and the row is scaled so that it fits. N; K; WARPS; NORMED, GATED, BIASED,
 // ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type; ROWS 1, 4 or 8: more than one are narrow, without a
 // norm, and M of them are there; LINE: inputs from one row of x or of the matrix to the next, of which K are multiplied.
 
@@ -27,19 +27,6 @@ __device__ __forceinline__ float narrow_at(const void* from, int i) { return wid
 
 // Return two adjacent values of a row as the units take them.
 __device__ __forceinline__ float2 as_given(u32 pair) { return FORM == 3 ? wide2(pair) : both(pair); }
-
-__device__ __forceinline__ u32 in_shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-// Copy 16 bytes, later.
-__device__ __forceinline__ void copy(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// A thread's copies since the last call are a group.
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Wait for a thread's copies, but not those of its last DEPTH - 1 groups.
-__device__ __forceinline__ void await() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
 
 // d = a @ b + c, of 16 outputs and 16 inputs.
 __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {

@@ -75,8 +75,14 @@ def off(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", RANKS)
-@pytest.mark.parametrize("rows", [1, 24])
-def test_adapters_add_to_their_rows_only(case: str, rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("rows", "late"), [(1, False), (24, False), (24, True)])
+def test_adapters_add_to_their_rows_only(
+    case: str, rows: int, late: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies into shared memory happen when they are issued, or as late as they may."""
+    if GPU and late:
+        pytest.skip("a GPU copies when it likes")
+    monkeypatch.setattr(EmulatedKernel, "late", (late,))
     chosen = seed()
     made, delta = world(case, dtype, chosen)
     rng, generator = random.Random(chosen), torch.Generator().manual_seed(chosen)
