@@ -108,10 +108,8 @@ def _source_of(name: str, form: Form, variant: Variant) -> tuple[str, dict[str, 
     """Return source and macros."""
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "WARPS": WARPS}
     macros |= {"DEPTH": DEPTH} | _macros(form) | dict(variant)
-    source = nvrtc.source_of("integers.cuh", "copies.cuh") + "".join(
-        map(_text, ("places.cuh", "low_rank.cuh", f"{name}.cu"))
-    )
-    return source, macros
+    own = map(_text, ("places.cuh", "low_rank.cuh", f"{name}.cu"))
+    return nvrtc.source_of("integers.cuh", "copies.cuh") + "".join(own), macros
 
 
 def _macros(form: Form) -> dict[str, int]:
