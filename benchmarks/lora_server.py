@@ -311,8 +311,9 @@ async def firsts(load: Load, models: Sequence[str]) -> dict[str, float]:
     """Return the times to first token of the base model, of first requests to these models and of second ones, and what
     the server says about each adapter that it loaded for them.
 
-    read_ms is until it can be loaded, load_ms from then until it is on the device. wait_ms is what the requests waited
-    for both. The rest of the difference to second requests is the search for the name.
+    server_read_ms is until it can be loaded, some of it while the request is on its way; server_load_ms is from then
+    until it is on the device; server_wait_ms is what the requests waited for both. The rest of the difference to second
+    requests is the search for the name.
     """
     base = [checked([await load.ask("base", 2)])[0].ttft for _ in models]
     before = load.server.metrics()
