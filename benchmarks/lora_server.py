@@ -12,8 +12,9 @@ Parts, in this order, against one server that knows all adapters (`--lora-dir`):
     warm        one request to each adapter that the next part names, so that all of them are in memory, as in a server
                 that has run for long
     adapters    the requests of `base` at the same times, each to an adapter drawn by Zipf's law
-    cold        first requests to adapters of rank 16 that were never used, beside streams of the base model: their time
-                to first token beside that of the base model, and the longest gap between two tokens of the streams
+    cold        first requests to adapters of rank 16 that were never used, in an idle server and beside streams of the
+                base model: their time to first token beside those of the base model and of second requests, how much of
+                it the server says it was in which part, and the longest gap between two tokens of the streams
     memory      tokens that fit into the KV cache beside 20 adapters, and beside 20 slots of rank 64
 
 Times to first token and gaps are measured at the client's socket. The file is written after each part. Without options
@@ -49,6 +50,7 @@ HERE = Path(__file__).parent
 FIRST_ID, IDS = 1000, 20_000
 """Tokens of prompts are drawn from this range; a small vocabulary narrows it."""
 FIXED_RANK = 64
+SETTLED_S = 0.2
 RESIDENT = 20
 
 
@@ -290,29 +292,42 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 
 async def cold(load: Load, adapters: Adapters) -> dict[str, Any]:
-    """Load adapters that were never used, one after the other, beside streams of the base model."""
-    alone = [checked([await load.ask("base", 2)])[0].ttft for _ in range(len(adapters.cold))]
-    cold_alone = [checked([await load.ask(name, 2)])[0].ttft for name in adapters.cold[:4]]
-    counts = {}
-    for name, models in (("without", ["base"] * 4), ("with", adapters.cold[4:])):
+    """Load adapters that were never used, one after the other, in an idle server and beside streams."""
+    half = len(adapters.cold) // 2
+    beside = {}
+    found = await firsts(load, adapters.cold[:half])
+    for name, models in (("without", ["base"] * half), ("with", adapters.cold[half:])):
         streams = [asyncio.ensure_future(load.ask("base", load.args.output_len * 4)) for _ in range(8)]
         await asyncio.sleep(0.3)
-        firsts = [checked([await load.ask(model, 2)])[0].ttft for model in models]
+        beside[name] = await firsts(load, models)
         running = checked(await asyncio.gather(*streams))
         longest = max(max(one.gaps, default=0.0) for one in running)
-        counts[name] = {
-            "ttft_ms": milliseconds(statistics.median(firsts)),
-            "longest_gap_of_streams_ms": milliseconds(longest),
-        }
-    base, first = statistics.median(alone), statistics.median(cold_alone)
-    return {
-        "rank": 16,
-        "megabytes": round(adapters.bytes_of_rank(16) / 1e6, 1),
-        "base_ttft_ms": milliseconds(base),
-        "cold_ttft_ms": milliseconds(first),
-        "load_ms": milliseconds(first - base),
-        "beside_streams": counts,
-    }
+        beside[name]["longest_gap_of_streams_ms"] = milliseconds(longest)
+    facts = {"rank": 16, "megabytes": round(adapters.bytes_of_rank(16) / 1e6, 1)}
+    return facts | found | {"beside_streams": beside}
+
+
+async def firsts(load: Load, models: Sequence[str]) -> dict[str, float]:
+    """Return the times to first token of the base model, of first requests to these models and of second ones, and what
+    the server says about each adapter that it loaded for them.
+
+    server_read_ms is until it can be loaded, some of it while the request is on its way; server_load_ms is from then
+    until it is on the device; server_wait_ms is what the requests waited for both. The rest of the difference to second
+    requests is the search for the name.
+    """
+    base = [checked([await load.ask("base", 2)])[0].ttft for _ in models]
+    before = load.server.metrics()
+    first = [checked([await load.ask(name, 2)])[0].ttft for name in models]
+    await asyncio.sleep(SETTLED_S)  # counters come with a step's output, at most 20 times a second
+    parts = grown(before, load.server.metrics())
+    second = [checked([await load.ask(name, 2)])[0].ttft for name in models]
+    medians = {"base": statistics.median(base), "first": statistics.median(first), "second": statistics.median(second)}
+    told = {f"{name}_ttft_ms": milliseconds(value) for name, value in medians.items()}
+    told["load_ms"] = milliseconds(medians["first"] - medians["base"])
+    count = max(1, round(parts["lora_loads_total"]))
+    for name in ("read", "load", "wait"):
+        told[f"server_{name}_ms"] = milliseconds(parts[f"lora_{name}_seconds_total"] / count)
+    return told | {"loads": parts["lora_loads_total"]}
 
 
 def memory(server: Server, adapters: Adapters) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.device.cuda_staging import LEAST, Staging
-from octavo.device.transfer import Copier, Copy, Download, Event, Graph, GraphRecorder, Lane
+from octavo.device.transfer import Copier, Copy, Download, Event, Graph, GraphRecorder, Lane, Mark
 
 
 class CudaDownload:
@@ -102,21 +102,23 @@ class CudaCopier:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
     def out(self, read: Callable[[], Tensor]) -> Copy:
-        self._await_steps()
+        self.mark().wait(self._stream)
         with torch.cuda.stream(self._stream):
             found = read()
             values = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             values.copy_(found, non_blocking=True)
         return CudaCopy(values, self._stream)
 
-    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
-        self._await_steps()
+    def mark(self) -> Mark:
+        mark: Mark = torch.cuda.current_stream(self._stream.device).record_event()
+        return mark
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None], after: Mark | None) -> Copy:
+        if after is not None:
+            after.wait(self._stream)
         with torch.cuda.stream(self._stream):
             write(values.to(self._stream.device, non_blocking=True))
         return CudaCopy(values, self._stream)
-
-    def _await_steps(self) -> None:
-        self._stream.wait_event(torch.cuda.current_stream(self._stream.device).record_event())
 
 
 class CudaRecorder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -60,6 +60,14 @@ class Copy(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A point in the work of the computing stream."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Have a stream's later work wait for it."""
+        ...
+
+
 class Copier(Protocol):
     """A stream for copies between device and host beside what the device computes. Nothing launched later waits for
     them: their memory may be used once `Copy.done` says so."""
@@ -75,8 +83,12 @@ class Copier(Protocol):
         """Copy what `read` returns to the host. It reads after all work that is launched by now."""
         ...
 
-    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
-        """Copy values from the host, and have `write` put them where they belong, after all work launched by now."""
+    def mark(self) -> Mark | None:
+        """Return a point after all work launched by now, for `into`; None on the host."""
+        ...
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None], after: Mark | None) -> Copy:
+        """Copy values from the host, and have `write` put them where they belong, after this point."""
         ...
 
 
@@ -186,7 +198,10 @@ class HostCopier:
     def out(self, read: Callable[[], Tensor]) -> Copy:
         return HostCopy(read())
 
-    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
+    def mark(self) -> Mark | None:
+        return None
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None], after: Mark | None) -> Copy:
         write(values)
         return HostCopy(values)
 

@@ -87,7 +87,7 @@ MakeCore = Callable[[OnPhase], tuple[Loop, ModelInfo]]
 LOST = 70
 """Exit code of a core whose device was lost (EX_SOFTWARE of sysexits.h)."""
 _IDLE_POLL_MS = 1000
-_STARVED_POLL_MS = 2
+_STARVED_POLL_MS = 1
 _UPDATE_POLL_MS = 20
 _HELLO_S = 1.0
 _LEAVE_S = 5.0

@@ -115,7 +115,8 @@ class EngineLoop:
 
     @property
     def starved(self) -> bool:
-        """Whether the last step computed nothing. The caller should wait a moment before the next one."""
+        """Whether the last step computed nothing, and no transfer ended. The caller should wait a moment before the
+        next one."""
         return not self._launched and not self._flight
 
     def add(self, request: GenerateRequest) -> None:
@@ -398,7 +399,10 @@ class EngineLoop:
 
     def _retire(self) -> list[TokenDelta]:
         step = self._flight.popleft()
-        return self._scheduler.commit(step.plan, step.result())
+        output = step.result()
+        if output.moved:
+            self._launched = True  # a request may have waited for these pages: the next plan must not wait
+        return self._scheduler.commit(step.plan, output)
 
     def _unstick(self) -> list[TokenDelta]:
         """Fail the first waiting request if nothing runs and nothing can be planned, rather than wait forever."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
-from octavo.device.transfer import Copier, Copy, Link
+from octavo.device.transfer import Copier, Copy, Link, Mark
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import WorkerHook
 
@@ -83,12 +83,14 @@ class _Load:
     """A load in parts of the size of a room.
 
     Attributes:
+        after: the steps that may use the blocks' former contents. Copies wait for them, and for no later step.
         begun: pages of the parts so far.
         parts: those under way.
         failed: indices of pages that could not be loaded. If there are any, no further part begins and none is copied.
     """
 
     transfer: Transfer
+    after: Mark | None
     begun: int = 0
     parts: list[_Part] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
@@ -131,12 +133,19 @@ class Mover:
         for transfer in transfers.stores:
             self._try(transfer, partial(self._begin_store, transfer))
         for transfer in transfers.loads:
-            self._loads[transfer.ticket] = _Load(transfer)
-        self._advance()
+            self._loads[transfer.ticket] = _Load(transfer, self._copier.mark())
+        self.advance()
+
+    def advance(self) -> None:
+        """Have each transfer take its next step, if the one before has ended."""
+        for store in list(self._stores.values()):
+            self._try(store.transfer, partial(self._advance_store, store))
+        for load in list(self._loads.values()):
+            self._advance_load(load)
 
     def take(self) -> list[Moved]:
         """Return what has happened since the last call."""
-        self._advance()
+        self.advance()
         news, self._news = self._news, []
         return news
 
@@ -154,12 +163,6 @@ class Mover:
     def _begin_store(self, transfer: Transfer) -> None:
         copy = self._copier.out(partial(self._blocks.gather, transfer.blocks))
         self._stores[transfer.ticket] = _Store(transfer, copy)
-
-    def _advance(self) -> None:
-        for store in list(self._stores.values()):
-            self._try(store.transfer, partial(self._advance_store, store))
-        for load in list(self._loads.values()):
-            self._advance_load(load)
 
     def _advance_store(self, store: _Store) -> None:
         transfer = store.transfer
@@ -211,7 +214,8 @@ class Mover:
                 load.failed.update(part.first + index for index in part.read.result())
                 if load.failed:
                     return True
-                part.copy = self._copier.into(part.room.pages, partial(self._blocks.scatter, part.blocks))
+                scatter = partial(self._blocks.scatter, part.blocks)
+                part.copy = self._copier.into(part.room.pages, scatter, load.after)
             return part.copy is not None and part.copy.done()
         except Exception:
             self._fail(load)

@@ -117,10 +117,12 @@ class Runner:
         return step
 
     def _move(self, plan: StepPlan) -> None:
-        """Begin the plan's transfers."""
+        """Begin the plan's transfers. Those under way go on: what begins now can end while this step is computed."""
         if plan.transfers is not None:
             assert self._mover is not None, "a feature has the engine half of a tier only"
             self._mover.begin(plan.transfers)
+        elif self._mover is not None:
+            self._mover.advance()
 
     def _follow(self, step: Step) -> None:
         """Remember the step that was running when this one was launched, to measure the device's idle time."""

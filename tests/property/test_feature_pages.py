@@ -348,6 +348,20 @@ def test_others_pass_a_request_that_waits_for_its_pages():
     assert order + finish(loop) == ["plain", "cold"]
 
 
+def test_a_plan_follows_at_once_when_pages_have_come():
+    loop, _, _, mover = small_engine()
+    mover.latency = 0.0
+    loop.add(asking("cold", [1, 2, 3], 2))
+    for _ in range(3):
+        loop.step()
+        assert loop.starved
+    mover.latency = 1.0
+    loop.step()
+    assert mover.count
+    assert not loop.starved
+    assert finish(loop) == ["cold"]
+
+
 def test_a_request_that_lacks_blocks_for_its_pages_is_not_starved_by_smaller_ones():
     loop, _, _, _ = small_engine(num_blocks=15)
     loop.add(asking("first", [1] * 20, max_tokens=24))

@@ -3,7 +3,7 @@
 A thread that reads waits for the interpreter after each call during which others may run, up to 5 ms while a step is
 prepared. So one call reads many matrices, and one multiplies or converts many. Matrices of the pages' dtype are read
 into their places. Float32, in which PEFT saves adapters unless told otherwise, is converted on the way. Nothing maps
-the file: the faults would take as long as the copy.
+the file: the faults would take as long as the copy. Any range of pages can be read alone.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ class DirectReads:
     """The pieces of one file that can be read in this way.
 
     Args:
-        room: [bytes] uint8, the adapter's pages.
-        dtype: of their elements.
+        dtype: of the pages' elements.
     """
 
-    def __init__(self, file: AdapterFile, geometry: Geometry, room: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, file: AdapterFile, geometry: Geometry, dtype: torch.dtype) -> None:
         self._path, self._header = file.weights, file.header
         self._possible = geometry.by_output and not file.pairs
         self._stride = geometry.stride
         self._tile = geometry.tile_bytes // geometry.element_size
-        self._elements = room.view(dtype)
+        self._dtype = dtype
         self._runs: dict[torch.dtype, list[_Run]] = {dtype: [], torch.float32: []}
         """By the dtype in the file."""
 
@@ -84,7 +83,7 @@ class DirectReads:
         if runs is None or a.dtype != b.dtype or a.shape != (rank, inputs) or b.shape != (outputs, rank):
             return False
         # The whole matrices decide which one is scaled, so that all ranks scale the same one.
-        narrow = dtype == self._elements.dtype and inputs < outputs and is_exact(scale)
+        narrow = dtype == self._dtype and inputs < outputs and is_exact(scale)
         of_a, of_b = (scale, 1.0) if narrow else (1.0, scale)
         size, place = dtype.itemsize, span.a * self._tile
         if cut.inputs is None:
@@ -98,36 +97,65 @@ class DirectReads:
             place += len(one) * rank
         return True
 
-    def tasks(self, fd: int) -> list[Callable[[], None]]:
-        """Return what reads the pieces from the open file, in parts of about equal size that may run at once."""
+    def tasks(self, fd: int, room: Tensor, start: int = 0) -> list[Callable[[], None]]:
+        """Return what reads the pieces from the open file, in parts of about equal size that may run at once.
+
+        Args:
+            room: [bytes] uint8, a range of the adapter's pages. What belongs elsewhere is not read.
+            start: the range's first byte.
+        """
+        into = room.view(self._dtype)
         found: list[Callable[[], None]] = []
-        for dtype, runs in self._runs.items():
+        for dtype, runs in self._clipped(start, len(into)).items():
             batch: list[_Run] = []
             left = _BATCH
             for run in sorted(runs):  # in the file's order
                 batch.append(run)
                 left -= run[2] * dtype.itemsize
                 if left <= 0:
-                    found.append(partial(self._read, fd, dtype, batch))
+                    found.append(partial(self._read, fd, dtype, batch, into))
                     batch, left = [], _BATCH
             if batch:
-                found.append(partial(self._read, fd, dtype, batch))
+                found.append(partial(self._read, fd, dtype, batch, into))
         return found
 
-    def _read(self, fd: int, dtype: torch.dtype, batch: Sequence[_Run]) -> None:
+    def clear_gaps(self, room: Tensor, start: int = 0) -> None:
+        """Fill with 0 what `tasks` leaves as it was: the ends of last tiles and of the last block."""
+        into = room.view(self._dtype)
+        clipped = self._clipped(start, len(into)).values()
+        end = 0
+        for place, count in sorted((place, count) for runs in clipped for _, place, count, _ in runs):
+            if place > end:
+                into[end:place] = 0
+            end = place + count
+        into[end:] = 0
+
+    def _clipped(self, start: int, count: int) -> dict[torch.dtype, list[_Run]]:
+        """Return the runs, or parts of them, within `count` elements from byte `start` of the pages on; places count
+        from there."""
+        first = start // self._dtype.itemsize
+        last = first + count
+        found: dict[torch.dtype, list[_Run]] = {}
+        for dtype, runs in self._runs.items():
+            found[dtype] = clipped = []
+            for offset, place, size, factor in [run for run in runs if run[1] < last and run[1] + run[2] > first]:
+                begin, end = max(place, first), min(place + size, last)
+                clipped.append((offset + (begin - place) * dtype.itemsize, begin - first, end - begin, factor))
+        return found
+
+    def _read(self, fd: int, dtype: torch.dtype, batch: Sequence[_Run], pages: Tensor) -> None:
         counts = [count for _, _, count, _ in batch]
-        into, places = self._elements, [place for _, place, _, _ in batch]
-        if dtype != into.dtype:
+        into, places = pages, [place for _, place, _, _ in batch]
+        if dtype != pages.dtype:
             into, places = torch.empty(sum(counts), dtype=dtype), [0, *accumulate(counts)][:-1]
         self._fill(fd, into, [offset for offset, *_ in batch], places, counts)
-        views = _views(into, places, counts)
         for factor in {run[3] for run in batch} - {1.0}:
-            _multiply(
-                [one for run, parts in zip(batch, views, strict=True) if run[3] == factor for one in parts], factor
-            )
-        if into is not self._elements:
-            given = _views(self._elements, [place for _, place, _, _ in batch], counts)
-            torch._foreach_copy_([one for parts in given for one in parts], [one for parts in views for one in parts])
+            chosen = [i for i, run in enumerate(batch) if run[3] == factor]
+            parts = _views(into, [places[i] for i in chosen], [counts[i] for i in chosen])
+            _multiply(parts, factor)
+        if into is not pages:
+            given = _views(pages, [place for _, place, _, _ in batch], counts)
+            torch._foreach_copy_(given, _views(into, places, counts))
 
     def _fill(self, fd: int, into: Tensor, offsets: list[int], places: list[int], counts: list[int]) -> None:
         """Read runs of elements in the file's order: consecutive ones by one call."""
@@ -162,8 +190,8 @@ class DirectReads:
                 buffers[0] = buffers[0][count:]
 
 
-def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list[list[Tensor]]:
-    """Return each of these disjoint runs of [n] in views of at most ALONE elements, all made by one call."""
+def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+    """Return these disjoint runs of [n] as views of at most ALONE elements, all made by one call."""
     sizes: list[int] = []
     first = {}
     end = start = min(places)
@@ -174,7 +202,10 @@ def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list
         sizes.append(count % ALONE)
         end = place + count
     views = values[start:end].split_with_sizes(sizes)
-    return [list(views[first[p] : first[p] + count // ALONE + 1]) for p, count in zip(places, counts, strict=True)]
+    found: list[Tensor] = []
+    for place, count in zip(places, counts, strict=True):
+        found += views[first[place] : first[place] + count // ALONE + 1]
+    return found
 
 
 def _multiply(parts: list[Tensor], factor: float) -> None:

@@ -135,7 +135,9 @@ class LoraEngine(EngineHook):
 
     def turn(self) -> None:
         """Take in what threads have done, and go on with what no request asks for."""
-        self._names.poll()
+        for weights in self._names.poll():
+            if not weights.retired:
+                self._residency.prefetch(weights)  # while the front end hears of it and sends the request
         self._residency.poll()
         if self._pinning:
             self._pinning = [
@@ -357,6 +359,8 @@ class LoraEngine(EngineHook):
             _counter(CHANGES, "Times that an adapter's name was added, removed or replaced.", self._names.changes),
             _counter("lora_reads", "LoRA adapters read from disk.", residency.reads),
             _counter("lora_loads", "LoRA adapters loaded into the device's memory.", residency.loads),
+            _counter("lora_read_seconds", "Seconds to read LoRA adapters, until they can be loaded.", residency.read_s),
+            _counter("lora_load_seconds", "Seconds to load LoRA adapters into the device's memory.", residency.load_s),
             _counter("lora_evictions", "LoRA adapters evicted from the device's memory.", residency.evictions),
             _counter("lora_wait_seconds", "Seconds that requests waited for LoRA adapters.", self._waited_s),
             _counter(

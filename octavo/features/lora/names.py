@@ -143,16 +143,20 @@ class Names:
         """Return all adapters as they are shown, in the order in which they were loaded."""
         return [_shown(known) for known in self._known.values()]
 
-    def poll(self) -> None:
-        """Do what has been read, in order."""
+    def poll(self) -> list[AdapterWeights]:
+        """Do what has been read, in order. Return the adapters that were found for requests, which come next."""
+        found = []
         while self._jobs and self._jobs[0].reading.done():
             job = self._jobs.popleft()
             try:
                 job.answer.set_result(self._do(job))
+                if job.path is None and (known := self._known.get(job.name)) is not None:
+                    found.append(known.weights)
             except Exception as error:
                 if not isinstance(error, OctavoError):
                     log.error("failed to load the adapter %s", job.name, exc_info=error)
                 job.answer.set_exception(error)
+        return found
 
     def weights_of(self, selection: Selection) -> AdapterWeights:
         """Return the weights of a request's adapters.

@@ -3,9 +3,9 @@
 | method | arguments | result of each rank |
 | --- | --- | --- |
 | `targets` | | `RankTargets`: what adapters can change in this model |
-| `read` | `Reading` | `ReadResult`, once the adapter is in the host's memory as pages, for `load` by `page_names` |
+| `read` | `Reading` | `ReadResult`, once the adapter can be loaded as pages, by `page_names` |
 | `replaced` | | `{}`; the model has other weights now |
-| `drop` | `uid` | `{}`; the copy in the host's memory is freed |
+| `drop` | `uid` | `{}`; it can't be loaded any more, and its copy in the host's memory is freed |
 
 A uid stands for an adapter that was loaded, or for a weighted sum of several, and is never used again by an engine.
 `read` may be called again for a uid that was dropped; if the files have changed meanwhile, so has the version.

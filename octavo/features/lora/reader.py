@@ -1,4 +1,4 @@
-"""Read adapters into host memory, as the pages that go into blocks; see `layout.py`."""
+"""Read adapters as the pages that go into blocks; see `layout.py`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ _ANY = 1 << 30
 _WORD = 8
 HELPERS = 4
 """Threads that copy parts of an adapter at once."""
+_LOOKS = 4
 
 Gains = Callable[[Piece, Tensor, Tensor, Tensor], Tensor]
 """Return the gains [own outputs] float32 of a piece, from A [rank, inputs], B [outputs, rank] and magnitudes [outputs]
@@ -71,25 +72,28 @@ class Reader:
     gains: Gains
     helpers: Executor | None = None
 
-    @torch.inference_mode()
     def read(self, reading: Reading) -> tuple[Layout, Tensor, str]:
-        """Return the layout of the rank's part of an adapter, its pages, [blocks, block bytes] uint8, and the version
-        of its files.
+        """Return what `open` finds: the layout, the pages and the version. Raises the same."""
+        found = self.open(reading)
+        return found.layout, found.read(self.helpers), found.version
+
+    @torch.inference_mode()
+    def open(self, reading: Reading) -> OpenAdapter:
+        """Check an adapter's files, and find where the rank's part is.
 
         Raises:
-            ModelFileError: a file can't be read, has other shapes than when it was checked, or changes meanwhile.
+            ModelFileError: a file can't be read, or has other shapes than when it was checked.
         """
         targets, geometry = self.targets.targets, self.geometry
         own = self.targets.own
         placed = layout(targets, reading.manifest.among(own), geometry)
-        room = large(placed.num_blocks * geometry.block_bytes)[: placed.num_blocks * geometry.block_bytes]
         filled = dict.fromkeys(placed.spans, 0)
-        versions: list[str] = []
+        sources: list[_OpenFile] = []
         for source in reading.sources:
             file = self._checked(source)
             tensors = _gguf(file.weights) if file.weights.suffix == ".gguf" else _safetensors(file)
-            direct = DirectReads(file, geometry, room, self.dtype)
-            fills: list[Callable[[], None]] = []
+            direct = DirectReads(file, geometry, self.dtype)
+            fills: list[Callable[[Tensor], None]] = []
             for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
                 if piece.target not in own:
                     continue
@@ -99,14 +103,10 @@ class Reader:
                 cut = self.targets.cuts[piece.target][piece.part]
                 order = self.targets.orders[piece.target][piece.part]
                 if not direct.take(span, piece, roles, part, cut, order, piece.scale * source.weight):
-                    fills.append(partial(self._fill, room, span, first, piece, roles, file, tensors, source.weight))
+                    fills.append(partial(self._fill, span, first, piece, roles, file, tensors, source.weight))
                 filled[place] += piece.rank
-            with _opened(file.weights) as fd:
-                self._run([*direct.tasks(fd), *fills])
-            if not file.unchanged:
-                raise ModelFileError(f"{file.weights} changed while it was read. Ask again once it is complete.")
-            versions.append(file.version)
-        return placed, room.view(placed.num_blocks, geometry.block_bytes), " ".join(versions)
+            sources.append(_OpenFile(file, direct, fills))
+        return OpenAdapter(placed, sources)
 
     def _checked(self, source: Source) -> AdapterFile:
         """Return an adapter's file, which is checked again only if it has changed since it was checked."""
@@ -117,23 +117,8 @@ class Reader:
             raise ModelFileError(f"{file.weights} has changed since the adapter was loaded. Load it again.")
         return file
 
-    def _run(self, fills: Sequence[Callable[[], None]]) -> None:
-        """Run all, a share of them in each thread. Shares, since threads wait for the interpreter between tasks.
-
-        Each share has the same mixture of long and short ones.
-        """
-        if self.helpers is None:
-            _run_all(fills)
-            return
-        shares = [fills[i::HELPERS] for i in range(min(HELPERS, len(fills)))]
-        running = [self.helpers.submit(_run_all, share) for share in shares]
-        wait(running)  # all: they write to memory and read from the file
-        for ended in running:
-            ended.result()
-
     def _fill(
         self,
-        room: Tensor,
         span: Span,
         first: int,
         piece: Piece,
@@ -141,6 +126,7 @@ class Reader:
         file: AdapterFile,
         tensors: _Tensors,
         weight: float,
+        room: Tensor,
     ) -> None:
         """Write a piece, its low-rank matrices from rank `first` of the span on."""
         target = self.targets.targets[piece.target]
@@ -209,6 +195,104 @@ class Reader:
         if isinstance(layer, Linear) and isinstance(layer.shard, Heads) and piece.part < 2:
             b = in_halves(b, len(b) // layer.shard.head_dim)
         return a, b
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    """One of an adapter's files. Pieces are read by `direct` or by `fills`, which take all of the pages."""
+
+    file: AdapterFile
+    direct: DirectReads
+    fills: Sequence[Callable[[Tensor], None]]
+
+    def tasks(self, fd: int, room: Tensor) -> list[Callable[[], None]]:
+        return [*self.direct.tasks(fd, room), *(partial(fill, room) for fill in self.fills)]
+
+    def check(self) -> None:
+        if not self.file.unchanged:
+            raise ModelFileError(f"{self.file.weights} changed while it was read. Ask again once it is complete.")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAdapter:
+    """An adapter whose files were checked. Its pages can be read as long as the files do not change.
+
+    Attributes:
+        layout: of the rank's part.
+    """
+
+    layout: Layout
+    _sources: Sequence[_OpenFile]
+
+    @property
+    def version(self) -> str:
+        """That of the files, when they were checked."""
+        return " ".join(source.file.version for source in self._sources)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether each page can be read alone, and the file seems to be in the page cache."""
+        if len(self._sources) != 1 or self._sources[0].fills:
+            return False
+        return _cached(self._sources[0].file.weights)
+
+    @torch.inference_mode()
+    def read(self, helpers: Executor | None) -> Tensor:
+        """Return the pages, [blocks, block bytes] uint8.
+
+        Args:
+            helpers: threads that read parts at once; None to use the caller's only.
+
+        Raises:
+            ModelFileError: a file can't be read, or has changed since it was checked.
+        """
+        count, size = self.layout.num_blocks, self.layout.geometry.block_bytes
+        room = large(count * size)[: count * size]
+        for source in self._sources:
+            with _opened(source.file.weights) as fd:
+                _run(source.tasks(fd, room), helpers)
+            source.check()
+        return room.view(count, size)
+
+    @torch.inference_mode()
+    def fill(self, first: int, pages: Tensor) -> None:
+        """Read pages from number `first` on into [n, block bytes] uint8. Only if each page can be read alone.
+
+        Raises:
+            ModelFileError: as `read`.
+        """
+        (source,) = self._sources
+        start, room = first * self.layout.geometry.block_bytes, pages.view(-1)
+        with _opened(source.file.weights) as fd:
+            _run_all(source.direct.tasks(fd, room, start))
+        source.direct.clear_gaps(room, start)
+        source.check()
+
+
+def _cached(path: Path) -> bool:
+    """Whether some places of a file are in the page cache. Each look may cost a wait for the interpreter, so they are
+    few."""
+    with _opened(path) as fd:
+        size, byte = os.fstat(fd).st_size, bytearray(1)
+        try:
+            return all(os.preadv(fd, [byte], size * i // _LOOKS, os.RWF_NOWAIT) for i in range(_LOOKS))
+        except (OSError, AttributeError):  # not there, or a system that can't tell
+            return False
+
+
+def _run(tasks: Sequence[Callable[[], None]], helpers: Executor | None) -> None:
+    """Run all, a share of them in each thread. Shares, since threads wait for the interpreter between tasks.
+
+    Each share has the same mixture of long and short ones.
+    """
+    if helpers is None:
+        _run_all(tasks)
+        return
+    shares = [tasks[i::HELPERS] for i in range(min(HELPERS, len(tasks)))]
+    running = [helpers.submit(_run_all, share) for share in shares]
+    wait(running)  # all: they write to memory and read from the file
+    for ended in running:
+        ended.result()
 
 
 @contextmanager

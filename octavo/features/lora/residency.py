@@ -1,8 +1,10 @@
 """`Residency`: brings adapters into the host's memory and into blocks of the device, and takes them out again.
 
-Disk -> host: the worker half reads files in threads of its own, from a request's arrival on. Host -> device: blocks are
-taken, and filled on a copy stream while steps run. Both are left least recently used first: the host when it holds
-`max_host` adapters, the device when requests or other adapters lack blocks, or when `max_device` adapters are there.
+Disk -> host: the worker half reads files in threads of its own, from the moment on at which a request's adapter is
+known. It may report an adapter as read as soon as it can be loaded, and copy it to the host's memory later (`host.py`).
+Host -> device: blocks are taken, and filled on a copy stream while steps run. Both are left least recently used first:
+the host when it holds `max_host` adapters, the device when requests or other adapters lack blocks, or when `max_device`
+adapters are there.
 
 Requests that the planner does not ask about (`EngineHook.admit`) keep no room on the host from those that it does ask
 about: after a failed step it asks about one suspect only, and would wait for the others in vain.
@@ -38,6 +40,7 @@ class Residency:
 
     Attributes:
         reads, loads, evictions: counters: from disk to host, from host to device, and out of the device.
+        read_s, load_s: seconds of the reads and loads that succeeded.
         in_steps: the adapters of the last plan.
 
     Args:
@@ -49,6 +52,7 @@ class Residency:
         self, pages: Pages, max_device: int, max_host: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.reads = self.loads = self.evictions = 0
+        self.read_s = self.load_s = 0.0
         self.in_steps: Collection[AdapterWeights] = ()
         self._pages = pages
         self._max_host = max_host
@@ -110,7 +114,7 @@ class Residency:
         weights.error = None
         reading = Reading(weights.uid, weights.sources, weights.manifest)
         weights.reading = self._pages.call("read", msgspec.to_builtins(reading))
-        weights.state = State.READING
+        weights.state, weights.began = State.READING, self._clock()
         self._all[weights.uid] = weights
         self._reading.append(weights)
 
@@ -222,6 +226,7 @@ class Residency:
         if error is None and (error := self._versions_read(weights, reading.result())) is None:
             weights.state, weights.on_host = State.HOST, True
             self.reads += 1
+            self.read_s += self._clock() - weights.began
             self.touch(weights)
             if weights.stale:
                 weights.stale = False
@@ -271,6 +276,7 @@ class Residency:
             raise
         self._placeless.pop(weights, None)
         weights.lease, weights.index, weights.state = lease, self._free.pop(), State.LOADING
+        weights.began = self._clock()
         return NO_ROOM if weights.hasty else 0
 
     def _make_place(self, weights: AdapterWeights) -> bool:
@@ -315,6 +321,7 @@ class Residency:
         if whole:
             weights.state, weights.failures = State.DEVICE, 0
             self.loads += 1
+            self.load_s += self._clock() - weights.began
             self.touch(weights)
             return
         self._leave(weights)

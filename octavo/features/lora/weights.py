@@ -39,6 +39,7 @@ class AdapterWeights:
         added_tokens: how many tokens it adds to the vocabulary.
         on_host: there is a copy in the host's memory.
         version: of the files as they were read the last time, on all ranks; "" if they were not.
+        began: time at which the last read or load began, in seconds.
         index: its row of the worker's tables, in LOADING and DEVICE.
         announced: the worker was told of the index.
         requests: those that use it and are not released.
@@ -69,6 +70,7 @@ class AdapterWeights:
     reading: Future[list[Any]] | None = None
     version: str = ""
     lease: Lease | None = None
+    began: float = 0.0
     index: int = -1
     announced: bool = False
     requests: set[Request] = field(default_factory=set)

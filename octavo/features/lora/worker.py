@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
@@ -32,10 +32,11 @@ from octavo.features.lora import payload as messages
 from octavo.features.lora.delta import Replaced, TorchDelta, TorchEmbedding, Weights, by_rows
 from octavo.features.lora.experts import TorchExperts
 from octavo.features.lora.gains import BaseNorms
+from octavo.features.lora.host import AT_ONCE, Host
 from octavo.features.lora.layout import Geometry, Layout, Manifest, Piece, Target, largest, layout
 from octavo.features.lora.native import NativeDelta, NativeExperts, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
-from octavo.features.lora.reader import HELPERS, Reader
+from octavo.features.lora.reader import Reader
 from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import NONE, RANKS, Batch, Tables
 from octavo.features.lora.targets import Targets
@@ -56,9 +57,8 @@ from octavo.worker.hooks import Site, WorkerHook
 log = logging.getLogger(__name__)
 
 LOW_RANK, GENERAL, ENDS = "lora", "general", "ends"
-_THREADS = 2
-_ROOMS = 4
-_ROOM_BYTES = 32 << 20
+_ROOMS = 8
+_ROOM_BYTES = 16 << 20
 """Pinned memory through which adapters go to a GPU, in parts of a room each. It is reserved at the start, since
 allocating it takes long and stops the GPU."""
 _NAMED = 3
@@ -83,11 +83,7 @@ class LoraWorker(WorkerHook):
         self.added_tokens = added_tokens
         self._max_adapters, self._max_rank = max_adapters, max_rank
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-adapters")
-        self._loaders = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-adapter-loads")
-        """Not those that read: each of a load's parts would wait for them."""
-        self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="octavo-adapter-parts")
-        self._pages: dict[int, Tensor] = {}
+        self._host = Host()
         self._layouts: OrderedDict[int, Layout] = OrderedDict()
         self._uids: dict[int, int] = {}
         self._rows: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -138,7 +134,7 @@ class LoraWorker(WorkerHook):
         self._unserved = self._without_kernels() if site.device.resident else frozenset()
         self._native = native_dtype(site.build.dtype, self._geometry, self._targets.targets) if native else None
         norms = BaseNorms(self._targets, partial(_arranged, site, model.spec))
-        helpers = self._helpers if site.device.resident else None  # a CPU's cores compute
+        helpers = self._host.helpers if site.device.resident else None  # a CPU's cores compute
         self._reader = Reader(self._targets, self._geometry, site.build.dtype, norms.gains, helpers)
         self._norms = norms
         self._around = native and site.build.mesh.size == 1
@@ -392,12 +388,12 @@ class LoraWorker(WorkerHook):
         if method == "read":
             reading = msgspec.convert(args, Reading)
             self._check(reading)
-            return self._threads.submit(self._read, reading)
+            return self._host.threads.submit(self._read, reading)
         if method == "replaced":
             self._norms.weights_replaced()
             return {}
         if method == "drop":
-            self._pages.pop(args["uid"], None)
+            self._host.drop(args["uid"])
             return {}
         raise InvalidRequestError(f"The worker half has no method {method!r}.", param="method", value=method)
 
@@ -410,14 +406,14 @@ class LoraWorker(WorkerHook):
             )
 
     def _read(self, reading: Reading) -> dict[str, Any]:
-        placed, pages, version = self._reader.read(reading)
+        adapter = self._host.read(self._reader, reading)
         with self._lock:
-            self._layouts[reading.uid], self._pages[reading.uid] = placed, pages
-            needed = {*self._pages, *self._uids.values()}
+            self._layouts[reading.uid] = adapter.layout
+            needed = {*self._host.copies, *self._uids.values()}
             unneeded = [uid for uid in self._layouts if uid not in needed]
             for uid in unneeded[: len(unneeded) - _LAYOUTS_KEPT]:
                 del self._layouts[uid]
-        found: dict[str, Any] = msgspec.to_builtins(messages.ReadResult(platform.node(), version))
+        found: dict[str, Any] = msgspec.to_builtins(messages.ReadResult(platform.node(), adapter.version))
         return found
 
     def rooms(self, page_bytes: int) -> tuple[int, int]:
@@ -432,24 +428,10 @@ class LoraWorker(WorkerHook):
         ]
         largest = layout(targets, Manifest(tuple(pieces)), self._geometry).num_blocks
         pages = max(1, min(largest, _ROOM_BYTES // page_bytes))
-        return pages, min(_ROOMS, -(-_THREADS * largest // pages))
+        return pages, min(_ROOMS, -(-AT_ONCE * largest // pages))
 
     def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
-        return self._loaders.submit(self._load, names, room)
-
-    def _load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Collection[int]:
-        uid, numbers = pages_of(names)
-        kept = self._pages.get(uid)
-        if kept is None:
-            return range(len(names))
-        pages, first = room(), numbers[0]
-        if numbers == list(range(first, min(first + len(numbers), len(kept)))):
-            pages.copy_(kept[first : first + len(numbers)])
-        else:
-            for into, number in zip(pages, numbers, strict=True):
-                if number < len(kept):  # other stages of a pipeline may have more of the adapter
-                    into.copy_(kept[number])
-        return ()
+        return self._host.load(*pages_of(names), room, in_parts=self._site.device.resident)
 
 
 def _arranged(site: Site, spec: object) -> Checkpoint:

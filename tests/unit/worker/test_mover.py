@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.core.cache_groups import CacheGroup, GroupKind
 from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
-from octavo.device.transfer import Copy, HostCopier, HostCopy, HostLink
+from octavo.device.transfer import Copy, HostCopier, HostCopy, HostLink, Mark
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.layer import PagedAttention
 from octavo.worker.blocks import Blocks
@@ -120,7 +120,7 @@ class LateLink(HostLink):
     def copier(self) -> Any:
         copier = HostCopier()
         copier.out = lambda read: Waited(read())  # type: ignore[method-assign]
-        copier.into = lambda values, write: Waited(values)  # type: ignore[method-assign]
+        copier.into = lambda values, write, after: Waited(values)  # type: ignore[method-assign]
         return copier
 
 
@@ -174,13 +174,20 @@ class Lent(HostCopier):
     def __init__(self) -> None:
         self.made: list[Tensor] = []
         self.copies: list[Later] = []
+        self.marks: list[object] = []
+        self.afters: list[object] = []
         self.late = False
 
     def room(self, *shape: int) -> Tensor:
         self.made.append(super().room(*shape))
         return self.made[-1]
 
-    def into(self, values: Tensor, write: Callable[[Tensor], None]) -> Copy:
+    def mark(self) -> Mark:
+        self.marks.append(object())
+        return self.marks[-1]  # type: ignore[return-value]
+
+    def into(self, values: Tensor, write: Callable[[Tensor], None], after: Mark | None) -> Copy:
+        self.afters.append(after)
         self.copies.append(Later(values, write, over=not self.late))
         return self.copies[-1]
 
@@ -305,6 +312,30 @@ def test_a_load_takes_turns_in_rooms(in_rooms: tuple[Mover, InRooms, Lent, Tenso
     assert mover.take() == [moved(2, TransferState.ENDED)]
     assert torch.equal(raw[:, 7], before[:, 0])
     assert [tuple(room.shape) for room in lent.made] == [(2, raw[:, 0].numel())] * 2, "no load allocates memory"
+
+
+def test_copies_wait_for_no_step_that_was_launched_after_the_load_began(
+    in_rooms: tuple[Mover, InRooms, Lent, Tensor],
+) -> None:
+    mover, hook, lent, _ = in_rooms
+    mover.begin(Transfers(loads=[LARGE]))
+    mover.begin(Transfers(loads=[Transfer(2, "slow", [b"a"], [7])]))
+    while len(hook.futures) < 4 or not hook.futures[-1].done():
+        hook.futures[sum(one.done() for one in hook.futures)].set_result(())
+        mover.take()
+    assert lent.afters == [lent.marks[0]] * 3 + [lent.marks[1]]
+
+
+def test_copies_begin_before_a_step_although_news_are_taken_after_it(
+    in_rooms: tuple[Mover, InRooms, Lent, Tensor],
+) -> None:
+    mover, hook, lent, _ = in_rooms
+    mover.begin(Transfers(loads=[Transfer(1, "slow", [b"a"], [7])]))
+    hook.futures[0].set_result(())
+    mover.advance()
+    assert len(lent.copies) == 1
+    mover.advance()
+    assert mover.take() == [moved(1, TransferState.ENDED)]
 
 
 @pytest.mark.parametrize("error", [False, True])

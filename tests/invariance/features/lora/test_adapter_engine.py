@@ -256,7 +256,7 @@ def test_keys_and_values_in_int8(model: Path, adapters: dict[str, Path], tmp_pat
     plain.close()
 
 
-@pytest.mark.parametrize("held", [(Reader, "read"), (HostCopier, "room")], ids=["reading", "allocating"])
+@pytest.mark.parametrize("held", [(Reader, "open"), (HostCopier, "room")], ids=["reading", "allocating"])
 def test_no_step_waits_for_a_cold_adapter(
     held: tuple[type, str], model: Path, adapters: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,34 @@ def test_direct_reads_are_those_through_torch(
     assert torch.equal(pages, expected)
 
 
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "by inputs"])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.3])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+def test_any_range_of_pages_can_be_read_alone(
+    cut: str, factor: float, stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into memory that was in use."""
+    monkeypatch.setitem(SIZES, "q_proj", (512, 136))  # B ends within a tile
+    monkeypatch.setitem(SIZES, "o_proj", (256, 72))
+    monkeypatch.setitem(SIZES, "lm_head", (256, 131))
+    monkeypatch.setattr(direct, "_BATCH", 6000)
+    save(tmp_path / "adapter", 16, 16 * factor, stored, seed=1)
+    targets, geometry = targets_of(CUTS[cut]), Geometry(3, 512, 2, by_output=True)
+    file = read_adapter(tmp_path / "adapter", targets.targets, 64)
+    reading = Reading(1, (Source(str(tmp_path / "adapter"), file.manifest, file=file.packed()),), file.manifest)
+    reader = Reader(targets, geometry, torch.bfloat16, no_gains)
+    _, expected, _ = reader.read(reading)
+    adapter = reader.open(reading)
+    monkeypatch.setattr("octavo.features.lora.reader._cached", lambda path: True)
+    assert adapter.in_memory
+    rng = random.Random(1)
+    for _ in range(20):
+        first = rng.randrange(len(expected))
+        pages = torch.full((rng.randint(1, len(expected) - first), geometry.block_bytes), 255, dtype=torch.uint8)
+        adapter.fill(first, pages)
+        assert torch.equal(pages, expected[first : first + len(pages)])
+
+
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "adapter", 16, 16, torch.bfloat16, seed=1)
     targets = targets_of(CUTS["whole"])

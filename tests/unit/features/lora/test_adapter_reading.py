@@ -8,6 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,13 +92,13 @@ def test_files_that_change_while_they_are_read_are_refused(
     """Else pages could be of either content, and prefixes that they compute would be found with the other."""
     save(tmp_path, seed=1)
     file = read_adapter(tmp_path, TARGETS, 8)
-    run = Reader._run
+    run = reader_module._run
 
-    def slow(self: Reader, fills: object) -> None:
-        run(self, fills)  # type: ignore[arg-type]
+    def slow(*args: Any) -> None:
+        run(*args)
         save(tmp_path, seed=2)
 
-    monkeypatch.setattr(Reader, "_run", slow)
+    monkeypatch.setattr(reader_module, "_run", slow)
     with pytest.raises(ModelFileError, match="changed while it was read"):
         reader.read(reading(tmp_path, file))
 
@@ -124,7 +125,7 @@ def test_files_that_are_gone_are_an_error(reader: Reader, tmp_path: Path) -> Non
         reader.read(reading(tmp_path, file))
 
 
-@pytest.mark.parametrize(("rank", "rooms"), [(4, (10, 2)), (256, (32, 4))])
+@pytest.mark.parametrize(("rank", "rooms"), [(4, (10, 2)), (256, (16, 8))])
 def test_pinned_memory_is_bounded(rank: int, rooms: tuple[int, int], reader: Reader) -> None:
     """Two adapters on their way have room; of larger ones, parts."""
     worker = LoraWorker(8, rank)

@@ -332,6 +332,24 @@ def test_loads_that_keep_failing_end_who_waits(paths: dict[str, str]) -> None:
     assert house.scheduler.cache.num_free == 40
 
 
+def test_an_adapter_that_was_found_is_read_before_its_request_arrives(tmp_path: Path, paths: dict[str, str]) -> None:
+    house = House({}, lora_dir=str(tmp_path))
+    house.call("find", name="b-2")
+    assert house.worker.reads == [["b-2"]]
+    house.now += 0.5
+    house.worker.turn()
+    house.step()
+    assert house.metric("lora_reads") == 1
+    assert house.metric("lora_read_seconds") > 0.5
+    house.device._mover.latency = 0.0
+    house.ask("late", "b-2")
+    house.step(4)
+    house.device._mover.latency = 1.0
+    assert house.run() == ["late"]
+    assert house.worker.reads == [["b-2"]]
+    assert 0.02 < house.metric("lora_load_seconds") < 0.1
+
+
 def test_adapters_are_found_in_a_folder_and_by_resolvers(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,136 @@
+"""`Host`: adapters in the host's memory, or in their files until they are there.
+
+Touching new memory can take longer than reading a file from the page cache, above all in a virtual machine. So the
+first load onto a device reads pages from the file straight into rooms, whose memory is in use already, and the copy for
+later loads is made afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from octavo.core.errors import ModelFileError
+from octavo.features.lora.layout import Layout
+from octavo.features.lora.payload import Reading
+from octavo.features.lora.reader import HELPERS, OpenAdapter, Reader
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 2
+"""Adapters that are read at once, and that are loaded at once."""
+_FILLERS = 6
+"""Threads that fill rooms: as many as rank 16 of an 8B model has parts, so that all of them are read at once."""
+
+
+class HostCopy:
+    """One adapter of a rank. Everything that `fill` returns is of the version of the files that was opened.
+
+    Args:
+        adapter: its open files.
+        pages: [blocks, block bytes] uint8; None if `make` reads them later. Until then, `fill` reads the file.
+    """
+
+    def __init__(self, adapter: OpenAdapter, pages: Tensor | None) -> None:
+        self.layout: Layout = adapter.layout
+        self._adapter = None if pages is not None else adapter
+        self._pages = pages
+
+    @property
+    def made(self) -> bool:
+        return self._pages is not None
+
+    def make(self) -> None:
+        """Read all pages into memory, unless they are there, or the copy was dropped."""
+        adapter = self._adapter
+        if adapter is None:
+            return
+        try:
+            pages = adapter.read(None)
+        except ModelFileError as error:  # the next load fails, and the files are checked again
+            log.warning("no copy is kept in the host's memory: %s", error)
+            return
+        if self._adapter is not None:
+            self._pages, self._adapter = pages, None
+
+    def drop(self) -> None:
+        """Free the pages. A load that reads them goes on."""
+        self._pages = self._adapter = None
+
+    def fill(self, first: int, into: Tensor) -> bool:
+        """Copy the pages from number `first` on into [n, block bytes] uint8; return whether that succeeded.
+
+        Pages past the adapter's last are left as they are: other stages of a pipeline may have more of it.
+        """
+        count = min(len(into), self.layout.num_blocks - first)
+        if count <= 0:
+            return True
+        adapter, pages = self._adapter, self._pages  # in this order: `make` sets them in the other
+        if pages is not None:
+            into[:count].copy_(pages[first : first + count])
+            return True
+        if adapter is None:
+            return False
+        try:
+            adapter.fill(first, into[:count])
+        except ModelFileError as error:
+            log.warning("an adapter can't be loaded: %s", error)
+            return False
+        return True
+
+
+class Host:
+    """All adapters of a rank, and the threads that read and load them.
+
+    Attributes:
+        threads: those that read adapters.
+        helpers: those that read parts of them.
+        copies: uid -> the copy.
+    """
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octavo-adapters")
+        self.helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="octavo-adapter-parts")
+        self.copies: dict[int, HostCopy] = {}
+        self._loaders = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octavo-adapter-loads")
+        """Not those that read: each of a load's parts would wait for them."""
+        self._fillers = ThreadPoolExecutor(_FILLERS, thread_name_prefix="octavo-adapter-rooms")
+        self._copiers = ThreadPoolExecutor(1, thread_name_prefix="octavo-adapter-copies")
+
+    def read(self, reader: Reader, reading: Reading) -> OpenAdapter:
+        """Have `load` find an adapter: read it into memory, unless its first load may read the file.
+
+        Raises:
+            ModelFileError: a file can't be read or used, or has changed meanwhile.
+        """
+        adapter = reader.open(reading)
+        self.copies[reading.uid] = HostCopy(adapter, None if adapter.in_memory else adapter.read(reader.helpers))
+        return adapter
+
+    def drop(self, uid: int) -> None:
+        """Forget an adapter, if it is there."""
+        copy = self.copies.pop(uid, None)
+        if copy is not None:
+            copy.drop()
+
+    def load(
+        self, uid: int, numbers: Sequence[int], room: Callable[[], Tensor], *, in_parts: bool
+    ) -> Future[Collection[int]]:
+        """Fill a room with consecutive pages, see `WorkerHook.load`.
+
+        Args:
+            in_parts: an adapter has several rooms; otherwise a CPU computes, whose cores are not all for loads.
+        """
+        threads = self._fillers if in_parts else self._loaders
+        return threads.submit(self._fill, uid, numbers, room)
+
+    def _fill(self, uid: int, numbers: Sequence[int], room: Callable[[], Tensor]) -> Collection[int]:
+        copy = self.copies.get(uid)
+        if copy is None or not copy.fill(numbers[0], room()):
+            return range(len(numbers))
+        if not copy.made and numbers[-1] + 1 >= copy.layout.num_blocks:
+            self._copiers.submit(copy.make)  # after what a request waits for
+        return ()
