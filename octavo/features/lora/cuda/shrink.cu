@@ -31,26 +31,6 @@ __device__ __forceinline__ void load_inputs(u32* to, const unsigned char* row, i
 #endif
 }
 
-// An item of work, for a lane.
-struct Item {
-  const int* tile;
-  const int* blocks;  // the adapter's
-  int part, first;    // rank
-  int rank, a;        // of the part: its ranks, and the tile where A begins
-  int split, row;
-};
-
-__device__ __forceinline__ Item item_of(int number, const int* blocks, const int* meta, const int* tiles,
-                                        const int* work, int max_blocks, int meta_parts, int splits) {
-  const int* const entry = work + 1 + number / (splits * PARTS) * 3;
-  Item item;
-  item.split = number % splits, item.part = number / splits % PARTS, item.first = entry[2] * 16;
-  item.tile = tiles + entry[0] * (1 + TILE_ROWS), item.row = item.tile[1 + threadIdx.x % 32 / 4];
-  const int* const span = meta + (entry[1] * meta_parts + item.part) * 4;
-  item.a = span[0], item.rank = span[2], item.blocks = blocks + entry[1] * max_blocks;
-  return item;
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
 shrink(const unsigned char* x, const unsigned char* __restrict__ pool,
        const int* __restrict__ blocks, const int* __restrict__ meta, const int* __restrict__ tiles,
@@ -62,34 +42,34 @@ shrink(const unsigned char* x, const unsigned char* __restrict__ pool,
   bool waited = false;
   int turn = 0;
   overlap();
-  auto find = [&](int number) {
-    return item_of(min(number, count - 1), blocks, meta, tiles, work, max_blocks, meta_parts, splits);
-  };
-  Item next;
-  if (blockIdx.x < count) next = find(blockIdx.x);
-  for (int number = blockIdx.x; number < count; number += gridDim.x) {
-    const Item now = next;
-    const bool exists = now.first < now.rank;
-    const unsigned char* const inputs = x + (u64)max(now.row, 0) * K * (X_FLOAT ? 4 : SIZE);
+  for (int item = blockIdx.x; item < count; item += gridDim.x) {
+    const int split = item % splits, part = item / splits % PARTS;
+    const int* const entry = work + 1 + item / (splits * PARTS) * 3;
+    const int* const tile = tiles + entry[0] * (1 + TILE_ROWS);
+    const int adapter = entry[1], first = entry[2] * 16;
+    const int* const span = meta + (adapter * meta_parts + part) * 4;
+    const int a = span[0], rank = span[2];
+    if (first >= rank) continue;
+    const int* const own = blocks + adapter * max_blocks;
+    const int row = tile[1 + g];
+    const unsigned char* const inputs = x + (u64)max(row, 0) * K * (X_FLOAT ? 4 : SIZE);
     float d[4] = {0.f, 0.f, 0.f, 0.f};
-    bool found_next = false;  // while weights are on their way
-    for (int unit = now.split * WARPS + warp; exists && unit < row_tiles; unit += splits * WARPS) {
+    for (int unit = split * WARPS + warp; unit < row_tiles; unit += splits * WARPS) {
       const int k = unit * UNIT + t * 8;
       u32 w[2][STEPS][WORDS(8)];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int r = now.first + half * 8 + g;
-        const unsigned char* from = r < now.rank ? place(pool, now.blocks, now.a + r * row_tiles + unit, num_blocks) : pool;
+        const int r = first + half * 8 + g;
+        const unsigned char* from = r < rank ? place(pool, own, a + r * row_tiles + unit, num_blocks) : pool;
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
 #pragma unroll
           for (int i = 0; i < WORDS(8); i++) w[half][j][i] = 0u;
-          if (r < now.rank && k + j * 32 < K) load<8>(w[half][j], from + (t * 8 + j * 32) * SIZE);
+          if (r < rank && k + j * 32 < K) load<8>(w[half][j], from + (t * 8 + j * 32) * SIZE);
         }
       }
       if (!waited) follow();
       waited = true;
-      if (!found_next) next = find(number + gridDim.x), found_next = true;
 #pragma unroll
       for (int batch = 0; batch < STEPS; batch += BATCH) {
         u32 given[BATCH][WORDS(8)];
@@ -98,25 +78,23 @@ shrink(const unsigned char* x, const unsigned char* __restrict__ pool,
           const int at = k + (batch + j) * 32;
 #pragma unroll
           for (int i = 0; i < WORDS(8); i++) given[j][i] = 0u;
-          if (now.row >= 0 && at < K) load_inputs(given[j], inputs, at);
+          if (row >= 0 && at < K) load_inputs(given[j], inputs, at);
         }
 #pragma unroll
         for (int j = 0; j < BATCH; j++) multiply<8>(d, w[0][batch + j], w[1][batch + j], given[j]);
       }
     }
-    if (!found_next) next = find(number + gridDim.x);
-    if (!exists) continue;
 #pragma unroll
     for (int e = 0; e < 4; e++) found[turn][warp][(2 * t + e % 2) * 16 + g + e / 2 * 8] = d[e];
     if (!waited) follow();  // a warp without inputs stores sums, too
     waited = true;
     __syncthreads();
     for (int i = threadIdx.x; i < TILE_ROWS * 16; i += WARPS * 32) {
-      const int row = now.tile[1 + i / 16], r = now.first + i % 16;
+      const int row = tile[1 + i / 16], r = first + i % 16;
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) sum += found[turn][w][i];
-      if (row >= 0 && r < RANKS) sums[((u64)(now.split * rows + row) * PARTS + now.part) * RANKS + r] = sum;
+      if (row >= 0 && r < RANKS) sums[((u64)(split * rows + row) * PARTS + part) * RANKS + r] = sum;
     }
     turn ^= 1;
   }
