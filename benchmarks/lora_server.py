@@ -316,10 +316,10 @@ async def firsts(load: Load, models: Sequence[str]) -> dict[str, float]:
     requests is the search for the name.
     """
     base = [checked([await load.ask("base", 2)])[0].ttft for _ in models]
-    before = load.server.metrics()
+    before = await asyncio.to_thread(load.server.metrics)  # not in the loop that reads the streams
     first = [checked([await load.ask(name, 2)])[0].ttft for name in models]
     await asyncio.sleep(SETTLED_S)  # counters come with a step's output, at most 20 times a second
-    parts = grown(before, load.server.metrics())
+    parts = grown(before, await asyncio.to_thread(load.server.metrics))
     second = [checked([await load.ask(name, 2)])[0].ttft for name in models]
     medians = {"base": statistics.median(base), "first": statistics.median(first), "second": statistics.median(second)}
     told = {f"{name}_ttft_ms": milliseconds(value) for name, value in medians.items()}

@@ -8,11 +8,14 @@ the file: the faults would take as long as the copy. Any range of pages can be r
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -136,12 +139,20 @@ class DirectReads:
         first = start // self._dtype.itemsize
         last = first + count
         found: dict[torch.dtype, list[_Run]] = {}
-        for dtype, runs in self._runs.items():
+        for dtype, (runs, ends) in self._in_pages.items():
             found[dtype] = clipped = []
-            for offset, place, size, factor in [run for run in runs if run[1] < last and run[1] + run[2] > first]:
+            for offset, place, size, factor in islice(runs, bisect_right(ends, first), None):
+                if place >= last:
+                    break
                 begin, end = max(place, first), min(place + size, last)
                 clipped.append((offset + (begin - place) * dtype.itemsize, begin - first, end - begin, factor))
         return found
+
+    @functools.cached_property
+    def _in_pages(self) -> dict[torch.dtype, tuple[list[_Run], list[int]]]:
+        """The runs in the order of the pages, and the elements where they end there; when all pieces are taken."""
+        ordered = {dtype: sorted(runs, key=itemgetter(1)) for dtype, runs in self._runs.items()}
+        return {dtype: (runs, [place + count for _, place, count, _ in runs]) for dtype, runs in ordered.items()}
 
     def _read(self, fd: int, dtype: torch.dtype, batch: Sequence[_Run], pages: Tensor) -> None:
         counts = [count for _, _, count, _ in batch]
