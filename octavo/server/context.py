@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -52,12 +53,18 @@ class ServerContext:
         """Names of the served model itself; answers to requests without a name carry the first."""
         return self.config.model_names(self.frontend.info.name)
 
-    async def for_model(self, name: str | None) -> ServerContext:
+    async def for_model(self, name: str | None, body: Any = None) -> ServerContext:
         """Return the context for requests to this model. A request without a name means the served model.
+
+        Args:
+            body: of the request; added models that its other fields name are looked for, too.
 
         Raises:
             UnknownModelError: `name` is not served, and the settings don't allow other names.
         """
+        for hook in self.frontend.preparer.hooks:
+            for other in hook.models_in(body):
+                await hook.find_model(self.frontend.engine, other)
         if name is None or name == self.model:
             return self
         try:

@@ -7,7 +7,7 @@ half's results to the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -190,6 +190,13 @@ class TextHook:
     async def models(self, engine: EngineClient) -> list[AddedModel]:
         """Return the models that the feature adds, as of now."""
         return []
+
+    def models_in(self, body: Any) -> Sequence[str]:
+        """Return the added models that fields of a request's body name, apart from `model`; None for no body.
+
+        They are looked for by `find_model`. The engine half refuses a request for those that are not found.
+        """
+        return ()
 
     async def find_model(self, engine: EngineClient, name: str) -> AddedModel | None:
         """Return the added model of this name; None if there is none. `models` need not have listed it.

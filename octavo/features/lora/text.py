@@ -49,6 +49,10 @@ class LoraText(TextHook):
         listed = await engine.call(NAME, "list", {})
         return [_added(one) for one in msgspec.convert(listed["adapters"], list[Adapter])]
 
+    def models_in(self, body: Any) -> list[str]:
+        named = self._named(body)
+        return [] if named is None or not self.present else [part.name for part in selection_of(*named)]
+
     async def find_model(self, engine: EngineClient, name: str) -> AddedModel | None:
         """Ask the engine core, unless it has answered since adapters last came or went."""
         if not self.present:
@@ -71,15 +75,23 @@ class LoraText(TextHook):
         return _added(found)
 
     def params_of(self, body: Any, *, max_bytes: int) -> dict[str, Any]:
+        named = self._named(body)
+        if named is None:
+            return {}
+        value, field = named
+        self.check_present(field, value)
+        return {"feature_args": {NAME: selection_of(value, field)}}
+
+    def _named(self, body: Any) -> tuple[Any, str] | None:
+        """Return the field of a body that names adapters, if there is one, and its name."""
         given = {name: value for name in self.body_fields if (value := getattr(body, name, None))}
         if not given:
-            return {}
+            return None
         field, value = next(iter(given.items()))
         if len(given) > 1:
             text = f"{' and '.join(given)} mean the same; leave one of them out."
             raise InvalidRequestError(text, param=field, value=value)
-        self.check_present(field, value)
-        return {"feature_args": {NAME: selection_of(value, field)}}
+        return value, field
 
     def check_present(self, field: str, value: Any) -> None:
         """Raise UnsupportedError if the engine serves no adapters."""

@@ -43,7 +43,7 @@ from octavo.text.prompts.prompt import Prompt
 async def chat_completions(ctx: ServerContext, request: Request) -> Response:
     """Answer one conversation, streamed or whole."""
     body = await parse_body(request, ChatBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_model(body.model, body)
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chat = await prepare_chat(ctx, body, reply.id)
     params = chat.job.request.params

@@ -13,15 +13,15 @@
 // ends: what the tiles up to the end of each one cost, then the last one's for tiles that are not used, of `room` tiles;
 // rest: the same of each 8 rows, which cost nothing if all of them have adapters. See `Assigned`.
 
-#define OUTPUTS 32  // of each of the two sides of a piece
-#define RANGE 16    // ranks that are multiplied at a time
-#define EACH 4      // adjacent ranks, and adjacent outputs of a side, of each lane
-#define LOG2_E 1.4426950408889634f
+#define OUTPUTS 32              // of each of the two sides of a piece
+#define RANGE 16                // ranks that are multiplied at a time
+#define EACH 4                  // adjacent ranks, and adjacent outputs of a side, of each lane
+#define CHUNK (16 / SIZE)       // adjacent ranks that are copied at a time
+#define CHUNKS (RANGE / CHUNK)  // of an output
+#define STAGE (2 * OUTPUTS * RANGE)                 // elements of RANGE ranks of a piece
 #define HELD ((GATES ? 2 : 1) * RANKS * TILE_ROWS)  // elements of a tile's sums
-#define KNOWN 4             // ends of tiles that each lane reads at first
-#define CHUNK (16 / SIZE)                // adjacent ranks that are copied at a time
-#define STAGE (2 * OUTPUTS * RANGE)      // elements of RANGE ranks of a piece
-#define CHUNKS (RANGE / CHUNK)           // of an output
+#define KNOWN 4                 // ends of tiles that each lane reads at first
+#define LOG2_E 1.4426950408889634f
 
 // A tile of rows, for a lane.
 struct Tile {

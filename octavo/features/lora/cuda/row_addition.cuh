@@ -10,7 +10,7 @@
 struct Given {
   const unsigned char* pool;
   const int *blocks, *meta, *adapter;
-  float* sums;      // [ALL_RANKS]
+  float* sums;       // [ALL_RANKS]
   unsigned* counts;  // of sums that are there, and of blocks that have read them; 0 between launches
   int num_blocks, max_blocks, meta_parts, sizes[2];
 };
@@ -29,16 +29,19 @@ __device__ __forceinline__ unsigned reached(const unsigned* at) {
 
 struct Joined {
   Given given;
-  const int* blocks;                  // the adapter's
-  u32 b[3];                           // the tiles where the parts' B begin
-  int a[3], ranks[3], total;          // the tiles where their A begin; 0 without an adapter; ranks of all parts
-  u32 weights[EIGHTS][4];             // of a row of A, of this thread's inputs
-  uint4 first[SIDES][2];              // of B, for this thread's outputs
-  const unsigned char* from[SIDES];
-  int ranks_of[SIDES], offset_of[SIDES], turn;
+  const int* blocks;          // the adapter's
+  int a[3], ranks[3], total;  // the tiles where the parts' A begin; 0 without an adapter; ranks of all parts
+  u32 b[3];                   // the tiles where their B begin
+  float *partial, *all;       // in shared memory: the warps' sums; those of all blocks, RANKS for each part
+  // Of a row of A: this thread's weights, the next of them that is multiplied, and its sum.
+  u32 weights[EIGHTS][4];
+  int turn;
   float sum;
+  // Of an output, for each side: where its weights of B are, and the first of them; their number; the first of its sums.
+  const unsigned char* from[SIDES];
+  uint4 first[SIDES][2];
+  int ranks_of[SIDES], offset_of[SIDES];
   unsigned readers;  // blocks that have read the sums, this one included
-  float *partial, *all;               // in shared memory: of warps; the sums, those of a part RANKS apart
 
   // n: a thread's first output.
   __device__ __forceinline__ void begin(const Given& of_launch, float* shared, int n) {

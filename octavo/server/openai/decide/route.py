@@ -30,7 +30,7 @@ from octavo.server.stream import until_disconnect
 async def decisions(ctx: ServerContext, request: Request) -> Response:
     """Answer each question by the probabilities of the model's next token."""
     body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_model(body.model, body)
     warnings = check_undeclared(body, strict=ctx.config.strict_params)
     name = f"decision-{request.state.request_id}"
     jobs, tokens = [], []

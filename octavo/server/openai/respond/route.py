@@ -127,7 +127,7 @@ class Responses:
         return json_response(stored.response)
 
     async def _prepare(self, request: Request, body: ResponseBody) -> _Making:
-        ctx = await self._ctx.for_model(body.model)
+        ctx = await self._ctx.for_model(body.model, body)
         earlier = await self._earlier(request, body.previous_response_id)
         translated = as_chat(body, earlier)
         warnings = check_extras(ctx, translated, chat=True)

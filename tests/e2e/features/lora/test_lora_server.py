@@ -152,7 +152,10 @@ def test_several_adapters_add_up(client: openai.OpenAI, files: Files) -> None:
         choice: Any = client.completions.create(model="smollm2", **body).choices[0]
         return list(choice.token_ids)
 
-    assert tokens(client, "blue") == files.told["blue"], "a list names adapters that are loaded"
+    listed = shutil.copytree(files.adapters["blue"], files.adapters["blue"].with_name("listed"))
+    assert with_loras({"name": listed.name}) == files.told["blue"], "found in --lora-dir"
+    with pytest.raises(openai.NotFoundError, match="`purple` does not exist"):
+        with_loras("red", "purple")
     assert with_loras("red") == files.told["red"]
     assert with_loras("red", {"name": "blue", "weight": 0}) == files.told["red"]
     assert with_loras({"name": "red", "weight": 0}) == files.told["smollm2"]
