@@ -9,10 +9,10 @@ without in several threads (as on a GPU's machine), and copying as many bytes in
 Processor time is that of the calling thread. The form is that of B in pages: by rank, as for CPUs, or by output, as for
 GPUs. The dtype is the file's; pages are bfloat16.
 
-With `--form output` also a cold load, as by a server on a GPU, but with nothing behind the reserved rooms: from the
-call that reads the adapter until it can be loaded ("cold, read"), and until its last page was in a room ("cold, in
-rooms"). Both are looked for once a millisecond, as by an idle engine, or between steps of `STEP_S` ("beside steps") for
-a part of which the thread that plans them holds the interpreter.
+With `--form output`, it also measures a cold load, as on a server with a GPU but without copies to a device: the time
+from the call that reads the adapter until it can be loaded ("cold, read"), and until its last page is in a room ("cold,
+in rooms"). Progress is checked once per millisecond, as in an idle engine, or between simulated steps of `STEP_S`
+("beside steps"). The main thread holds the GIL during the first `PLANNING_S` of each step.
 """
 
 from __future__ import annotations

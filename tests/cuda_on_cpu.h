@@ -116,6 +116,8 @@ inline T __shfl_sync(u32, T v, int from) {
 inline void count_up(unsigned* at) { ++*at; }
 inline unsigned reached(const unsigned* at) { return *at; }
 inline unsigned atomicAdd(unsigned* at, unsigned n) { return (*at += n) - n; }
+inline float exp2_of(float x) { return std::exp2(x); }
+inline float reciprocal_of(float x) { return 1.f / x; }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
@@ -207,8 +209,6 @@ inline void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const 
 // Of fused_decode.cu. A cluster is one block.
 
 inline void multiply(float* d, const u32* a, u32 b0, u32 b1) { mma(d, a[0], a[1], a[2], a[3], b0, b1, d); }
-inline float exp2_of(float x) { return std::exp2(x); }
-inline float reciprocal_of(float x) { return 1.f / x; }
 inline float written_at(const unsigned short* from) { return emulated::narrow(*from, HALF); }
 inline float of_block(const float* here, int) { return *here; }
 inline void meet() { __syncthreads(); }

@@ -50,7 +50,7 @@ class HostCopy:
             return
         try:
             pages = adapter.read(None)
-        except ModelFileError as error:  # the next load fails, and the files are checked again
+        except Exception as error:  # nobody waits for the copy: the next load reads the files again, or fails
             log.warning("no copy is kept in the host's memory: %s", error)
             return
         if self._adapter is not None:

@@ -82,8 +82,8 @@ class Assigned:
     Attributes:
         adapter: [max_rows] int32, each row's adapter; NONE for the base model, and past the step's rows.
         tiles: [most_tiles(max_rows, max_adapters), 1 + TILE_ROWS] int32: an adapter and rows that have it, then NONE.
-            Arbitrary past those in use, of which a step of n rows, padding included, has at most
-            `most_tiles(n, max_adapters)`.
+            Entries past those in use are arbitrary. A step of n rows, including padding, uses at most
+            `most_tiles(n, max_adapters)` of them.
         work: [1 + 3 n] int32: the number of entries, then an entry for each group of RANKS of each tile's adapter: the
             tile, the adapter, the group. Arbitrary past those.
         ends: [most_tiles(max_rows, max_adapters)] int32: what the second half takes for the tiles up to the end of each

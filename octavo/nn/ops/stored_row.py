@@ -96,7 +96,7 @@ def runs(device: torch.device) -> bool:
 
 
 def joins(outputs: int, device: torch.device, *, gated: bool) -> bool:
-    """Return whether something can be joined with the product of one row and a matrix of so many outputs."""
+    """Return whether `product` supports `joined` for a matrix with this many outputs."""
     own = outputs // 2 if gated else outputs
     return own // STRIP <= MOST_STRIPS * blocks_of(own, device)
 

@@ -21,7 +21,6 @@
 #define STAGE (2 * OUTPUTS * RANGE)                 // elements of RANGE ranks of a piece
 #define HELD ((GATES ? 2 : 1) * RANKS * TILE_ROWS)  // elements of a tile's sums
 #define KNOWN 4                 // ends of tiles that each lane reads at first
-#define LOG2_E 1.4426950408889634f
 
 // A tile of rows, for a lane.
 struct Tile {
@@ -44,12 +43,6 @@ struct Side {
 __device__ __forceinline__ float reciprocal_of(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -22,16 +22,9 @@
 #define VALUE 9
 #define OWN ((SHARING + 2 + WARPS - 1) / WARPS)
 #define PAIRS ((D / 2 + 31) / 32)
-#define LOG2_E 1.4426950408889634f
 #define NONE __uint_as_float(0xff800000u)
 
 typedef unsigned short u16;
-
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ float wide(u16 x) { return wide2(x).x; }
 
@@ -40,8 +33,6 @@ __device__ __forceinline__ float written_at(const u16* from) {
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(from) : "memory");
   return wide(x);
 }
-
-__device__ __forceinline__ u32 in_shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
 __device__ __forceinline__ float of_block(const float* here, int block) {
   u32 there;
@@ -66,10 +57,6 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u32 b0, u32 b1)
 __device__ __forceinline__ void copy(u32 to, const u16* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-__device__ __forceinline__ void await() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
 
 // Load four 8 x 8 matrices, of which each lane has the address of a row.
 __device__ __forceinline__ void load(u32* a, u32 row) {

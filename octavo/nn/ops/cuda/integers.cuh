@@ -81,6 +81,15 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   return d;
 }
 
+#define LOG2_E 1.4426950408889634f
+
+// 2 to the power of x, by the instruction that approximates it.
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ u32 narrow2(float low, float high) {
   u32 d;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
