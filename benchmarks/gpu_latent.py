@@ -4,18 +4,22 @@
 
 Random latents, block tables permuted; times are medians of a graph's replays over several caches, so that nothing is
 found in the L2 cache. `attend` has the products with the heads' matrices, `kernel` only reads the cache and merges its
-parts. Prompts count the operations of the causal half and of the product that expands latents. --sweep tries launch
-shapes (`nn/latent/triton_shapes.py`) and numbers of parts, and compares their results.
+parts, `triton` does that without the kernel in CUDA (`nn/latent/latent_decode.py`). Prompts count the operations of the
+causal half and of the product that expands latents. --sweep tries divisions of the kernel in CUDA, launch shapes of
+those in Triton (`nn/latent/triton_shapes.py`) and their numbers of parts, and compares their results.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_workloads import ceilings
@@ -25,7 +29,7 @@ from octavo.device.ahead import Ahead, target_of
 from octavo.models.attention import latent_spec
 from octavo.models.registry import spec_of
 from octavo.nn.attention.triton_few import num_splits
-from octavo.nn.latent import triton
+from octavo.nn.latent import latent_decode, triton
 from octavo.nn.latent.base import LatentSpec
 from octavo.nn.latent.triton_shapes import AbsorbedShape, ExpandedShape
 from octavo.nn.step import StepInput
@@ -33,7 +37,8 @@ from octavo.nn.step import StepInput
 HERE = Path(__file__).parent
 DTYPE = torch.bfloat16
 PAGE = 16
-DECODING = ((256, 1024), (64, 2048), (32, 8192), (8, 4096))
+DECODING = ((256, 1024), (64, 2048), (32, 8192), (8, 4096), (1, 1024), (1, 16384))
+SPLITS, PARTS = (1, 2, 4, 8, 16), latent_decode.PARTS
 PROMPTS = ((4, 2048), (1, 8192))
 SHAPES = [(32, 4, 2), (32, 4, 5), (32, 4, 7), (32, 8, 5), (64, 8, 2), (64, 8, 5), (16, 4, 5), (16, 4, 7)]
 EXPANDED = [(128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 4, 3)]
@@ -70,14 +75,14 @@ class Work:
     def attend(self, i: int) -> torch.Tensor:
         return self.backend.attend(self.q, self.q[:, 0], self.expansion, self.caches[i], self.step, self.spec)
 
-    def kernel(self, splits: int) -> Callable[[int], torch.Tensor]:
+    def kernel(self) -> Callable[[int], torch.Tensor]:
         spec, few = self.spec, self.step.attn.few
         low = torch.randn(spec.num_heads, self.rows, spec.rank, dtype=DTYPE, device="cuda")
         mixed = torch.empty(self.rows, spec.num_heads, spec.rank, dtype=DTYPE, device="cuda")
 
         def run(i: int) -> torch.Tensor:
             cache = self.caches[i]
-            triton._absorb(low, self.q, cache, self.step, spec, None, few.count, 1, splits, mixed, tiles=False)
+            triton._decode(low, self.q, cache, self.step, spec, few, mixed)
             return mixed
 
         return run
@@ -165,12 +170,24 @@ def seconds_of(run: Callable[[int], object], count: int) -> float:
 def measure(work: Work, copy_tb_s: float) -> dict[str, Any]:
     count = len(work.caches)
     found: dict[str, Any] = {"rows": work.rows, "length": work.length}
-    for name, run in (("attend", work.attend), ("kernel", work.kernel(work.splits(4)))):
+
+    def time(name: str, run: Callable[[int], object]) -> None:
         seconds = seconds_of(run, count)
         rate = work.nbytes / seconds / 1e12
-        found |= {f"{name}_us": round(seconds * 1e6, 1), f"{name}_tb_s": round(rate, 2)}
+        found.update({f"{name}_us": round(seconds * 1e6, 1), f"{name}_tb_s": round(rate, 2)})
         found[f"{name}_share"] = round(rate / copy_tb_s, 3)
+
+    time("attend", work.attend)
+    time("kernel", work.kernel())
+    with in_triton():
+        time("triton", work.kernel())
     return found
+
+
+@contextmanager
+def in_triton() -> Iterator[None]:
+    with mock.patch.object(latent_decode, "serves", return_value=False):
+        yield
 
 
 def shapes(spec: LatentSpec) -> Iterator[AbsorbedShape]:
@@ -180,39 +197,46 @@ def shapes(spec: LatentSpec) -> Iterator[AbsorbedShape]:
         yield given._replace(keys=keys, warps=warps, stages=stages)
 
 
+def candidates(work: Work) -> Iterator[tuple[Any, ExitStack]]:
+    """Return ways to decode, and what selects each."""
+    for divided in itertools.starmap(latent_decode.Division, itertools.product(SPLITS, PARTS)):
+        if divided.splits * divided.parts * work.rows <= 1024:
+            chosen = ExitStack()
+            chosen.enter_context(mock.patch.object(latent_decode, "division", lambda _, divided=divided: divided))
+            yield divided, chosen
+    for shape in shapes(work.spec):
+        for parts in sorted({work.splits(each) for each in (1, 2, 4, 8)}):
+            chosen = ExitStack()
+            chosen.enter_context(in_triton())
+            chosen.enter_context(mock.patch.object(triton, "absorbed_shape", lambda *_, shape=shape: shape))
+            chosen.enter_context(mock.patch.object(triton, "num_splits", lambda *_, parts=parts: parts))
+            yield (*shape, parts), chosen
+
+
 def sweep(work: Work) -> list[Any]:
-    """Return the fastest as (µs, shape, parts' divisor)."""
-    found, chosen = [], triton.absorbed_shape
-    expected: torch.Tensor | None = None
-    try:
-        for shape in shapes(work.spec):
-            triton.absorbed_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
+    """Return the fastest as (µs, candidate)."""
+    found = []
+    expected = work.attend(0).float()
+    for candidate, chosen in candidates(work):
+        with chosen:
             try:
-                got = work.attend(0).float()
-                expected = got if expected is None else expected
-                error = ((got - expected).norm() / expected.norm()).item()
+                error = ((work.attend(0).float() - expected).norm() / expected.norm()).item()
                 if not error < 0.02:
-                    print("WRONG", shape, error, flush=True)
-                for splits in sorted({work.splits(each) for each in (1, 2, 4, 8)}):
-                    seconds = seconds_of(work.kernel(splits), len(work.caches))
-                    found.append((round(seconds * 1e6, 1), [*shape], splits))
+                    print("WRONG", candidate, error, flush=True)
+                found.append((round(seconds_of(work.kernel(), len(work.caches)) * 1e6, 1), candidate))
             except Exception as failure:  # a candidate that does not compile or fit
-                print("FAILED", shape, str(failure)[:100], flush=True)
-    finally:
-        triton.absorbed_shape = chosen
+                print("FAILED", candidate, str(failure)[:100], flush=True)
     return sorted(found)
 
 
 def compile_all(works: list[Work], prompts: Prompts) -> None:
     ahead = Ahead(target_of(torch.device("cuda")))
-    chosen = triton.absorbed_shape
     with ahead.collecting():
-        for shape in shapes(works[0].spec):
-            triton.absorbed_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
-            for work in works:
-                for splits in {work.splits(each) for each in (1, 2, 4, 8)}:
-                    work.kernel(splits)(0)
-        triton.absorbed_shape, wide = chosen, triton.expanded_shape
+        for work in works:
+            for _, chosen in candidates(work):
+                with chosen:
+                    work.kernel()(0)
+        wide = triton.expanded_shape
         for each in EXPANDED:
             triton.expanded_shape = lambda *_, each=each: ExpandedShape(*each)  # type: ignore[assignment]
             prompts.prepare()

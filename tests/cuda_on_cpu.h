@@ -206,11 +206,12 @@ inline void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const 
   memcpy(d, sums, sizeof sums);
 }
 
-// Of fused_decode.cu. A cluster is one block.
+// Of tiles.cuh, clusters.cuh and fused_decode.cu. A cluster is one block.
 
 inline void multiply(float* d, const u32* a, u32 b0, u32 b1) { mma(d, a[0], a[1], a[2], a[3], b0, b1, d); }
 inline float written_at(const unsigned short* from) { return emulated::narrow(*from, HALF); }
-inline float of_block(const float* here, int) { return *here; }
+template <class T>
+inline T of_block(const T* here, int) { return *here; }
 inline void meet() { __syncthreads(); }
 
 // Word `lane % 4` of row `lane / 4` of each matrix.

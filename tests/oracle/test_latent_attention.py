@@ -6,14 +6,18 @@ Triton's kernels run on the GPU where there is one, else small, under the interp
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
 import random
+import shutil
 from dataclasses import dataclass
 
 import pytest
 import torch
+from cuda_on_cpu import EmulatedKernel
 from levels import ISAS, needs_isa
 from torch import Tensor
 
@@ -25,6 +29,7 @@ from octavo.nn.latent.reference import ReferenceLatents, attend_expanded
 from octavo.nn.step import StepInput
 
 GPU = torch.cuda.is_available()
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
 # The interpreter multiplies no bfloat16 matrices.
 HALF = torch.bfloat16 if GPU else torch.float16
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -275,27 +280,106 @@ def test_triton_follows_table_rows():
     torch.testing.assert_close(run(case, backend), expected)
 
 
-def test_recorded_steps_are_absorbed_tile_by_tile():
-    """As a graph has them: tiles and rows of a buffer, whose unused entries name a row without queries."""
-    import numpy as np
-
-    case = make_case([(20, 10), (12, 1), (5, 2)], SMALL, torch.float32)
-    backend = triton_backend(case)
+def recorded(case: Case):
+    """The backend, with the case's step as a graph has it: tiles and rows of a buffer, whose unused entries name a row
+    without queries."""
+    backend, step = triton_backend(case), case.step
     device = torch.device("cuda" if GPU else "cpu")
-    expected = run(case, backend)
-    tiles, single = backend.cut(np.array([10, 1, 2]), [10, 11, 3], device)
-    unused = 3
-    step = case.step
+    counts = step.query_start.diff()
+    tiles, single = backend.cut(counts.numpy(), (step.seq_lens - counts).tolist(), device)
+    unused, tokens = step.num_rows, step.num_tokens
     step.query_start = torch.cat([step.query_start, step.query_start[-1:]])
     step.seq_lens = torch.cat([step.seq_lens, torch.zeros(1, dtype=torch.int32)])
     step.block_tables = torch.cat([step.block_tables, torch.zeros_like(step.block_tables[:1])])
-    padded = torch.full((2 * backend.most_tiles(13, 3, device),), unused, dtype=torch.int32)
+    padded = torch.full((2 * backend.most_tiles(tokens, unused, device),), unused, dtype=torch.int32)
     padded[: len(tiles)] = torch.from_numpy(tiles)
-    rows = torch.full((13,), unused, dtype=torch.int32)
+    rows = torch.full((tokens,), unused, dtype=torch.int32)
     rows[: len(single)] = torch.from_numpy(single)
-    recorded = backend.foreseen(padded.to(device), rows.to(device), case.step.num_tokens)
-    backend.prepare, kept = lambda step, size: recorded if step.num_rows == 4 else kept(step, size), backend.prepare
-    torch.testing.assert_close(run(case, backend), expected, atol=5e-5, rtol=5e-5)
+    plan = backend.foreseen(padded.to(device), rows.to(device), tokens)
+    backend.prepare, kept = (
+        lambda step, size: plan if step.num_rows == unused + 1 else kept(step, size),
+        backend.prepare,
+    )
+    return backend
+
+
+def test_recorded_steps_are_absorbed_tile_by_tile():
+    case = make_case([(20, 10), (12, 1), (5, 2)], SMALL, torch.float32)
+    expected = run(case, triton_backend(case))
+    torch.testing.assert_close(run(case, recorded(case)), expected, atol=5e-5, rtol=5e-5)
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    """The CUDA kernel on a Hopper GPU, else compiled for the CPU, with one block for a cluster."""
+    if GPU and not HOPPER:
+        pytest.skip("needs a Hopper GPU, or none")
+    if not GPU and shutil.which("g++") is None:
+        pytest.skip("needs a compiler")
+    latent_decode = pytest.importorskip("octavo.nn.latent.latent_decode")
+    if not GPU:
+        made = functools.cache(lambda form: EmulatedKernel("latent_decode", *latent_decode.source_of(form)))
+        monkeypatch.setattr(EmulatedKernel, "folder", tmp_path, raising=False)
+        monkeypatch.setattr(EmulatedKernel, "late", (False, True))
+        monkeypatch.setattr(latent_decode, "_usable", lambda device: True)
+        monkeypatch.setattr(latent_decode, "_kernel", lambda form, splits: made(form))
+    return latent_decode
+
+
+def divided(kernel, monkeypatch, splits: int, parts: int) -> None:
+    monkeypatch.setattr(kernel, "division", lambda rows: kernel.Division(splits, parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if GPU else [torch.bfloat16], ids=str)
+def test_decoding_in_cuda(kernel, monkeypatch, dtype):
+    """Contexts of no whole tile, of one, of more tiles than there are places for, and of fewer tiles than blocks."""
+    rng = random.Random(os.urandom(8))
+    lengths = (
+        [1, 63, 64, 65, 192, rng.randint(193, 700)] if not GPU else [1, 64, 20_000, *rng.sample(range(1, 9000), 40)]
+    )
+    rng.shuffle(lengths)
+    spec = LITE if GPU else LatentSpec(num_heads=5, rank=128, rope_dim=32, nope_dim=24, value_dim=20, scale=0.1)
+    case = make_case([(length, 1) for length in lengths], spec, dtype, block_size=rng.choice([8, 16, 32]))
+    for splits, parts in [(s, p) for s in (1, 2, 4, 8, 16) for p in (1, 4)] if GPU else [(1, 1), (1, 3)]:
+        divided(kernel, monkeypatch, splits, parts)
+        check(case, backend := triton_backend(case))
+    step = moved(case.step, torch.device("cuda" if GPU else "cpu"))
+    few, q = backend.prepare(step, case.block_size).few, case.inputs(len(lengths), 2)[0].to(step.device)
+    cache = torch.empty(backend.cache_shape(spec, 1, case.block_size), dtype=dtype, device=step.device)
+    assert kernel.serves(few, q, cache, spec), "these rows are not decoded by another kernel"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_decoding_beside_prompts_in_cuda(kernel, monkeypatch, parts):
+    divided(kernel, monkeypatch, 2 if GPU else 1, parts)
+    spec = LITE if GPU else LatentSpec(num_heads=16, rank=128, rope_dim=32, nope_dim=16, value_dim=16, scale=0.1)
+    case = make_case([(20, 10), (70, 1), (5, 1), (19, 2)], spec, HALF)
+    check(case, triton_backend(case))
+    check(case, recorded(case))
+
+
+@pytest.mark.parametrize("rows", [*range(1, 40), 64, 100, 133, 256, 1000])
+def test_blocks_divide_rows_evenly(kernel, rows):
+    splits, parts = kernel.division(rows)
+    assert splits in (1, 2, 4, 8, 16)
+    assert parts == 1 or rows * splits * parts <= 132, "parts are for blocks that would be idle"
+    assert splits == 16 or rows * splits * 2 > 132 or rows * 16 > 128
+
+
+def test_what_is_decoded_in_cuda(kernel):
+    from octavo.nn.attention.triton_few import Few
+
+    cache = torch.empty(2, 16, LITE.width, dtype=torch.bfloat16)
+    q = torch.empty(3, LITE.num_heads, LITE.query_dim, dtype=torch.bfloat16)
+    few = Few(None, 3, 1)
+    assert kernel.serves(few, q, cache, LITE)
+    assert not kernel.serves(Few(None, 3, 8), q, cache, LITE), "drafts"
+    assert not kernel.serves(few, q.float(), cache.float(), LITE)
+    assert not kernel.serves(few, q, cache, dataclasses.replace(LITE, num_heads=17)), (
+        "more heads than the units have rows"
+    )
+    assert not kernel.serves(few, q, cache, dataclasses.replace(LITE, rank=448))
+    assert not kernel.serves(few, q[:, :, 1:], cache, LITE), "copies are of 16 aligned bytes"
 
 
 def test_the_form_follows_the_cost():

@@ -135,7 +135,7 @@ def _kernel(form: DecodeForm) -> Kernel:
 
 def source_of(form: DecodeForm) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory."""
-    source = nvrtc.source_of("integers.cuh", "copies.cuh") + _source()
+    source = nvrtc.source_of("integers.cuh", "copies.cuh", "tiles.cuh", "clusters.cuh") + _source()
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "D": form.dim}
     macros |= {"SPLITS": _SPLITS, "WARPS": _WARPS, "DEPTH": _DEPTH}
     own = ("sharing", "page", "normed", "window", "chunked", "capped", "sinks", "slopes", "table_rows")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from octavo.nn.attention.triton_decode import merge_kernel
 from octavo.nn.attention.triton_few import Few, num_splits
+from octavo.nn.latent import latent_decode
 from octavo.nn.latent.base import LatentNorm, LatentSpec
 from octavo.nn.latent.triton_absorbed import absorbed_kernel
 from octavo.nn.latent.triton_expanded import expanded_kernel
@@ -105,6 +107,24 @@ class TritonLatents:
             _attend_expanded(q, latents, expansion, cache, step, spec, launches.expanded, out)
         return out
 
+    def launch_ahead(
+        self, q: Tensor, latents: Tensor, expansion: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec
+    ) -> None:
+        """Launch the Triton kernels of `attend` and compile its CUDA kernel in the background.
+
+        For `device/ahead.py`, which only records launches: the arguments need no values.
+        """
+        few = step.attn.few
+        if few is None or not latent_decode.serves(few, q, cache, spec):
+            self.attend(q, latents, expansion, cache, step, spec)
+            return
+        latent_decode.compile_ahead(latent_decode.form_of(q, cache, spec))
+        mixed = torch.empty(len(q), spec.num_heads, spec.rank, dtype=q.dtype, device=q.device)
+        for count in latent_decode.PARTS:
+            _merge(_parts(mixed, few, spec, count), few, step, spec, count, mixed)
+        step.attn = replace(step.attn, few=None)
+        self.attend(q, latents, expansion, cache, step, spec)
+
     def sharing(self) -> tuple[int, int]:
         """See `Recordable`. Common prefixes are not read once."""
         return 1, 1
@@ -145,19 +165,41 @@ def _attend_absorbed(
     low = torch.bmm(q[:count, :, : spec.nope_dim].transpose(0, 1), keys)  # [heads, tokens, rank]
     mixed = torch.empty(count, spec.num_heads, spec.rank, dtype=q.dtype, device=q.device)
     if launches.few is not None:
-        few = launches.few
-        # A quarter of the parts of other attention, since each part of an output is as wide as a latent.
-        programs = 4 * few.count * _head_tiles(q.dtype, spec, few.queries)
-        splits = num_splits(programs, step.max_seq_len, q.device)
-        _absorb(low, q, cache, step, spec, few.rows, few.count, few.queries, splits, mixed, tiles=False)
+        _decode(low, q, cache, step, spec, launches.few, mixed)
     if launches.many is not None:
         many, queries = launches.many, tile_queries(spec.num_heads)
-        _absorb(low, q, cache, step, spec, many.tiles, many.count, queries, 1, mixed, tiles=True)
+        _absorb(low, q, cache, step, spec, many.tiles, many.count, queries, mixed, (mixed, mixed), 1, tiles=True)
     torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2), out=out[:count].transpose(0, 1))
 
 
 def _head_tiles(dtype: torch.dtype, spec: LatentSpec, queries: int) -> int:
     return int(triton.cdiv(spec.num_heads, absorbed_shape(dtype, spec.num_heads, queries).group))
+
+
+def _decode(low: Tensor, q: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec, few: Few, mixed: Tensor) -> None:
+    """Write the sums of latents of rows with few queries each to `mixed` [T, heads, rank]."""
+    if latent_decode.serves(few, q, cache, spec):
+        divided = latent_decode.division(few.count)
+        parts = _parts(mixed, few, spec, divided.parts)
+        latent_decode.attend(low, q, cache, step, spec, few, divided, mixed, parts)
+        _merge(parts, few, step, spec, divided.parts, mixed)
+        return
+    # A quarter of the parts of other attention, since each part of an output is as wide as a latent.
+    programs = 4 * few.count * _head_tiles(q.dtype, spec, few.queries)
+    splits = num_splits(programs, step.max_seq_len, q.device)
+    parts = _parts(mixed, few, spec, splits)
+    _absorb(low, q, cache, step, spec, few.rows, few.count, few.queries, mixed, parts, splits, tiles=False)
+    _merge(parts, few, step, spec, splits, mixed)
+
+
+def _parts(mixed: Tensor, few: Few, spec: LatentSpec, count: int) -> tuple[Tensor, Tensor]:
+    """Return memory for sums in `count` parts, and for the logarithms of their weights; that of the sums if it is not
+    needed."""
+    if count == 1:
+        return mixed, mixed
+    cells = few.count * few.queries * spec.num_heads * count
+    sums = torch.empty(cells * spec.rank, dtype=torch.float32, device=mixed.device)
+    return sums, torch.empty(cells, dtype=torch.float32, device=mixed.device)
 
 
 def _absorb(
@@ -169,27 +211,21 @@ def _absorb(
     items: Tensor | None,
     count: int,
     queries: int,
-    splits: int,
     mixed: Tensor,
+    parts: tuple[Tensor, Tensor],
+    splits: int,
     *,
     tiles: bool,
 ) -> None:
-    """Write the sums of latents of rows, or of tiles of them, to `mixed` [T, heads, rank]."""
+    """Write the sums of latents of rows, or of tiles of them, to `mixed`, or to several parts."""
     shape = absorbed_shape(q.dtype, spec.num_heads, queries)
-    parts, part_lse = mixed, mixed
-    if splits > 1:
-        cells = count * queries * spec.num_heads * splits
-        parts = torch.empty(cells * spec.rank, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(cells, dtype=torch.float32, device=q.device)
-    given = step.query_start if items is None else items
     absorbed_kernel[(_head_tiles(q.dtype, spec, queries), count, splits)](
         low,
         q,
         cache,
         mixed,
-        parts,
-        part_lse,
-        given,
+        *parts,
+        step.query_start if items is None else items,
         step.query_start,
         step.seq_lens,
         step.query_start if step.table_rows is None else step.table_rows,
@@ -219,22 +255,27 @@ def _absorb(
         num_stages=shape.stages,
         **overlap(q.device),
     )
-    if splits > 1:
-        merge_kernel[(spec.num_heads, count * queries)](
-            parts,
-            part_lse,
-            mixed,
-            given,
-            step.query_start,
-            splits,
-            QUERIES=queries,
-            D=spec.rank,
-            BLOCK_D=triton.next_power_of_2(spec.rank),
-            BLOCK_P=triton.next_power_of_2(splits),
-            HAS_ROWS=items is not None,
-            num_warps=4,
-            **overlap(q.device),
-        )
+
+
+def _merge(
+    parts: tuple[Tensor, Tensor], few: Few, step: StepInput, spec: LatentSpec, count: int, mixed: Tensor
+) -> None:
+    if count == 1:
+        return
+    merge_kernel[(spec.num_heads, few.count * few.queries)](
+        *parts,
+        mixed,
+        step.query_start if few.rows is None else few.rows,
+        step.query_start,
+        count,
+        QUERIES=few.queries,
+        D=spec.rank,
+        BLOCK_D=triton.next_power_of_2(spec.rank),
+        BLOCK_P=triton.next_power_of_2(count),
+        HAS_ROWS=few.rows is not None,
+        num_warps=4,
+        **overlap(mixed.device),
+    )
 
 
 def _attend_expanded(

@@ -32,6 +32,7 @@ from octavo.nn.attention.triton import MANY_WRITTEN, TritonAttention
 from octavo.nn.build import AnyBackend, own_form
 from octavo.nn.divided import DividedLogits
 from octavo.nn.latent.base import LatentBackend, LatentSpec
+from octavo.nn.latent.triton import TritonLatents
 from octavo.nn.ops import expert_products, expert_rows, few_rows, triton_norm
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.step import SharedContexts, StepInput
@@ -271,7 +272,9 @@ def _attend_latents(
     for plan in plans:
         step.attn = plan
         attention.store(heads, latents, (empty(layer.rank), 1e-6), table, cache, step, layer)
-        attention.attend(heads, latents, empty(layer.num_heads, layer.expanded_dim, layer.rank), cache, step, layer)
+        expansion = empty(layer.num_heads, layer.expanded_dim, layer.rank)
+        attend = attention.launch_ahead if isinstance(attention, TritonLatents) else attention.attend
+        attend(heads, latents, expansion, cache, step, layer)
 
 
 class _Alike:

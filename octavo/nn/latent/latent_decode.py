@@ -1,0 +1,197 @@
+"""Latent attention of rows with one query each on a Hopper GPU, in the absorbed form, by the CUDA kernel
+`cuda/latent_decode.cu`: each latent is loaded once for up to 16 heads, two tiles ahead."""
+
+from __future__ import annotations
+
+import functools
+import math
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.nn.attention.triton_few import Few
+from octavo.nn.latent.base import LatentSpec
+from octavo.nn.ops import nvrtc
+from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.step import StepInput
+
+_MOST_HEADS = 16
+"""Rows of the matrix units."""
+_WARPS, _DEPTH = 8, 2
+_MEMORY = 230_000
+"""Most bytes of shared memory of a block, beside what it has of a fixed size."""
+_BESIDE = 1.5
+"""Tiles that could be read while a block begins and ends."""
+_TILES = 24
+"""Tiles of a context that rows are divided for: lengths are on the device."""
+_CLUSTERS = {1: 132, 2: 66, 4: 32, 8: 16, 16: 8}
+"""Blocks of a cluster -> clusters that run at once on an H200: groups of 16 or 18 multiprocessors have whole ones."""
+PARTS = (1, 2, 4, 8)
+"""Numbers of parts of a row that the next launch merges."""
+_ALIGNED = 16
+"""Bytes that the kernel copies at a time."""
+_LIMIT = 0.02
+"""Largest relative error of the trial."""
+_LOG2_E = math.log2(math.e)
+
+
+class LatentForm(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        dtype: of queries and cache, 16 bits wide.
+        page: tokens of a KV block.
+    """
+
+    dtype: torch.dtype
+    heads: int
+    rank: int
+    rope: int
+    nope: int
+    page: int
+
+
+class Division(NamedTuple):
+    """How blocks share a row: `splits` of a cluster, which merges their sums, times `parts`, which the next launch
+    merges."""
+
+    splits: int
+    parts: int
+
+
+def serves(few: Few, q: Tensor, cache: Tensor, spec: LatentSpec) -> bool:
+    """Return whether `attend` computes these rows of a step."""
+    if few.queries > 1 or not few.count or spec.num_heads > _MOST_HEADS:
+        return False
+    narrow = q.dtype == cache.dtype and q.dtype in (torch.float16, torch.bfloat16)
+    sizes = spec.rank % (16 * _WARPS) == 0 and spec.width % 32 == 0 and spec.nope_dim % 8 == 0
+    if not (narrow and sizes and _shared_memory(spec.width) <= _MEMORY):
+        return False
+    places = (cache.data_ptr(), q.data_ptr(), *(2 * stride for stride in (*q.stride()[:2], *cache.stride()[:2])))
+    return not any(place % _ALIGNED for place in places) and _usable(q.device)
+
+
+@functools.cache
+def _usable(device: torch.device) -> bool:
+    """Return whether the kernel runs on a device and computes a trial right; log why it doesn't."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return nvrtc.trusted("Latents are decoded", functools.partial(_deviation, device), _LIMIT)
+
+
+def division(rows: int) -> Division:
+    """Return how blocks share each of this many rows: the fewest rounds of blocks, each with a share of a context and
+    what a block takes besides."""
+
+    def rounds(splits: int) -> float:
+        return -(-rows // _CLUSTERS[splits]) * (_TILES / splits + _BESIDE)
+
+    splits = min(_CLUSTERS, key=rounds)
+    fitting = [parts for parts in PARTS if parts * rows <= _CLUSTERS[splits]]
+    return Division(splits, max(fitting, default=1) if splits == max(_CLUSTERS) else 1)
+
+
+def form_of(q: Tensor, cache: Tensor, spec: LatentSpec) -> LatentForm:
+    """Return the form of a layer's launch."""
+    return LatentForm(q.dtype, spec.num_heads, spec.rank, spec.rope_dim, spec.nope_dim, cache.shape[1])
+
+
+def attend(
+    low: Tensor,
+    q: Tensor,
+    cache: Tensor,
+    step: StepInput,
+    spec: LatentSpec,
+    few: Few,
+    divided: Division,
+    out: Tensor,
+    parts: tuple[Tensor, Tensor],
+) -> None:
+    """Write the sums of latents of these rows' tokens.
+
+    Args:
+        low: [heads, T, rank], queries times the heads' key matrices.
+        q: [T, heads, query_dim], of which the rotated channels are read.
+        out: [T, heads, rank], of q's dtype; written if `divided` has one part.
+        parts: else sums [rows, heads, parts, rank] and the logarithms, to base 2, of their weights
+            [rows, heads, parts], float32.
+    """
+    tensors = [low, q, cache, out, *parts]
+    listed = [few.rows, step.query_start, step.seq_lens, step.table_rows]
+    strides = (*low.stride()[:2], *q.stride()[:2], *cache.stride()[:2], step.block_tables.stride(0))
+    arguments: list[c_void_p | c_float | c_int] = [*map(address, tensors)]
+    arguments += [c_void_p() if one is None else address(one) for one in (*listed, step.block_tables)]
+    arguments += [c_float(spec.scale * _LOG2_E), *map(c_int, strides)]
+    _kernel(form_of(q, cache, spec), divided.splits).launch((divided.splits, few.count, divided.parts), arguments)
+
+
+def compile_ahead(form: LatentForm) -> None:
+    """Compile a kernel in the background."""
+    source, macros, _, _ = source_of(form)
+    nvrtc.compile_ahead(source, macros)
+
+
+@functools.cache
+def _kernel(form: LatentForm, splits: int) -> Kernel:
+    return Kernel("latent_decode", *source_of(form), cluster=splits)
+
+
+def source_of(form: LatentForm) -> tuple[str, dict[str, int], int, int]:
+    """Return source, macros, threads and bytes of shared memory."""
+    source = nvrtc.source_of("integers.cuh", "copies.cuh", "tiles.cuh", "clusters.cuh") + _source()
+    macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16)}
+    macros |= {"WARPS": _WARPS, "DEPTH": _DEPTH}
+    macros |= {name.upper(): getattr(form, name) for name in ("heads", "rank", "rope", "nope", "page")}
+    return source, macros, 32 * _WARPS, _shared_memory(form.rank + form.rope)
+
+
+def _shared_memory(width: int) -> int:
+    """Return the bytes of a block's dynamic shared memory: tiles, and the factors of one."""
+    tile = 8 * _WARPS
+    return 2 * ((_DEPTH + 1) * tile * (width + 8) + 16 * (tile + 8))
+
+
+@functools.cache
+def _source() -> str:
+    return (Path(__file__).parent / "cuda" / "latent_decode.cu").read_text(encoding="utf-8")
+
+
+def _deviation(device: torch.device) -> float:
+    """Return the largest relative error of two rows, one of which has no whole tile, divided in each way."""
+    random = torch.Generator().manual_seed(0)
+    spec, page, dtype = LatentSpec(16, 512, 64, 128, 128, 0.07), 16, torch.bfloat16
+    lengths = (300, 5)
+    blocks = sum(-(-length // page) for length in lengths)
+    cache = torch.randn(blocks, page, spec.width, generator=random).to(dtype)
+    low = torch.randn(spec.num_heads, len(lengths), spec.rank, generator=random).to(dtype)
+    q = torch.randn(len(lengths), spec.num_heads, spec.query_dim, generator=random).to(dtype)
+    first = -(-lengths[0] // page)
+    tables = torch.tensor([list(range(first)), [first] * first], dtype=torch.int32, device=device)
+    counted = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+    nothing = torch.zeros(len(lengths), dtype=torch.long, device=device)
+    step = StepInput(
+        input_ids=nothing,
+        positions=nothing,
+        query_start=counted,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=tables,
+        slot_mapping=nothing,
+        logit_rows=nothing,
+        max_query_len=1,
+        max_seq_len=max(lengths),
+    )
+    expected = torch.empty(len(lengths), spec.num_heads, spec.rank)
+    for row, (length, begin) in enumerate(zip(lengths, (0, first), strict=True)):
+        latents = cache[begin:].flatten(0, 1)[:length].float()
+        query = torch.cat([low[:, row], q[row, :, spec.nope_dim :]], dim=1).float()
+        expected[row] = (spec.scale * query @ latents.T).softmax(1) @ latents[:, : spec.rank]
+    worst = 0.0
+    there, few = (low.to(device), q.to(device), cache.to(device)), Few(None, len(lengths), 1)
+    for splits in _CLUSTERS:
+        out = torch.empty(len(lengths), spec.num_heads, spec.rank, dtype=dtype, device=device)
+        attend(*there, step, spec, few, Division(splits, 1), out, (out, out))
+        worst = max(worst, float((out.cpu().float() - expected).norm() / expected.norm()))
+    return worst
