@@ -202,7 +202,7 @@ def candidates(work: Work) -> Iterator[tuple[Any, ExitStack]]:
     for divided in itertools.starmap(latent_decode.Division, itertools.product(SPLITS, PARTS)):
         if divided.splits * divided.parts * work.rows <= 1024:
             chosen = ExitStack()
-            chosen.enter_context(mock.patch.object(latent_decode, "division", lambda _, divided=divided: divided))
+            chosen.enter_context(mock.patch.object(latent_decode, "division", lambda *_, divided=divided: divided))
             yield divided, chosen
     for shape in shapes(work.spec):
         for parts in sorted({work.splits(each) for each in (1, 2, 4, 8)}):

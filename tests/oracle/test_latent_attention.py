@@ -327,7 +327,7 @@ def kernel(monkeypatch, tmp_path):
 
 
 def divided(kernel, monkeypatch, splits: int, parts: int) -> None:
-    monkeypatch.setattr(kernel, "division", lambda rows: kernel.Division(splits, parts))
+    monkeypatch.setattr(kernel, "division", lambda rows, form: kernel.Division(splits, parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if GPU else [torch.bfloat16], ids=str)
@@ -338,7 +338,7 @@ def test_decoding_in_cuda(kernel, monkeypatch, dtype):
         [1, 63, 64, 65, 192, rng.randint(193, 700)] if not GPU else [1, 64, 20_000, *rng.sample(range(1, 9000), 40)]
     )
     rng.shuffle(lengths)
-    spec = LITE if GPU else LatentSpec(num_heads=5, rank=128, rope_dim=32, nope_dim=24, value_dim=20, scale=0.1)
+    spec = LITE if GPU else LatentSpec(num_heads=5, rank=256, rope_dim=64, nope_dim=24, value_dim=20, scale=0.1)
     case = make_case([(length, 1) for length in lengths], spec, dtype, block_size=rng.choice([8, 16, 32]))
     for splits, parts in [(s, p) for s in (1, 2, 4, 8, 16) for p in (1, 4)] if GPU else [(1, 1), (1, 3)]:
         divided(kernel, monkeypatch, splits, parts)
@@ -352,25 +352,28 @@ def test_decoding_in_cuda(kernel, monkeypatch, dtype):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_decoding_beside_prompts_in_cuda(kernel, monkeypatch, parts):
     divided(kernel, monkeypatch, 2 if GPU else 1, parts)
-    spec = LITE if GPU else LatentSpec(num_heads=16, rank=128, rope_dim=32, nope_dim=16, value_dim=16, scale=0.1)
+    spec = LITE if GPU else LatentSpec(num_heads=16, rank=256, rope_dim=64, nope_dim=16, value_dim=16, scale=0.1)
     case = make_case([(20, 10), (70, 1), (5, 1), (19, 2)], spec, HALF)
     check(case, triton_backend(case))
     check(case, recorded(case))
 
 
-@pytest.mark.parametrize("rows", [*range(1, 40), 64, 100, 133, 256, 1000])
-def test_blocks_divide_rows_evenly(kernel, rows):
-    splits, parts = kernel.division(rows)
-    assert splits in (1, 2, 4, 8, 16)
-    assert parts == 1 or rows * splits * parts <= 132, "parts are for blocks that would be idle"
-    assert splits == 16 or rows * splits * 2 > 132 or rows * 16 > 128
+def test_blocks_divide_rows_evenly(kernel):
+    """No blocks idle while others have two rows or more to attend to."""
+    form = kernel.LatentForm(torch.bfloat16, 16, 512, 64, 128, 16)
+    clusters = {1: 132, 2: 66, 4: 31, 8: 14, 16: 6}
+    for rows in (*range(1, 140), 256, 1000):
+        splits, parts = kernel.fastest(rows, form, clusters)
+        assert parts == 1 or rows * parts <= clusters[splits], rows
+        assert rows > 66 or rows * splits * parts > 66, rows
 
 
 def test_what_is_decoded_in_cuda(kernel):
     from octavo.nn.attention.triton_few import Few
 
-    cache = torch.empty(2, 16, LITE.width, dtype=torch.bfloat16)
-    q = torch.empty(3, LITE.num_heads, LITE.query_dim, dtype=torch.bfloat16)
+    device = torch.device("cuda" if GPU else "cpu")
+    cache = torch.empty(2, 16, LITE.width, dtype=torch.bfloat16, device=device)
+    q = torch.empty(3, LITE.num_heads, LITE.query_dim, dtype=torch.bfloat16, device=device)
     few = Few(None, 3, 1)
     assert kernel.serves(few, q, cache, LITE)
     assert not kernel.serves(Few(None, 3, 8), q, cache, LITE), "drafts"

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Mapping
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 from typing import NamedTuple
@@ -20,17 +22,20 @@ from octavo.nn.step import StepInput
 
 _MOST_HEADS = 16
 """Rows of the matrix units."""
-_WARPS, _DEPTH = 8, 2
-_MEMORY = 230_000
+_WARPS, _DEPTH = 16, 2
+_MEMORY = 232_192
 """Most bytes of shared memory of a block, beside what it has of a fixed size."""
-_BESIDE = 1.5
-"""Tiles that could be read while a block begins and ends."""
-_TILES = 24
-"""Tiles of a context that rows are divided for: lengths are on the device."""
-_CLUSTERS = {1: 132, 2: 66, 4: 32, 8: 16, 16: 8}
-"""Blocks of a cluster -> clusters that run at once on an H200: groups of 16 or 18 multiprocessors have whole ones."""
+_SPLITS = (1, 2, 4, 8, 16)
 PARTS = (1, 2, 4, 8)
 """Numbers of parts of a row that the next launch merges."""
+_TILES = 64
+"""Tiles of a context that rows are divided for: lengths are on the device."""
+_TILE_US, _BESIDE_US = 1.3, 4.0
+"""Microseconds of a tile in a block, and of what a block does besides, as measured on an H200."""
+_BYTES_PER_US = 4e6
+"""Of the memory."""
+_MERGED_US = 3.0
+"""Microseconds of the launch that merges parts."""
 _ALIGNED = 16
 """Bytes that the kernel copies at a time."""
 _LIMIT = 0.02
@@ -67,7 +72,7 @@ def serves(few: Few, q: Tensor, cache: Tensor, spec: LatentSpec) -> bool:
     if few.queries > 1 or not few.count or spec.num_heads > _MOST_HEADS:
         return False
     narrow = q.dtype == cache.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    sizes = spec.rank % (16 * _WARPS) == 0 and spec.width % 32 == 0 and spec.nope_dim % 8 == 0
+    sizes = spec.rank % (16 * _WARPS) == 0 and spec.width % 64 == 0 and spec.nope_dim % 8 == 0
     if not (narrow and sizes and _shared_memory(spec.width) <= _MEMORY):
         return False
     places = (cache.data_ptr(), q.data_ptr(), *(2 * stride for stride in (*q.stride()[:2], *cache.stride()[:2])))
@@ -82,16 +87,32 @@ def _usable(device: torch.device) -> bool:
     return nvrtc.trusted("Latents are decoded", functools.partial(_deviation, device), _LIMIT)
 
 
-def division(rows: int) -> Division:
-    """Return how blocks share each of this many rows: the fewest rounds of blocks, each with a share of a context and
-    what a block takes besides."""
+def division(rows: int, form: LatentForm) -> Division:
+    """Return how blocks share each of this many rows."""
+    return fastest(rows, form, _clusters(form))
 
-    def rounds(splits: int) -> float:
-        return -(-rows // _CLUSTERS[splits]) * (_TILES / splits + _BESIDE)
 
-    splits = min(_CLUSTERS, key=rounds)
-    fitting = [parts for parts in PARTS if parts * rows <= _CLUSTERS[splits]]
-    return Division(splits, max(fitting, default=1) if splits == max(_CLUSTERS) else 1)
+@functools.cache
+def _clusters(form: LatentForm) -> Mapping[int, int]:
+    """Return how many clusters run at once, of each number of blocks."""
+    return {splits: _kernel(form, splits).most_clusters() for splits in _SPLITS}
+
+
+def fastest(rows: int, form: LatentForm, clusters: Mapping[int, int]) -> Division:
+    """Return the division with which rounds of clusters should be over first.
+
+    Args:
+        clusters: blocks of a cluster -> clusters that run at once.
+    """
+    tile = 4 * _WARPS * (form.rank + form.rope) * form.dtype.itemsize
+
+    def microseconds(divided: Division) -> float:
+        wanted, at_once = rows * divided.parts, clusters[divided.splits]
+        busy = min(wanted, at_once) * divided.splits
+        each = -(-_TILES // (divided.splits * divided.parts)) * max(_TILE_US, busy * tile / _BYTES_PER_US)
+        return -(-wanted // max(at_once, 1)) * (each + _BESIDE_US) + (_MERGED_US if divided.parts > 1 else 0)
+
+    return min(itertools.starmap(Division, itertools.product(_SPLITS, PARTS)), key=microseconds)
 
 
 def form_of(q: Tensor, cache: Tensor, spec: LatentSpec) -> LatentForm:
@@ -149,9 +170,9 @@ def source_of(form: LatentForm) -> tuple[str, dict[str, int], int, int]:
 
 
 def _shared_memory(width: int) -> int:
-    """Return the bytes of a block's dynamic shared memory: tiles, and the factors of one."""
-    tile = 8 * _WARPS
-    return 2 * ((_DEPTH + 1) * tile * (width + 8) + 16 * (tile + 8))
+    """Return the bytes of a block's dynamic shared memory: tiles, and the scores and weights of one."""
+    tile, heads = 4 * _WARPS, _MOST_HEADS
+    return (_DEPTH + 1) * tile * width * 2 + 2 * heads * (tile + 4) * 4 + heads * (tile + 8) * 2
 
 
 @functools.cache
@@ -190,7 +211,7 @@ def _deviation(device: torch.device) -> float:
         expected[row] = (spec.scale * query @ latents.T).softmax(1) @ latents[:, : spec.rank]
     worst = 0.0
     there, few = (low.to(device), q.to(device), cache.to(device)), Few(None, len(lengths), 1)
-    for splits in _CLUSTERS:
+    for splits in _SPLITS:
         out = torch.empty(len(lengths), spec.num_heads, spec.rank, dtype=dtype, device=device)
         attend(*there, step, spec, few, Division(splits, 1), out, (out, out))
         worst = max(worst, float((out.cpu().float() - expected).norm() / expected.norm()))

@@ -179,7 +179,7 @@ def _head_tiles(dtype: torch.dtype, spec: LatentSpec, queries: int) -> int:
 def _decode(low: Tensor, q: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec, few: Few, mixed: Tensor) -> None:
     """Write the sums of latents of rows with few queries each to `mixed` [T, heads, rank]."""
     if latent_decode.serves(few, q, cache, spec):
-        divided = latent_decode.division(few.count)
+        divided = latent_decode.division(few.count, latent_decode.form_of(q, cache, spec))
         parts = _parts(mixed, few, spec, divided.parts)
         latent_decode.attend(low, q, cache, step, spec, few, divided, mixed, parts)
         _merge(parts, few, step, spec, divided.parts, mixed)
