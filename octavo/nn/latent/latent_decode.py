@@ -25,17 +25,16 @@ _MOST_HEADS = 16
 _WARPS, _DEPTH = 16, 2
 _MEMORY = 232_192
 """Most bytes of shared memory of a block, beside what it has of a fixed size."""
-_SPLITS = (1, 2, 4, 8, 16)
 PARTS = (1, 2, 4, 8)
 """Numbers of parts of a row that the next launch merges."""
 _TILES = 64
 """Tiles of a context that rows are divided for: lengths are on the device."""
-_TILE_US, _BESIDE_US = 1.3, 4.0
-"""Microseconds of a tile in a block, and of what a block does besides, as measured on an H200."""
-_BYTES_PER_US = 4e6
-"""Of the memory."""
-_MERGED_US = 3.0
-"""Microseconds of the launch that merges parts."""
+_TILE_US, _BYTES_PER_US = 1.85, 4e6
+"""Of a block alone, and of the memory, as measured on an H200."""
+_BESIDE_US = {1: 3.5, 2: 4.5, 4: 4.7, 8: 5.9, 16: 8.3}
+"""Blocks of a cluster -> microseconds before and after its tiles."""
+_MERGED_US = 2.4
+"""Of the launch that merges parts."""
 _ALIGNED = 16
 """Bytes that the kernel copies at a time."""
 _LIMIT = 0.02
@@ -87,6 +86,7 @@ def _usable(device: torch.device) -> bool:
     return nvrtc.trusted("Latents are decoded", functools.partial(_deviation, device), _LIMIT)
 
 
+@functools.cache
 def division(rows: int, form: LatentForm) -> Division:
     """Return how blocks share each of this many rows."""
     return fastest(rows, form, _clusters(form))
@@ -95,7 +95,8 @@ def division(rows: int, form: LatentForm) -> Division:
 @functools.cache
 def _clusters(form: LatentForm) -> Mapping[int, int]:
     """Return how many clusters run at once, of each number of blocks."""
-    return {splits: _kernel(form, splits).most_clusters() for splits in _SPLITS}
+    single = torch.cuda.get_device_properties().multi_processor_count
+    return {splits: _kernel(form, splits).most_clusters() if splits > 1 else single for splits in _BESIDE_US}
 
 
 def fastest(rows: int, form: LatentForm, clusters: Mapping[int, int]) -> Division:
@@ -105,14 +106,17 @@ def fastest(rows: int, form: LatentForm, clusters: Mapping[int, int]) -> Divisio
         clusters: blocks of a cluster -> clusters that run at once.
     """
     tile = 4 * _WARPS * (form.rank + form.rope) * form.dtype.itemsize
+    sums = rows * form.heads * form.rank * 4
 
     def microseconds(divided: Division) -> float:
-        wanted, at_once = rows * divided.parts, clusters[divided.splits]
-        busy = min(wanted, at_once) * divided.splits
-        each = -(-_TILES // (divided.splits * divided.parts)) * max(_TILE_US, busy * tile / _BYTES_PER_US)
-        return -(-wanted // max(at_once, 1)) * (each + _BESIDE_US) + (_MERGED_US if divided.parts > 1 else 0)
+        splits, parts = divided
+        wanted, at_once = rows * parts, max(1, clusters[splits])
+        busy = min(wanted, at_once) * splits
+        each = -(-_TILES // (splits * parts)) * max(_TILE_US, busy * tile / _BYTES_PER_US) + _BESIDE_US[splits]
+        merged = _MERGED_US + 2 * parts * sums / _BYTES_PER_US if parts > 1 else 0.0
+        return -(-wanted // at_once) * each + merged
 
-    return min(itertools.starmap(Division, itertools.product(_SPLITS, PARTS)), key=microseconds)
+    return min(itertools.starmap(Division, itertools.product(_BESIDE_US, PARTS)), key=microseconds)
 
 
 def form_of(q: Tensor, cache: Tensor, spec: LatentSpec) -> LatentForm:
@@ -211,7 +215,7 @@ def _deviation(device: torch.device) -> float:
         expected[row] = (spec.scale * query @ latents.T).softmax(1) @ latents[:, : spec.rank]
     worst = 0.0
     there, few = (low.to(device), q.to(device), cache.to(device)), Few(None, len(lengths), 1)
-    for splits in _SPLITS:
+    for splits in _BESIDE_US:
         out = torch.empty(len(lengths), spec.num_heads, spec.rank, dtype=dtype, device=device)
         attend(*there, step, spec, few, Division(splits, 1), out, (out, out))
         worst = max(worst, float((out.cpu().float() - expected).norm() / expected.norm()))
