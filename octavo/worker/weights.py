@@ -27,6 +27,7 @@ from octavo.hub.overrides import with_overrides
 from octavo.hub.resolve import resolve
 from octavo.models.load import LoadFormat, open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.quantized.table import has_input_scales
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.worker.loaded import LoadedModel
 from octavo.worker.worker import Worker
@@ -144,6 +145,13 @@ class WorkerWeights:
                     f"The weights are of a model with {field.name} {new}, the served one has {old}. Only weights of "
                     "the same architecture and shapes can replace them; start another server for these."
                 )
+        static = has_input_scales(config)
+        if self._worker.device.resident and static != has_input_scales(self._worker.files.config):
+            kinds = ("static", "dynamic") if static else ("dynamic", "static")
+            raise InvalidRequestError(
+                f"The weights are for activations with {kinds[0]} scales, the served ones for {kinds[1]} ones, as "
+                "recorded steps are: save them in the same format."
+            )
 
     def _check_room(self, stored: int) -> None:
         room = host.available_memory()

@@ -134,6 +134,7 @@ class TritonAttention:
         step: StepInput,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        rounded_by: Tensor | None = None,
     ) -> None:
         """Launch the Triton kernels of `rotate_and_attend` and compile its CUDA kernels in the background.
 
@@ -144,7 +145,7 @@ class TritonAttention:
         if few is not None and fused_decode.serves(few, qkv, norms, cache, spec):
             fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, sinks))
             return
-        self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks)
+        self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks, rounded_by)
         if step.num_tokens >= MANY_WRITTEN:  # as for as many rows of one query each
             rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
 

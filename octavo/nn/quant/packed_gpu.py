@@ -315,18 +315,18 @@ class PackedOnGpu(OnGpu):
         self, matrix: Floats, x: Tensor, stream: Tensor, outputs: int, *, gates: bool, added: bool
     ) -> None:
         """Launch the kernels that round rows before and after a layer."""
-        dtype = matrix.rounded_dtype
+        dtype, inverse = matrix.rounded_dtype, matrix.inverse
         if dtype == torch.int8:
             packed.product(floats.round_rows(x, dtype), matrix, None, self.dtype)
         if added:
-            floats.round_rows(x, dtype)
+            floats.round_rows(x, dtype, inverse)
             return
-        norm = floats.RoundedNorm(x[0], 1e-5, dtype)
+        norm = floats.RoundedNorm(x[0], 1e-5, dtype, inverse)
         start = x.to(stream.dtype)
         norm(start)
         norm.add(x.clone(), start)
         if gates:
-            floats.round_gated(x.new_zeros(x.shape[0], outputs), dtype)
+            floats.round_gated(x.new_zeros(x.shape[0], outputs), dtype, inverse)
 
     @property
     def nbytes(self) -> int:

@@ -72,6 +72,7 @@ class CompressedTensors(Method):
         blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
         self._tile = tuple(next((block for block in blocks if block), (128, 128)))
         self._groups = list(groups)
+        self.is_static = any(_has_input_scale(group) for group in groups)
         for target in (target for group in groups for target in _targets(group) if target.startswith(_PATTERN)):
             try:
                 re.compile(target.removeprefix(_PATTERN))
@@ -155,10 +156,8 @@ class CompressedTensors(Method):
         return Integers((weight.short() + 128).to(torch.uint8), scales, zeros, 8)
 
     def _input_scale(self, module: Module) -> InputScale | None:
-        """Return how to read the scale of activations; None if they are not rounded to E4M3 with one for all."""
-        inputs = self._group_of(module).get("input_activations") or {}
-        one = inputs.get("dynamic") is False and inputs.get("strategy") in (None, "tensor")
-        return partial(module.input_scale, "input_scale") if one and inputs.get("num_bits") == 8 else None
+        """Return how to read the scale of a module's activations; None if the configuration says that it has none."""
+        return partial(module.input_scale, "input_scale") if _has_input_scale(self._group_of(module)) else None
 
     def _zeros(self, module: Module, scales: Tensor) -> Tensor:
         """Return the zero points of int8, as float32 that broadcasts to the shape of the scales."""
@@ -217,6 +216,12 @@ class CompressedTensors(Method):
         classes = [group for group in self._groups if "Linear" in _targets(group)]
         found = named or classes
         return found[0] if found else {}
+
+
+def _has_input_scale(group: Mapping[str, Any]) -> bool:
+    inputs = group.get("input_activations") or {}
+    one = inputs.get("dynamic") is False and inputs.get("strategy") in (None, "tensor")
+    return one and inputs.get("num_bits") == 8
 
 
 def _targets(group: Mapping[str, Any]) -> Sequence[str]:

@@ -44,7 +44,7 @@ class FP8(Method):
                 "checkpoint's config.json again."
             )
         self._tile = tuple(tile)
-        self._static = settings.get("activation_scheme") == "static"
+        self.is_static = settings.get("activation_scheme") == "static"
 
     def modules(self, names: Set[str]) -> Set[str]:
         return self._with("weight_scale_inv", names) | self._with("weight_scale", names)
@@ -60,7 +60,7 @@ class FP8(Method):
         return replace(codes, input_scale=self._input_scale(module))
 
     def _input_scale(self, module: Module) -> InputScale | None:
-        if not self._static:
+        if not self.is_static:
             return None
         return partial(module.input_scale, "activation_scale" if module.has("activation_scale") else "input_scale")
 
@@ -82,7 +82,7 @@ class ModelOpt(FP8):
         super().__init__(settings)
         groups = (settings.get("config_groups") or {}).values()
         self._dynamic = any((group.get("input_activations") or {}).get("dynamic") is True for group in groups)
-        self._static = settings.get("quant_algo") == "FP8"
+        self.is_static = settings.get("quant_algo") == "FP8"
 
     def shape(self, module: Module) -> tuple[int, ...]:
         rows, columns = module.sizes("weight")
@@ -98,7 +98,7 @@ class ModelOpt(FP8):
 
     def _input_scale(self, module: Module) -> InputScale | None:
         """Without `quant_algo` of all modules, those with a scale are static."""
-        if self._dynamic or not (self._static or module.has("input_scale")):
+        if self._dynamic or not (self.is_static or module.has("input_scale")):
             return None
         return partial(module.input_scale, "input_scale")
 

@@ -169,6 +169,7 @@ class Method(ABC):
         suffixes: of a quantized module's tensors, the weight's included; biases are not quantized.
         scale: the tensor that distinguishes a quantized module's `weight` from one that is not quantized.
         weight: end of the name of the matrix that a checkpoint without quantization has.
+        is_static: modules have scales of activations, by the configuration.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Method(ABC):
     scale = "weight_scale"
     joint = "."
     weight = ".weight"
+    is_static = False
 
     @abstractmethod
     def modules(self, names: Set[str]) -> Set[str]:

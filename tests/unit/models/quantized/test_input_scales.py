@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from octavo.core.errors import ModelFileError
-from octavo.models.load.quantized.table import dequantizing
+from octavo.models.load.quantized.table import dequantizing, has_input_scales
 from octavo.models.load.quantized.view import QuantizedCheckpoint
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.experts_spec import ExpertsForm
@@ -143,6 +143,14 @@ def group(**inputs: Any) -> dict[str, Any]:
 )
 def test_the_configuration_says_whether_a_scale_is_used(name: str, settings: dict[str, Any], static: bool) -> None:
     assert (blocks_of(view_of(name, settings=settings)).input_scale is not None) == static
+    if "modelopt" not in name:  # whose modules may have a scale without a word in the configuration
+        assert has_input_scales({"quantization_config": {**EXAMPLES[name].settings, **settings}}) == static
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_configuration_says_whether_there_are_scales(name: str) -> None:
+    assert has_input_scales({"quantization_config": EXAMPLES[name].settings}) == (name in STATIC)
+    assert not has_input_scales({})
 
 
 def test_transformers_has_another_name_of_it() -> None:
