@@ -20,6 +20,7 @@ from test_triton_attention import DRAFTS, FEW, HALF, LONGEST, MANY, fresh_seed, 
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.models.load.weights import replace_weights
 from octavo.nn.attention.triton import TritonAttention
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
@@ -263,3 +264,15 @@ def test_what_contexts_have_in_common_is_rounded(parts: tuple[int, int], monkeyp
         if place == 1 or rng.random() < 0.8:
             ragged.share(taker, case.sequences[rng.randrange(place)], 1.0, case.block_size)
     check_attention(case, shared=True)
+
+
+def test_weights_that_replace_others_bring_their_scale() -> None:
+    """At the addresses that recorded steps read."""
+    mine, _ = layer([Part("down", 48, 64)], 0.02)
+    its, matrix = layer([Part("down", 48, 64)], 0.5)
+    held = mine.rounds_by(100)
+    replace_weights(mine, its, in_place=True)
+    assert held is not None
+    assert held.tolist() == [2.0]
+    x = torch.randn(100, 48).to(DTYPE)
+    assert off(mine(x.to(DEVICE)), rounded(x, 0.5) @ matrix.T) < TOLERANCE
