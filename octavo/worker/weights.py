@@ -133,7 +133,8 @@ class WorkerWeights:
         return StagedWeights(self, loaded, origin)
 
     def _check_shape(self, config: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model."""
+        """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model, and
+        on a GPU its kind of scales of activations, which recorded steps keep."""
         spec, own = self._worker.spec_of(config), self._worker.spec
         kind, own_kind = config.get("model_type"), self._worker.files.config.get("model_type")
         if kind != own_kind:
@@ -149,8 +150,8 @@ class WorkerWeights:
         if self._worker.device.resident and static != has_input_scales(self._worker.files.config):
             kinds = ("static", "dynamic") if static else ("dynamic", "static")
             raise InvalidRequestError(
-                f"The weights are for activations with {kinds[0]} scales, the served ones for {kinds[1]} ones, as "
-                "recorded steps are: save them in the same format."
+                f"The weights have {kinds[0]} scales of activations, the served ones {kinds[1]} ones: save them in the "
+                "same format, or start another server for these."
             )
 
     def _check_room(self, stored: int) -> None:

@@ -177,9 +177,10 @@ def test_through_layers(pending: str) -> None:
     normed = total * (total.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.weight.cpu().double()
     gate, other = (rounded(normed, 0.02) @ wide.T).chunk(2, 1)
     taken = rounded(F.silu(gate) * other, 0.5)
-    assert off(inner.codes.float() * 0.5, taken) < 0.02
+    limit = 0.05 if GPU else 0.02  # sums of 16 bits are rounded the other way more often
+    assert off(inner.codes.float() * 0.5, taken) < limit
     down.into(stream, inner)
-    assert off(stream.total().float(), total + taken @ narrow.T) < 0.02
+    assert off(stream.total().float(), total + taken @ narrow.T) < limit
     for one, scale in ((up, 0.02), (down, 0.5)):
         assert one.rounds_by(packed.FEW_LEFT) is None
         factor = one.rounds_by(rows)

@@ -30,8 +30,8 @@ def check(served: str, new: str, *, resident: bool) -> None:
 
 def test_recorded_steps_keep_the_kind_of_scales_of_activations() -> None:
     for served, new, says in (
-        ("fp8-static", "fp8-tensor", "activations with dynamic scales, the served ones for static ones"),
-        ("fp8-tensor", "fp8-static", "activations with static scales, the served ones for dynamic ones"),
+        ("fp8-static", "fp8-tensor", "have dynamic scales of activations, the served ones static ones"),
+        ("fp8-tensor", "fp8-static", "have static scales of activations, the served ones dynamic ones"),
     ):
         with pytest.raises(InvalidRequestError, match=says):
             check(served, new, resident=True)
