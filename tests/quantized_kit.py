@@ -156,7 +156,11 @@ def bnb_int8() -> Example:
     return Example({"quant_method": "bitsandbytes", "load_in_8bit": True}, write)
 
 
-def fp8(scales: str, dtype: torch.dtype = torch.float8_e4m3fn, method: str = "fp8") -> Example:
+INPUT_SCALE = 0.03
+"""Of activations up to 13.4."""
+
+
+def fp8(scales: str, dtype: torch.dtype = torch.float8_e4m3fn, method: str = "fp8", *, static: bool = False) -> Example:
     def write(weight: Tensor) -> tuple[Stored, Tensor]:
         largest = torch.finfo(dtype).max
         rows, columns = {"tensor": weight.shape, "channel": (1, weight.shape[1]), "tiles": (128, 128)}[scales]
@@ -169,13 +173,18 @@ def fp8(scales: str, dtype: torch.dtype = torch.float8_e4m3fn, method: str = "fp
                 narrow[tile] = (weight[tile] / factor).to(dtype)
                 exact[tile] = narrow[tile].double() * factor.double()
         name = "weight_scale_inv" if scales == "tiles" and method == "fp8" else "weight_scale"
-        return {"weight": narrow, name: factors[0, 0] if scales == "tensor" else factors}, exact
+        inputs = {"input_scale": torch.tensor(INPUT_SCALE)} if static else {}
+        return {"weight": narrow, name: factors[0, 0] if scales == "tensor" else factors, **inputs}, exact
 
     if method == "compressed-tensors":
         form = {"num_bits": 8, "type": "float", "strategy": "block" if scales == "tiles" else scales}
-        return Example(compressed("float-quantized", form, form), write, packs=False, codes=True)
+        inputs = {**form, "strategy": "tensor", "dynamic": False} if static else form
+        return Example(compressed("float-quantized", form, inputs), write, packs=False, codes=True)
     block = {"weight_block_size": [128, 128]} if scales == "tiles" else {}
-    return Example({"quant_method": method, "activation_scheme": "dynamic", **block}, write, packs=False, codes=True)
+    settings = {"quant_method": method, "activation_scheme": "static" if static else "dynamic", **block}
+    if method == "modelopt":
+        settings |= {"quant_algo": "FP8" if static else "FP8_PER_CHANNEL_PER_TOKEN"}
+    return Example(settings, write, packs=False, codes=True)
 
 
 def pairs(codes: Tensor, *, high_first: bool = False) -> Tensor:
@@ -354,6 +363,9 @@ EXAMPLES: dict[str, Example] = {
     "fp8-compressed": fp8("channel", method="compressed-tensors"),
     "fp8-compressed-tiles": fp8("tiles", method="compressed-tensors"),
     "fp8-modelopt": fp8("tensor", method="modelopt"),
+    "fp8-static": fp8("tensor", static=True),
+    "fp8-compressed-static": fp8("channel", method="compressed-tensors", static=True),
+    "fp8-modelopt-static": fp8("tensor", method="modelopt", static=True),
     "nvfp4": nvfp4("compressed-tensors"),
     "nvfp4-modelopt": nvfp4("modelopt"),
     "mxfp4": mx(4),

@@ -28,6 +28,7 @@ from octavo.nn.norm import Norm
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.quant.panels import PANEL
 from octavo.nn.rope import Rope
+from octavo.nn.rounded import Activations
 from octavo.nn.shard import COL, NONE
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
@@ -65,10 +66,12 @@ class DecoderLayer(nn.Module):
 
     def mix(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> Any:
         """Compute the first part of `forward`, up to the mixer's output; return what `feed` needs."""
-        mixed = None if self.mixer is None else self.mixer(stream, self.input_norm, step)
+        mixed: Activations | None = None
+        if self.mixer is not None and rows is None:
+            mixed = self.mixer.activations(stream, self.input_norm, step)
+        elif self.mixer is not None and rows is not None:
+            mixed = self.mixer(stream, self.input_norm, step).index_select(0, rows)
         stream.choose(rows)
-        if rows is not None and mixed is not None:
-            mixed = mixed.index_select(0, rows)
         inner = self.mlp(stream, self.post_norm) if self.parallel and self.mlp is not None else None
         if self.mixer is not None and mixed is not None:
             self._add(stream, self.mixer.out, mixed, self.mixed_norm)

@@ -115,6 +115,12 @@ class Projection(WeightLayer):
             return self.after_norm(stream, norm, gated=True)
         return rounding.round_gated(self.after_norm(stream, norm))
 
+    def rounds_by(self, rows: int) -> Tensor | None:
+        """Return the factor of this number of rows, [1] float32, if the operation before may multiply its results by it
+        and round them to E4M3, for `Rounded` without scales; None if the projection takes them unrounded."""
+        rounding = self._rounding(rows)
+        return None if rounding is None else rounding.inverse
+
     def into(self, stream: Stream, x: Activations) -> None:
         """Add `forward` of x [T, in] to the stream."""
         if isinstance(x, Rounded):

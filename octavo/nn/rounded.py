@@ -13,11 +13,17 @@ class Rounded:
 
     Attributes:
         codes: [T, size] E4M3.
-        scales: [T, 1] float32.
+        scales: [T, 1] float32; None: all rows were rounded with the static scale of the product that takes them.
     """
 
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def own_scales(self) -> Tensor:
+        """The scales of rows that were not rounded with a static one."""
+        assert self.scales is not None, "the rows were rounded with a static scale"
+        return self.scales
 
 
 Activations = Tensor | Rounded

@@ -14,6 +14,12 @@ NARROW = (torch.bfloat16, torch.float16)
 """Dtypes of 16 bits, which the CPU kernels widen to float32 in registers."""
 Index = tuple[slice, ...]
 """A part of a tensor: a slice of each dimension."""
+InputScale = Callable[[], float]
+"""Reads the number by which a checkpoint divides a matrix's inputs before they are rounded to 8 bits.
+
+It is read by the layers that round, so that a flawed one is no error for others. Raises ModelFileError: it is missing,
+or not one positive finite number.
+"""
 _DIVISOR = 32
 
 
@@ -85,6 +91,7 @@ class QuantizedBlocks:
         minima: [N, K / 32] float16, or None if all are 0.
         order: [K] int32: column i is for input order[i]; None if that is i.
         book: the numbers of codes; None for integers.
+        input_scale: of all inputs; None if the checkpoint has none.
     """
 
     values: Tensor
@@ -94,6 +101,7 @@ class QuantizedBlocks:
     bits: int
     order: Tensor | None = None
     book: Codebook | None = None
+    input_scale: InputScale | None = None
 
     @property
     def _size(self) -> int:

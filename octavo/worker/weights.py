@@ -27,6 +27,7 @@ from octavo.hub.overrides import with_overrides
 from octavo.hub.resolve import resolve
 from octavo.models.load import LoadFormat, open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.quantized.table import has_input_scales
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.worker.loaded import LoadedModel
 from octavo.worker.worker import Worker
@@ -132,7 +133,8 @@ class WorkerWeights:
         return StagedWeights(self, loaded, origin)
 
     def _check_shape(self, config: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model."""
+        """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model, and
+        on a GPU its kind of scales of activations, which recorded steps keep."""
         spec, own = self._worker.spec_of(config), self._worker.spec
         kind, own_kind = config.get("model_type"), self._worker.files.config.get("model_type")
         if kind != own_kind:
@@ -144,6 +146,13 @@ class WorkerWeights:
                     f"The weights are of a model with {field.name} {new}, the served one has {old}. Only weights of "
                     "the same architecture and shapes can replace them; start another server for these."
                 )
+        static = has_input_scales(config)
+        if self._worker.device.resident and static != has_input_scales(self._worker.files.config):
+            kinds = ("static", "dynamic") if static else ("dynamic", "static")
+            raise InvalidRequestError(
+                f"The weights have {kinds[0]} scales of activations, the served ones {kinds[1]} ones: save them in the "
+                "same format, or start another server for these."
+            )
 
     def _check_room(self, stored: int) -> None:
         room = host.available_memory()

@@ -24,6 +24,7 @@ from octavo.models.hf_config import Config
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.load import open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.quantized.table import has_input_scales
 from octavo.models.load.weights import load_weights, plain_bytes, replace_weights, wanted_bytes
 from octavo.models.model import LayeredModel, Model, ModelSpec, compiled
 from octavo.models.native import NativeDecoder, reason_against
@@ -428,6 +429,7 @@ class Worker:
             max_model_len=self.config.max_model_len or spec.max_position,
             groups=self.cache_groups,
             share=ModelShare.of(model, self.mesh, self.parallel, self._place),
+            static=self.config.dtype == "auto" and has_input_scales(self.files.config),
         )
         with self._ahead.collecting():
             launch_plain(model)

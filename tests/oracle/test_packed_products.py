@@ -326,6 +326,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 EIGHT_BITS = ("fp8-tensor", "fp8-channel", "fp8-tiles", "fp8-e5m2", "fp8-modelopt", "fp8-compressed", "w8a8")
+EIGHT_BITS += ("fp8-static", "fp8-compressed-static", "fp8-modelopt-static")
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)

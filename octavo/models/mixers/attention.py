@@ -19,6 +19,7 @@ from octavo.nn.build import Build
 from octavo.nn.norm import Norm, RMSNorm
 from octavo.nn.quant.packed import DTYPES
 from octavo.nn.rope import Rope
+from octavo.nn.rounded import Activations, Rounded
 from octavo.nn.shard import COL, ROW, Heads
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
@@ -94,7 +95,14 @@ class Attention(Mixer):
         attended = self._attended(stream, norm, step)
         return attended if gate is None else attended.mul_(gate.sigmoid_())
 
-    def _attended(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
+    def activations(self, stream: Stream, norm: Norm, step: StepInput) -> Activations:
+        rounded_by = self.out.rounds_by(stream.rows) if self.gate is None else None
+        if rounded_by is None:
+            return self(stream, norm, step)
+        attended = self._attended(stream, norm, step, rounded_by)
+        return Rounded(attended) if attended.dtype == torch.float8_e4m3fn else attended
+
+    def _attended(self, stream: Stream, norm: Norm, step: StepInput, rounded_by: Tensor | None = None) -> Tensor:
         qkv = self.qkv.after_norm(stream, norm)
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
@@ -105,7 +113,7 @@ class Attention(Mixer):
             queries = heads[:, : self.head_counts[0]]
             queries.mul_(_factors(step.positions, self.temperature)[:, None, None])
         if self.attn.fused:
-            return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step).flatten(1)
+            return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step, rounded_by).flatten(1)
         q, k, v = heads.split(self.head_counts, dim=1)
         if self._fuses_norms and self.q_norm is not None and self.k_norm is not None:
             q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)

@@ -13,6 +13,7 @@ from octavo.native.builder import ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.linear import Projection
 from octavo.nn.norm import Norm
+from octavo.nn.rounded import Activations
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
 
@@ -46,6 +47,10 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
         """Return what `out` multiplies, [T, inputs of `out`], for norm(stream)."""
+
+    def activations(self, stream: Stream, norm: Norm, step: StepInput) -> Activations:
+        """Return `forward` of all tokens, rounded if `out` takes it so and its last operation can round."""
+        return self(stream, norm, step)
 
     def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
         """Add `forward`, from the residual stream to the buffer `output`, to a native program.

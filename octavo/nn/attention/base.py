@@ -108,6 +108,7 @@ class FusedBackend(AttentionBackend, Recordable, Protocol):
         step: StepInput,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        rounded_by: Tensor | None = None,
     ) -> Tensor:
         """Normalize (if `norms` is given) and rotate queries and keys, store keys and values, and attend.
 
@@ -118,9 +119,11 @@ class FusedBackend(AttentionBackend, Recordable, Protocol):
             scales: [2, num_kv_heads] float32, of keys and of values, for an FP8 cache: a stored number times its head's
                 scale is the value.
             sinks: as for `attend`.
+            rounded_by: [1] float32, the factor of results that the next product takes in E4M3; None for none.
 
         Returns:
-            [T, num_heads, head_dim].
+            [T, num_heads, head_dim], in the dtype of `qkv`; or, if the backend rounds in its own launches, that times
+            `rounded_by` in E4M3, to nearest and saturating.
         """
         ...
 

@@ -84,8 +84,11 @@ class PagedAttention(nn.Module):
         """Whether the backend also does rotation and norms of heads; then call `rotated`."""
         return self._fusing is not None
 
-    def rotated(self, qkv: Tensor, norms: Norms | None, cos_sin: Tensor, step: StepInput) -> Tensor:
-        """Like `forward`, from projected qkv [T, num_heads + 2 num_kv_heads, head_dim], which is overwritten."""
+    def rotated(
+        self, qkv: Tensor, norms: Norms | None, cos_sin: Tensor, step: StepInput, rounded_by: Tensor | None = None
+    ) -> Tensor:
+        """Like `forward`, from projected qkv [T, num_heads + 2 num_kv_heads, head_dim], which is overwritten; with
+        `rounded_by`, results may be in E4M3: see `FusedBackend.rotate_and_attend`."""
         backend = self._fusing
         if backend is None:
             raise AssertionError(f"{self.backend.name} does not rotate")
@@ -93,7 +96,8 @@ class PagedAttention(nn.Module):
         if step.exchange is not None:
             kv, everyone = step.exchange.rows(qkv[:, self.spec.num_heads :])
             backend.rotate_and_store(kv, norms, cos_sin, self.cache, self.scales, everyone)
-        return backend.rotate_and_attend(qkv, norms, cos_sin, self.cache, self.scales, step, self.spec, self._sinks)
+        spec, sinks = self.spec, self._sinks
+        return backend.rotate_and_attend(qkv, norms, cos_sin, self.cache, self.scales, step, spec, sinks, rounded_by)
 
     @property
     def _sinks(self) -> Tensor | None:

@@ -18,7 +18,7 @@ from octavo.device.transfer import upload_parts
 from octavo.nn.attention import fused_decode
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
-from octavo.nn.attention.triton_arguments import as_words, head_terms, scales_of, two_strides
+from octavo.nn.attention.triton_arguments import Output, as_words, head_terms, scales_of, two_strides
 from octavo.nn.attention.triton_few import SHARED_TOKENS, Few, attend_few, most_sharing
 from octavo.nn.attention.triton_prefill import prefill_kernel
 from octavo.nn.attention.triton_shapes import prefill_shape
@@ -112,15 +112,17 @@ class TritonAttention:
         step: StepInput,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        rounded_by: Tensor | None = None,
     ) -> Tensor:
-        """See `FusedBackend`. Rows with many queries read this step's keys and values from `qkv`."""
+        """See `FusedBackend`. Rows with many queries read this step's keys and values from `qkv`. The CUDA kernel of
+        few rows does not round."""
         launches: Launches = step.attn
         few = launches.few if launches.many is None else None
         if few is not None and fused_decode.serves(few, qkv, norms, cache, spec):
             return fused_decode.attend(qkv, norms, cos_sin, cache, step, spec, few.count, sinks)
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=launches.many is not None)
         q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
-        return attend_parts(q, fresh, cache, scales, step, spec, sinks)
+        return attend_parts(q, fresh, cache, scales, step, spec, sinks, rounded_by)
 
     def launch_ahead(
         self,
@@ -132,6 +134,7 @@ class TritonAttention:
         step: StepInput,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        rounded_by: Tensor | None = None,
     ) -> None:
         """Launch the Triton kernels of `rotate_and_attend` and compile its CUDA kernels in the background.
 
@@ -142,7 +145,7 @@ class TritonAttention:
         if few is not None and fused_decode.serves(few, qkv, norms, cache, spec):
             fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, sinks))
             return
-        self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks)
+        self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks, rounded_by)
         if step.num_tokens >= MANY_WRITTEN:  # as for as many rows of one query each
             rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
 
@@ -267,11 +270,12 @@ def attend_parts(
     step: StepInput,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
+    rounded_by: Tensor | None = None,
 ) -> Tensor:
-    """Attend. `fresh` [T, 2 num_kv_heads, head_dim]: the step's keys and values, in rows of the tensor that q is
-    from."""
+    """Attend. `fresh` [T, 2 num_kv_heads, head_dim]: the step's keys and values, in rows of the tensor that q is from;
+    `rounded_by`: as for `FusedBackend`."""
     launches: Launches = step.attn
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = Output.of(q, rounded_by)
     if launches.many is not None:
         with _forked(launches.beside):
             _attend_many(q, fresh, cache, scales, step, spec, launches.many, out, sinks)
@@ -279,7 +283,7 @@ def attend_parts(
         attend_few(q, cache, scales, step, spec, launches.few, out, sinks)
     if launches.beside is not None:
         torch.cuda.current_stream(q.device).wait_stream(launches.beside)
-    return out
+    return out.values
 
 
 def _attend_many(
@@ -290,7 +294,7 @@ def _attend_many(
     step: StepInput,
     spec: AttentionSpec,
     many: Many,
-    out: Tensor,
+    out: Output,
     sinks: Tensor | None,
 ) -> None:
     form, cells = as_words(cache)
@@ -302,7 +306,7 @@ def _attend_many(
         _tiles(fresh, shape.keys) if bulk and fresh is not None else q,
         cells,
         step.seq_lens if scales is None else scales,
-        out,
+        *out.arguments(),
         many.tiles,
         step.query_start,
         step.seq_lens,
@@ -328,6 +332,7 @@ def _attend_many(
         HAS_TABLE_ROWS=step.table_rows is not None,
         HAS_FRESH=fresh is not None,
         BULK=bulk,
+        ROUNDED=out.inverse is not None,
         FORM=form,
         MEANS=means_of(q.device),
         num_warps=shape.warps,

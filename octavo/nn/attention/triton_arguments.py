@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,31 @@ from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.fp8 import PLAIN, form_of
 
 _LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The memory of attention's results.
+
+    Attributes:
+        values: [T, num_heads, head_dim], in the dtype of queries, or E4M3.
+        inverse: `rounded_by` of `FusedBackend`, if values are E4M3.
+    """
+
+    values: Tensor
+    inverse: Tensor | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, inverse: Tensor | None) -> Output:
+        """Return memory for the results of queries."""
+        dtype = q.dtype if inverse is None else torch.float8_e4m3fn
+        return cls(torch.empty(q.shape, dtype=dtype, device=q.device), inverse)
+
+    def arguments(self) -> tuple[Tensor, Tensor]:
+        """Return `out` and `inverse` of a kernel that is ROUNDED if there is one."""
+        if self.inverse is None:
+            return self.values, self.values
+        return self.values.view(torch.uint8), self.inverse
 
 
 def as_words(cache: Tensor) -> tuple[int, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.nn.attention.triton_fp8 import unit, widen
+from octavo.nn.attention.triton_fp8 import narrow_by, unit, widen
 from octavo.nn.ops.triton_overlap import follow, invite, join, lead
 
 WHOLE: tl.constexpr = tl.constexpr(0)
@@ -54,6 +54,7 @@ def decode_kernel(
     cache,
     cache_scales,
     out,
+    inverse,
     part_out,
     part_lse,
     rows,
@@ -90,6 +91,7 @@ def decode_kernel(
     HAS_SLOPES: tl.constexpr,
     DIVIDED: tl.constexpr,
     READS: tl.constexpr,
+    ROUNDED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
     FORM: tl.constexpr,
@@ -106,6 +108,8 @@ def decode_kernel(
 
     An FP8 cache (FORM, `triton_fp8.py`) is given as 16-bit words, with strides in words, and computed in float16: q,
     output and accumulators are two tiles each, of the even and of the odd channels.
+
+    ROUNDED outputs, only if not DIVIDED, are the bits of E4M3: of what would be stored, times the number at `inverse`.
     """
     if READS == COMMON:
         lead(OVERLAPS)
@@ -259,7 +263,11 @@ def decode_kernel(
         channel = STEP * d + odd
         if not DIVIDED:
             target = out + (token * heads + head)[:, None] * D + channel[None, :]
-            tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
+            if ROUNDED:
+                bits = narrow_by(result.to(q.dtype.element_ty).to(tl.float32), inverse)
+                tl.store(target, bits, mask=md_valid)
+            else:
+                tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
         else:
             held = md_valid & (total > 0)[:, None]
             tl.store(part_out + part[:, None] * D + channel[None, :], result, mask=held)
@@ -273,6 +281,8 @@ def merge_kernel(
     part_out,
     part_lse,
     out,
+    q,
+    inverse,
     rows,
     query_start,
     count,
@@ -280,10 +290,12 @@ def merge_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    ROUNDED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Merge one head of one query: the outputs of `count` parts, weighted by exp2 of their log-sum-exps."""
+    """Merge one head of one query: the outputs of `count` parts, weighted by exp2 of their log-sum-exps. ROUNDED is
+    that of `decode_kernel`; of `q`, only the dtype matters."""
     follow(OVERLAPS)
     head = tl.program_id(0)
     item = tl.program_id(1) // QUERIES
@@ -305,4 +317,7 @@ def merge_kernel(
         total = tl.sum(weight, 0)
         mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
         target = out + ((start + query).to(tl.int64) * heads + head) * D + d
-        tl.store(target, mixed.to(out.dtype.element_ty), mask=d < D)
+        if ROUNDED:
+            tl.store(target, narrow_by(mixed.to(q.dtype.element_ty).to(tl.float32), inverse), mask=d < D)
+        else:
+            tl.store(target, mixed.to(out.dtype.element_ty), mask=d < D)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
-from octavo.nn.attention.triton_arguments import as_words, head_terms, scales_of, two_strides
+from octavo.nn.attention.triton_arguments import Output, as_words, head_terms, scales_of, two_strides
 from octavo.nn.attention.triton_decode import COMMON, REST, WHOLE, decode_kernel, merge_kernel
 from octavo.nn.attention.triton_shapes import decode_shape
 from octavo.nn.ops.triton_overlap import overlap
@@ -82,7 +82,7 @@ def attend_few(
     step: StepInput,
     spec: AttentionSpec,
     few: Few,
-    out: Tensor,
+    out: Output,
     sinks: Tensor | None = None,
 ) -> None:
     """Write these rows of `out`. With a window, each row reads its own keys, since a common prefix may precede it; so
@@ -92,12 +92,12 @@ def attend_few(
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device, few.queries)
     divided = splits if splits > 1 else 0
     if shared is None:
-        parts = _parts(divided, few, spec, out)
+        parts = _parts(divided, few, spec, q)
         readings = [_Reading(WHOLE.value, few.count, few.queries, splits, 0, rows, rows)]
     else:
         most = most_sharing(spec.num_heads // spec.num_kv_heads)
         common = _common_splits(-(-few.count // most) * spec.num_kv_heads, step.max_seq_len, q.device)
-        parts = _parts(common + divided, few, spec, out)
+        parts = _parts(common + divided, few, spec, q)
         readings = [
             _Reading(COMMON.value, len(shared.groups), most, common, 0, shared.rows, shared.groups),
             _Reading(REST.value, few.count, 1, splits, common, rows, shared.lens),
@@ -105,15 +105,15 @@ def attend_few(
     for reading in readings:
         _read(q, cache, scales, step, spec, reading, parts, out, sinks, few.rows is not None)
     if divided:
-        _merge(parts, few, rows, step, spec, form_of(cache.dtype), out)
+        _merge(q, parts, few, rows, step, spec, form_of(cache.dtype), out)
 
 
-def _parts(count: int, few: Few, spec: AttentionSpec, out: Tensor) -> _PartialOutputs:
+def _parts(count: int, few: Few, spec: AttentionSpec, unused: Tensor) -> _PartialOutputs:
     if not count:
-        return _PartialOutputs(out, out, 0)
+        return _PartialOutputs(unused, unused, 0)
     cells = few.count * few.queries * spec.num_heads * count
-    part_out = torch.empty(cells * spec.head_dim, dtype=torch.float32, device=out.device)
-    return _PartialOutputs(part_out, torch.empty(cells, dtype=torch.float32, device=out.device), count)
+    part_out = torch.empty(cells * spec.head_dim, dtype=torch.float32, device=unused.device)
+    return _PartialOutputs(part_out, torch.empty(cells, dtype=torch.float32, device=unused.device), count)
 
 
 def _read(
@@ -124,7 +124,7 @@ def _read(
     spec: AttentionSpec,
     reading: _Reading,
     parts: _PartialOutputs,
-    out: Tensor,
+    out: Output,
     sinks: Tensor | None,
     has_rows: bool,
 ) -> None:
@@ -133,12 +133,13 @@ def _read(
     block_d = tile_width(spec.head_dim, form)
     heads, sparse = tile_rows(group, reading.queries, form), reading.splits == _MAX_SPLITS
     shape = decode_shape(q.dtype, block_d, form, heads, sparse=sparse)
+    divided = reading.kind == COMMON.value or reading.splits > 1
     last = (reading.splits, reading.items) if reading.kind == COMMON.value else (reading.items, reading.splits)
     decode_kernel[(spec.num_kv_heads, *last)](
         q,
         cells,
         step.seq_lens if scales is None else scales,
-        out,
+        *((q, q) if divided else out.arguments()),
         parts.out,
         parts.lse,
         reading.rows,
@@ -167,8 +168,9 @@ def _read(
         CAPPED=spec.soft_cap is not None,
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=spec.slopes is not None,
-        DIVIDED=reading.kind == COMMON.value or reading.splits > 1,
+        DIVIDED=divided,
         READS=reading.kind,
+        ROUNDED=out.inverse is not None and not divided,
         HAS_ROWS=has_rows,
         HAS_TABLE_ROWS=step.table_rows is not None,
         FORM=form,
@@ -182,12 +184,21 @@ def _read(
 
 
 def _merge(
-    parts: _PartialOutputs, few: Few, rows: Tensor, step: StepInput, spec: AttentionSpec, form: int, out: Tensor
+    q: Tensor,
+    parts: _PartialOutputs,
+    few: Few,
+    rows: Tensor,
+    step: StepInput,
+    spec: AttentionSpec,
+    form: int,
+    out: Output,
 ) -> None:
     merge_kernel[(spec.num_heads, few.count * few.queries)](
         parts.out,
         parts.lse,
-        out,
+        out.arguments()[0],
+        q,
+        out.arguments()[1],
         rows,
         step.query_start,
         parts.count,
@@ -195,9 +206,10 @@ def _merge(
         D=spec.head_dim,
         BLOCK_D=tile_width(spec.head_dim, form),
         BLOCK_P=triton.next_power_of_2(parts.count),
+        ROUNDED=out.inverse is not None,
         HAS_ROWS=few.rows is not None,
         num_warps=4 if parts.count > 4 else 1,
-        **overlap(out.device),
+        **overlap(q.device),
     )
 
 

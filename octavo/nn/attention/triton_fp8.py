@@ -33,6 +33,12 @@ def narrow(x, FORM: tl.constexpr):
 
 
 @triton.jit
+def narrow_by(x, inverse):
+    """Round float32, times the number at `inverse`, to the bits of E4M3."""
+    return narrow(x * tl.load(inverse), 1)
+
+
+@triton.jit
 def widen(words, FORM: tl.constexpr, MEANS: tl.constexpr):
     """Convert uint16 words of two FP8 numbers to two float16 tiles, of the lower and the upper bytes; see `unit`.
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.nn.attention.triton_decode import LOG2_E, first_visible
-from octavo.nn.attention.triton_fp8 import unit, widen
+from octavo.nn.attention.triton_fp8 import narrow_by, unit, widen
 
 
 @triton.jit
@@ -54,6 +54,7 @@ def prefill_kernel(
     cache,
     cache_scales,
     out,
+    inverse,
     tiles,
     query_start,
     seq_lens,
@@ -85,13 +86,14 @@ def prefill_kernel(
     HAS_TABLE_ROWS: tl.constexpr,
     HAS_FRESH: tl.constexpr,
     BULK: tl.constexpr,
+    ROUNDED: tl.constexpr,
     FORM: tl.constexpr,
     MEANS: tl.constexpr,
 ):
     """Attend with one query head of one tile. `tiles`: (row, first query in the row) pairs.
 
     `fresh` [T, KV_HEADS + KV_HEADS, D]: this step's keys and values, in rows of q's stride. An FP8 cache (FORM,
-    `triton_fp8.py`) is given as 16-bit words, with strides in words.
+    `triton_fp8.py`) is given as 16-bit words, with strides in words. ROUNDED is that of `decode_kernel`.
     """
     head = tl.program_id(0)
     heads = tl.num_programs(0)
@@ -222,4 +224,7 @@ def prefill_kernel(
                 acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out + (token * heads + head)[:, None] * D + d[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=valid)
+    if ROUNDED:
+        tl.store(target, narrow_by(acc.to(q.dtype.element_ty).to(tl.float32), inverse), mask=valid)
+    else:
+        tl.store(target, acc.to(out.dtype.element_ty), mask=valid)

@@ -265,6 +265,8 @@ def _merge(
     merge_kernel[(spec.num_heads, few.count * few.queries)](
         *parts,
         mixed,
+        mixed,
+        mixed,
         step.query_start if few.rows is None else few.rows,
         step.query_start,
         count,
@@ -272,6 +274,7 @@ def _merge(
         D=spec.rank,
         BLOCK_D=triton.next_power_of_2(spec.rank),
         BLOCK_P=triton.next_power_of_2(count),
+        ROUNDED=False,
         HAS_ROWS=few.rows is not None,
         num_warps=4,
         **overlap(mixed.device),

@@ -1,14 +1,14 @@
 """Products with a matrix of 8-bit numbers on a GPU: floating-point, or integers.
 
 Few rows are multiplied unrounded by the widened matrix. More rows are rounded to 8 bits, too, each with a scale of its
-own, and multiplied by units for such numbers, at twice the rate of 16 bits.
+own or all with the checkpoint's, and multiplied by units for such numbers, at twice the rate of 16 bits.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,8 @@ _MOST_ROWS = 64
 """Of a tile of a product of unrounded rows."""
 _PROGRAMS = 400
 """Programs of a product that keep an H200 busy."""
+_ONES = 1 << 16
+"""Scales of rows that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,15 @@ class Floats:
     Attributes:
         codes: [N, K] E4M3, E5M2 or int8.
         scales: factors in float32: [N], or of tiles, [ceil(N / 128), ceil(K / 128), rounded up to a multiple of 4].
+        inverse: [1] float32, by which all rows are multiplied before they are rounded; None: each row has a scale of
+            its own. It is read on the device, since recorded steps must find that of weights that replace these.
+        joint: [N] float32: `scales` divided by `inverse`.
     """
 
     codes: Tensor
     scales: Tensor
+    inverse: Tensor | None = None
+    joint: Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -80,6 +87,13 @@ class Floats:
     def rounded_dtype(self) -> torch.dtype:
         """The dtype to which rows are rounded before they are multiplied."""
         return torch.int8 if self.codes.dtype == torch.int8 else DTYPE
+
+    def with_input_scale(self, scale: float) -> Floats:
+        """Return the matrix, of E4M3 with scales of outputs, for rows that are rounded after division by a scale."""
+        device = self.codes.device
+        _kept_ones(device)  # not in a step, which may be recorded
+        inverse = torch.tensor([1.0 / scale], dtype=torch.float32, device=device)
+        return replace(self, inverse=inverse, joint=self.scales * scale)
 
     def values(self) -> Tensor:
         """Return the matrix's values [N, K] in float32."""
@@ -192,12 +206,15 @@ def rows_product(x: Tensor, floats: Floats, plan: RowsPlan, dtype: torch.dtype) 
     return out
 
 
-def round_rows(x: Tensor, dtype: torch.dtype = DTYPE) -> Rounded:
-    """Return x [M, K], contiguous, rounded to nearest."""
-    made = _empty(x.shape[0], x.shape[1], x.device, dtype)
+def round_rows(x: Tensor, dtype: torch.dtype = DTYPE, inverse: Tensor | None = None) -> Rounded:
+    """Return x [M, K], contiguous, rounded to nearest.
+
+    Args:
+        inverse: as in `Floats`, only for E4M3.
+    """
+    made = _empty(x.shape[0], x.shape[1], x.device, dtype, inverse)
     if x.shape[0]:
-        codes = made.codes.view(torch.uint8)
-        round_kernel[(x.shape[0],)](x, codes, made.scales, **_by_rows(x.shape[1], x.device, dtype))
+        round_kernel[(x.shape[0],)](x, *_results(made, inverse), **_by_rows(x.shape[1], x.device, dtype, inverse))
     return made
 
 
@@ -225,23 +242,25 @@ def round_groups(x: Tensor) -> Rounded:
     return Rounded(codes, scales.t())
 
 
-def round_gated(gate_up: Tensor, dtype: torch.dtype = DTYPE) -> Rounded:
-    """Return silu(first half) * second half of gate_up [M, 2 * K], contiguous, rounded to nearest."""
+def round_gated(gate_up: Tensor, dtype: torch.dtype = DTYPE, inverse: Tensor | None = None) -> Rounded:
+    """Return silu(first half) * second half of gate_up [M, 2 * K], contiguous, rounded as by `round_rows`."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    made = _empty(rows, size, gate_up.device, dtype)
+    made = _empty(rows, size, gate_up.device, dtype, inverse)
     if rows:
-        codes = made.codes.view(torch.uint8)
-        gate_round_kernel[(rows,)](gate_up, codes, made.scales, **_by_rows(size, gate_up.device, dtype))
+        form = _by_rows(size, gate_up.device, dtype, inverse)
+        gate_round_kernel[(rows,)](gate_up, *_results(made, inverse), **form)
     return made
 
 
 class RoundedNorm:
-    """A root-mean-square norm whose results are rounded, with the methods of `nn/norm.py` that a stream calls."""
+    """A root-mean-square norm whose results are rounded as by `round_rows`, with the methods of `nn/norm.py` that a
+    stream calls."""
 
-    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype = DTYPE) -> None:
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype = DTYPE, inverse: Tensor | None = None) -> None:
         self._weight = weight
         self._eps = eps
         self._dtype = dtype
+        self._inverse = inverse
 
     def __call__(self, x: Tensor) -> Rounded:
         return self._launch(x, x, x, parts=0)
@@ -259,51 +278,73 @@ class RoundedNorm:
 
     def _launch(self, x: Tensor, residual: Tensor, total: Tensor, *, parts: int) -> Rounded:
         rows, size = total.shape
-        made = _empty(rows, size, total.device, self._dtype)
+        made = _empty(rows, size, total.device, self._dtype, self._inverse)
         if rows:
-            codes, form = made.codes.view(torch.uint8), _by_rows(size, total.device, self._dtype)
-            norm_round_kernel[(rows,)](
-                x, residual, total, self._weight, codes, made.scales, self._eps, PARTS=parts, **form
-            )
+            form = _by_rows(size, total.device, self._dtype, self._inverse)
+            results = _results(made, self._inverse)
+            norm_round_kernel[(rows,)](x, residual, total, self._weight, *results, self._eps, PARTS=parts, **form)
         return made
 
 
-def _empty(rows: int, size: int, device: torch.device, dtype: torch.dtype) -> Rounded:
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=device)
+def _empty(rows: int, size: int, device: torch.device, dtype: torch.dtype, inverse: Tensor | None) -> Rounded:
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=device) if inverse is None else None
     return Rounded(torch.empty(rows, size, dtype=dtype, device=device), scales)
 
 
-def _by_rows(size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _results(made: Rounded, inverse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments `out`, `scales` and `inverse` of a kernel that rounds; one of the last two is not used."""
+    scales = made.own_scales if inverse is None else inverse
+    return made.codes.view(torch.uint8), scales, scales
+
+
+def _by_rows(size: int, device: torch.device, dtype: torch.dtype, inverse: Tensor | None) -> dict[str, Any]:
     """Return the launch options of a kernel with a program for each row."""
     block = triton.next_power_of_2(size)
-    form = {"SIZE": size, "BLOCK": block, "INTEGERS": dtype == torch.int8}
+    form = {"SIZE": size, "BLOCK": block, "INTEGERS": dtype == torch.int8, "STATIC": inverse is not None}
     return {**form, "num_warps": max(1, min(16, block // 512)), **overlap(device)}
 
 
 def rounded_product(x: Rounded, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x [M, K] @ W^T + bias, multiplied in 8 bits: [M, N]."""
-    codes, scales = x.codes, x.scales
+    codes = x.codes
     if codes.dtype == torch.int8:
         return _integers(x, floats, bias, dtype)
+    scales, factors = x.scales, floats.scales
+    if scales is None:
+        assert floats.joint is not None, "rows have the static scale of the matrix"
+        scales, factors = ones(len(codes), codes.device), floats.joint
     if not codes.is_cuda:
-        y = (codes.float() * scales) @ floats.values().T
+        y = (codes.float() * scales) @ (floats.codes.float() * factors[:, None]).T
         return (y if bias is None else y + bias).to(dtype)
     wanted = torch.bfloat16 if dtype == torch.float32 else dtype
-    y = torch._scaled_mm(codes, floats.codes.t(), scales, floats.scales[None, :], out_dtype=wanted, use_fast_accum=True)
+    y = torch._scaled_mm(codes, floats.codes.t(), scales, factors[None, :], out_dtype=wanted, use_fast_accum=True)
     return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+def ones(rows: int, device: torch.device) -> Tensor:
+    """Return ones [rows, 1] in float32, not to be written to: the scales of rows, where those of outputs have their
+    static one as a factor. Nothing is launched to fill them, except for more rows than steps usually have."""
+    kept = _kept_ones(device)
+    return kept[:rows] if rows <= len(kept) else kept.new_ones(rows, 1)
+
+
+@functools.cache
+def _kept_ones(device: torch.device) -> Tensor:
+    """Return ones that are never freed, since recorded steps read them; first called before any is recorded."""
+    return torch.ones(_ONES, 1, dtype=torch.float32, device=device)
 
 
 def tiled_product(x: Tensor, floats: Floats, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x [M, K], contiguous, @ W^T + bias: [M, N]; the rows are rounded with a scale for each 128 inputs."""
     rows, made = x.shape[0], round_groups(x)
     if not x.is_cuda:
-        wide = made.codes.float() * made.scales.repeat_interleave(TILE, 1)[:, : floats.inputs]
+        wide = made.codes.float() * made.own_scales.repeat_interleave(TILE, 1)[:, : floats.inputs]
         y = (wide @ floats.values().T)[:rows]
         return (y if bias is None else y + bias).to(dtype)
     y = scaled_mm(
         made.codes,
         floats.codes.t(),
-        made.scales,
+        made.own_scales,
         ScalingType.BlockWise1x128,
         floats.scales.t(),
         ScalingType.BlockWise128x128,
@@ -325,9 +366,9 @@ def _integers(x: Rounded, floats: Floats, bias: Tensor | None, dtype: torch.dtyp
     integers_kernel[(triton.cdiv(outputs, plan.block_n) * triton.cdiv(rows, plan.block_m),)](
         TensorDescriptor(x.codes, [rows, inputs], [inputs, 1], [plan.block_m, plan.block_k]),
         TensorDescriptor(floats.codes, [outputs, inputs], [inputs, 1], [plan.block_n, plan.block_k]),
-        x.scales,
+        x.own_scales,
         floats.scales,
-        x.scales if bias is None else bias,
+        x.own_scales if bias is None else bias,
         out,
         rows,
         N=outputs,

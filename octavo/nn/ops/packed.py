@@ -62,7 +62,8 @@ def product(x: Tensor | Rounded, matrix: Matrix, bias: Tensor | None, dtype: tor
             return floats.product(x, matrix, bias, dtype)
         if matrix.tile:
             return floats.tiled_product(x, matrix, bias, dtype)
-        return floats.rounded_product(floats.round_rows(x, matrix.rounded_dtype), matrix, bias, dtype)
+        rounded = floats.round_rows(x, matrix.rounded_dtype, matrix.inverse)
+        return floats.rounded_product(rounded, matrix, bias, dtype)
     x = in_order(x, matrix)
     if isinstance(matrix, Fragments) and few_fragments.serves(matrix, rows, x.dtype):
         return few_fragments.product(x, matrix, bias=bias, dtype=dtype)

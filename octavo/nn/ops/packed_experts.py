@@ -81,8 +81,8 @@ def multiply(
     kind, book = _looked_up(matrices, narrow)
     packed_grouped_kernel[launch.programs(tiles, outputs, tiling)](
         launch.rows_argument(rows, tiling.height, tiling),
-        matrices.scales if rounded is None else rounded.scales,
-        0 if rounded is None else rounded.scales.stride(1),
+        matrices.scales if rounded is None else rounded.own_scales,
+        0 if rounded is None else rounded.own_scales.stride(1),
         launch.matrix_argument(matrices.codes, outputs, tiling),
         *_factors(matrices),
         book,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.nn.attention.triton_fp8 import narrow
+from octavo.nn.attention.triton_fp8 import narrow, narrow_by
 from octavo.nn.ops.triton_gemv import ask_for
 from octavo.nn.ops.triton_overlap import follow
 
@@ -179,17 +179,35 @@ def _scale_of(value, INTEGERS: tl.constexpr):
 
 
 @triton.jit
+def _rounded(value, scales, inverse, INTEGERS: tl.constexpr, STATIC: tl.constexpr):
+    """Return the bits of a row: if STATIC, times the number at `inverse`; else divided by a scale of its own, which is
+    stored in `scales`."""
+    if STATIC:
+        return narrow_by(value, inverse)
+    else:
+        scale = _scale_of(value, INTEGERS)
+        tl.store(scales + tl.program_id(0), scale)
+        return _nearest(value, scale, INTEGERS)
+
+
+@triton.jit
 def round_kernel(
-    x, out, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, INTEGERS: tl.constexpr, OVERLAPS: tl.constexpr
+    x,
+    out,
+    scales,
+    inverse,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    STATIC: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Round each row [SIZE] of x, divided by a scale of its own, to E4M3 or INTEGERS."""
+    """Round each row [SIZE] of x to E4M3 or INTEGERS; see `_rounded`."""
     follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     value = tl.load(x + row + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    scale = _scale_of(value, INTEGERS)
-    tl.store(scales + tl.program_id(0), scale)
-    tl.store(out + row + i, _nearest(value, scale, INTEGERS), mask=i < SIZE)
+    tl.store(out + row + i, _rounded(value, scales, inverse, INTEGERS, STATIC), mask=i < SIZE)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -210,7 +228,15 @@ def round_groups_kernel(
 
 @triton.jit
 def gate_round_kernel(
-    gate_up, out, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, INTEGERS: tl.constexpr, OVERLAPS: tl.constexpr
+    gate_up,
+    out,
+    scales,
+    inverse,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    STATIC: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Round silu(first half) * second half of each row [2 SIZE] as `round_kernel`."""
     follow(OVERLAPS)
@@ -219,9 +245,7 @@ def gate_round_kernel(
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=i < SIZE, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     value = (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty).to(tl.float32)
-    scale = _scale_of(value, INTEGERS)
-    tl.store(scales + row, scale)
-    tl.store(out + row * SIZE + i, _nearest(value, scale, INTEGERS), mask=i < SIZE)
+    tl.store(out + row * SIZE + i, _rounded(value, scales, inverse, INTEGERS, STATIC), mask=i < SIZE)
 
 
 @triton.jit
@@ -232,10 +256,12 @@ def norm_round_kernel(
     weight,
     out,
     scales,
+    inverse,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     INTEGERS: tl.constexpr,
+    STATIC: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -254,11 +280,9 @@ def norm_round_kernel(
         stream = wanted.to(total.dtype.element_ty)
         tl.store(total + row + i, stream, mask=valid)
     wide = stream.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    value = wide * inverse * tl.load(weight + i, mask=valid, other=0.0).to(tl.float32)
-    scale = _scale_of(value, INTEGERS)
-    tl.store(scales + tl.program_id(0), scale)
-    tl.store(out + row + i, _nearest(value, scale, INTEGERS), mask=valid)
+    norm = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    value = wide * norm * tl.load(weight + i, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + row + i, _rounded(value, scales, inverse, INTEGERS, STATIC), mask=valid)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -134,7 +134,13 @@ class QuantizingAtLoad(Protocol):
 
 @runtime_checkable
 class RoundingScheme(Protocol):
-    """A scheme that can multiply activations in 8 bits, rounded by the operation before it."""
+    """A scheme that can multiply activations in 8 bits, rounded by the operation before it.
+
+    Attributes:
+        inverse: [1] float32: rows are multiplied by it and rounded to E4M3; None if each row has a scale of its own.
+    """
+
+    inverse: Tensor | None
 
     def takes_rounded(self, rows: int) -> bool:
         """Return whether it multiplies this number of rows so; the methods below need it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.device.transfer import move
-from octavo.nn.ops.floats import TILE, Floats
+from octavo.nn.ops.floats import DTYPE, TILE, Floats
 from octavo.nn.weights import QuantizedBlocks
 
 _ALIGNMENT = 16
@@ -30,6 +30,19 @@ def pack_floats(parts: Sequence[QuantizedBlocks], device: torch.device) -> Float
     if first.book is None:
         return Floats((codes ^ _MIDDLE).view(torch.int8), scales.to(device))
     return Floats(codes.view(_DTYPES[first.book.kind]), scales.to(device))
+
+
+def with_input_scale(made: Floats, parts: Sequence[QuantizedBlocks]) -> Floats:
+    """Return the matrix of `pack_floats` for rows that are rounded with the checkpoint's scale, if all parts have one,
+    numbers are E4M3, and scales of outputs: with the largest, which rounds no part's inputs to infinity.
+
+    Raises:
+        ModelFileError: a scale is missing or flawed.
+    """
+    scales = [part.input_scale for part in parts if part.input_scale is not None]
+    if made.codes.dtype != DTYPE or made.tile or len(scales) < len(parts):
+        return made
+    return made.with_input_scale(max(scale() for scale in scales))
 
 
 def _integer_scales(parts: Sequence[QuantizedBlocks]) -> Tensor | None:

@@ -23,7 +23,7 @@ from octavo.nn.quant.base import Part, Scheme
 from octavo.nn.quant.blocks import alike, dequantized, same_order
 from octavo.nn.quant.coded_fragments import pack_numbers
 from octavo.nn.quant.experts import ExpertsScheme
-from octavo.nn.quant.floats import pack_floats
+from octavo.nn.quant.floats import pack_floats, with_input_scale
 from octavo.nn.quant.fragments import pack_integers
 from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.quant.gpu_packed_experts import PackedStack
@@ -44,7 +44,7 @@ class PackedOnGpu(OnGpu):
 
     Attributes:
         matrix: the packed matrix; None if it is plain.
-        codes, scales, minima, order, book: its tensors.
+        codes, scales, minima, order, book, inverse, joint: its tensors.
     """
 
     takes_blocks = takes_codes = True
@@ -72,6 +72,8 @@ class PackedOnGpu(OnGpu):
         self.minima: Tensor | None = None
         self.order: Tensor | None = None
         self.book: Tensor | None = None
+        self.inverse: Tensor | None = None
+        self.joint: Tensor | None = None
 
     def prepare(self, parts: Sequence[Mapping[str, Stored]]) -> None:
         weights = [part["weight"] for part in parts]
@@ -96,7 +98,7 @@ class PackedOnGpu(OnGpu):
         matched = alike(parts)
         made = pack_floats(matched, self.device) if matched is not None and self._rounds else None
         if made is not None:
-            return made
+            return with_input_scale(made, parts)
         integers = as_integers(parts, self.device)
         if integers is not None:
             return pack_integers(integers, self.device, self.dtype)
@@ -113,6 +115,7 @@ class PackedOnGpu(OnGpu):
             fragments.compile_ahead(matrix, self.dtype)
             few_fragments.compile_ahead(matrix, self.dtype)
         elif isinstance(matrix, Floats):
+            self.inverse, self.joint = matrix.inverse, matrix.joint
             row8.compile_rows_ahead(matrix, self.dtype)
         elif isinstance(matrix, Words):
             self.minima = matrix.minima
@@ -139,7 +142,8 @@ class PackedOnGpu(OnGpu):
             return None
         if isinstance(self.matrix, Floats):
             form = "8-bit integers" if self.matrix.codes.dtype == torch.int8 else "8-bit floats"
-            return f"{form} in tiles" if self.matrix.tile else form
+            static = "" if self.inverse is None else ", static inputs"
+            return f"{form} in tiles" if self.matrix.tile else f"{form}{static}"
         minima, order = " with minima" if self.matrix.has_minima else "", ", inputs reordered"
         form = _CODES.get(self.matrix.kind, f"{self.matrix.bits}-bit integers")
         return f"{form}{minima}{'' if self.order is None else order}"
@@ -166,11 +170,11 @@ class PackedOnGpu(OnGpu):
 
     def round_norm(self, weight: Tensor, eps: float) -> StreamNorm[Rounded]:
         assert isinstance(self.matrix, Floats)
-        return floats.RoundedNorm(weight, eps, self.matrix.rounded_dtype)
+        return floats.RoundedNorm(weight, eps, self.matrix.rounded_dtype, self.matrix.inverse)
 
     def round_gated(self, gate_up: Tensor) -> Rounded:
         assert isinstance(self.matrix, Floats)
-        return floats.round_gated(gate_up, self.matrix.rounded_dtype)
+        return floats.round_gated(gate_up, self.matrix.rounded_dtype, self.matrix.inverse)
 
     def multiply_rounded(self, x: Rounded, dtype: torch.dtype | None = None) -> Tensor:
         assert self.matrix is not None
@@ -311,22 +315,23 @@ class PackedOnGpu(OnGpu):
         self, matrix: Floats, x: Tensor, stream: Tensor, outputs: int, *, gates: bool, added: bool
     ) -> None:
         """Launch the kernels that round rows before and after a layer."""
-        dtype = matrix.rounded_dtype
+        dtype, inverse = matrix.rounded_dtype, matrix.inverse
         if dtype == torch.int8:
             packed.product(floats.round_rows(x, dtype), matrix, None, self.dtype)
         if added:
-            floats.round_rows(x, dtype)
+            floats.round_rows(x, dtype, inverse)
             return
-        norm = floats.RoundedNorm(x[0], 1e-5, dtype)
+        norm = floats.RoundedNorm(x[0], 1e-5, dtype, inverse)
         start = x.to(stream.dtype)
         norm(start)
         norm.add(x.clone(), start)
         if gates:
-            floats.round_gated(x.new_zeros(x.shape[0], outputs), dtype)
+            floats.round_gated(x.new_zeros(x.shape[0], outputs), dtype, inverse)
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + tensor_bytes(self.codes, self.scales, self.minima, self.order, self.book)
+        own = self.codes, self.scales, self.minima, self.order, self.book, self.inverse, self.joint
+        return super().nbytes + tensor_bytes(*own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from octavo.nn.build import AnyBackend, own_form
 from octavo.nn.divided import DividedLogits
 from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.latent.triton import TritonLatents
-from octavo.nn.ops import expert_products, expert_rows, few_rows, triton_norm
+from octavo.nn.ops import expert_products, expert_rows, few_rows, packed, triton_norm
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.parallel.mesh import ALONE, Mesh
@@ -103,8 +103,13 @@ def compile_ahead(
     max_model_len: int,
     groups: Sequence[CacheGroup],
     share: ModelShare = WHOLE,
+    static: bool = False,
 ) -> Ahead:
-    """Start to compile; return the handle to wait for."""
+    """Start to compile; return the handle to wait for.
+
+    Args:
+        static: products have static scales, with which attention may round.
+    """
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # launches the kernels that the library does not replace
     began = time.perf_counter()
@@ -130,7 +135,7 @@ def compile_ahead(
                     _attend_latents(one, dtype, attention, step, block_size)
                 continue
             for layer in layers:
-                _attend(spec, layer, dtype, kv_dtype, attention, step, block_size)
+                _attend(spec, layer, dtype, kv_dtype, attention, step, block_size, static=static)
         if share.samples:
             _sample(spec, slots, share.mesh)
         _layers(spec, dtype, residual, device, share)
@@ -235,6 +240,8 @@ def _attend(
     attention: AttentionBackend,
     step: StepInput,
     block_size: int,
+    *,
+    static: bool,
 ) -> None:
     heads = layer.num_heads + 2 * layer.num_kv_heads
     qkv = torch.empty(step.num_tokens, heads, spec.head_dim, dtype=dtype, device=step.device)
@@ -250,6 +257,8 @@ def _attend(
             norms = norm, norm, 1e-5
         sinks = table.new_empty(layer.num_heads) if layer.sinks else None
         attention.launch_ahead(qkv, norms, table, cache, scales, step, layer, sinks)
+        if static and step.num_tokens > packed.FEW_LEFT:
+            attention.launch_ahead(qkv, norms, table, cache, scales, step, layer, sinks, table.new_empty(1))
 
 
 def _attend_latents(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from octavo.nn.weights import Codebook, QuantizedBlocks
+from octavo.nn.weights import Codebook, InputScale, QuantizedBlocks
 
 _BLOCK, _LEAST_GROUP = 32, 16
 _BYTES = torch.arange(256, dtype=torch.uint8)
@@ -26,12 +26,14 @@ class Codes:
         codes: [N, K] uint8.
         scales: [N, G] float32: of K / `group` groups, the last one smaller if `group` doesn't divide K.
         group: inputs that share a scale.
+        input_scale: as in `QuantizedBlocks`.
     """
 
     codes: Tensor
     scales: Tensor
     group: int
     book: Codebook
+    input_scale: InputScale | None = None
 
     def dequantized(self) -> Tensor:
         """Return the values, [N, K] float32."""
@@ -49,7 +51,8 @@ class Codes:
         if inputs % _BLOCK or size % _LEAST_GROUP or not self._is_finite():
             return None
         scales = self.scales.repeat_interleave(self.group // size, 1)[:, : inputs // size]
-        return QuantizedBlocks(self.codes, scales, None, 0, self.book.bits, book=self.book)
+        bits, book = self.book.bits, self.book
+        return QuantizedBlocks(self.codes, scales, None, 0, bits, book=book, input_scale=self.input_scale)
 
     def _numbers(self) -> Tensor:
         dtype = next((dtype for dtype, book in FLOATS.items() if book is self.book), None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from octavo.models.load.quantized.fp8 import per_output, scale_dims, tiled
 from octavo.models.load.quantized.gptq import check_groups, group_order, own_groups
 from octavo.models.load.quantized.integers import Integers, unpack
 from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, WORDS, Method, Module, Settings
-from octavo.nn.weights import E2M1, Index
+from octavo.nn.weights import E2M1, Index, InputScale
 
 _PATTERN = "re:"
 _READ = (
@@ -38,7 +40,8 @@ class CompressedTensors(Method):
 
     - `weight_packed` int32: integers of 1 to 8 bits in a stream, with an offset of half their range.
     - `weight_packed` uint8: pairs of E2M1; scales per 16 (NVFP4, divided by `weight_global_scale`) or 32 (MXFP4).
-    - `weight` int8 or of 8-bit floats, with `weight_scale` per matrix, output, group or tile.
+    - `weight` int8 or of 8-bit floats, with `weight_scale` per matrix, output, group or tile. Floats with one per
+      matrix or output also have an `input_scale`, if the configuration's `input_activations` have `dynamic` false.
     """
 
     name = "compressed-tensors"
@@ -69,6 +72,7 @@ class CompressedTensors(Method):
         blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
         self._tile = tuple(next((block for block in blocks if block), (128, 128)))
         self._groups = list(groups)
+        self.is_static = any(_has_input_scale(group) for group in groups)
         for target in (target for group in groups for target in _targets(group) if target.startswith(_PATTERN)):
             try:
                 re.compile(target.removeprefix(_PATTERN))
@@ -139,7 +143,8 @@ class CompressedTensors(Method):
                 return coded(weight, module.stored("weight_scale", SCALE_DTYPES, rows, None))
             if is_tiled:
                 return tiled(module, weight, scales, "weight_scale", self._tile)
-            return coded(weight, per_output(module, weight, scales))
+            codes = coded(weight, per_output(module, weight, scales))
+            return replace(codes, input_scale=self._input_scale(module))
         if is_tiled:
             scales = module.stored("weight_scale", SCALE_DTYPES, rows, None)
             check_groups(module, "weight_scale", columns, scales.shape[1])
@@ -149,6 +154,10 @@ class CompressedTensors(Method):
         if self._has_zeros(module):
             zeros = zeros + self._zeros(module, scales)
         return Integers((weight.short() + 128).to(torch.uint8), scales, zeros, 8)
+
+    def _input_scale(self, module: Module) -> InputScale | None:
+        """Return how to read the scale of a module's activations; None if the configuration says that it has none."""
+        return partial(module.input_scale, "input_scale") if _has_input_scale(self._group_of(module)) else None
 
     def _zeros(self, module: Module, scales: Tensor) -> Tensor:
         """Return the zero points of int8, as float32 that broadcasts to the shape of the scales."""
@@ -199,10 +208,20 @@ class CompressedTensors(Method):
 
     def _settings_of(self, module: Module) -> Mapping[str, Any]:
         """Return how the configuration says that a module's weights are quantized; {} if none of its groups does."""
+        return self._group_of(module).get("weights") or {}
+
+    def _group_of(self, module: Module) -> Mapping[str, Any]:
+        """Return the group of the configuration that names a module, or its class; {} if none does."""
         named = [group for group in self._groups if any(_names(target, module.name) for target in _targets(group))]
         classes = [group for group in self._groups if "Linear" in _targets(group)]
         found = named or classes
-        return (found[0].get("weights") if found else None) or {}
+        return found[0] if found else {}
+
+
+def _has_input_scale(group: Mapping[str, Any]) -> bool:
+    inputs = group.get("input_activations") or {}
+    one = inputs.get("dynamic") is False and inputs.get("strategy") in (None, "tensor")
+    return one and inputs.get("num_bits") == 8
 
 
 def _targets(group: Mapping[str, Any]) -> Sequence[str]:

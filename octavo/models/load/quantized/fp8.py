@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.models.load.quantized.codes import FLOATS, Codes, coded, halves
 from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, Method, Module, Settings
-from octavo.nn.weights import E2M1, Index
+from octavo.nn.weights import E2M1, Index, InputScale
 
 _TILE = 128
 
@@ -19,7 +21,8 @@ _TILE = 128
 class FP8(Method):
     """`weight` [N, K] in a dtype of 8 bits, with `weight_scale_inv` per tile, or `weight_scale` per matrix or output.
 
-    Both are factors. Scales of activations are not read: activations are not rounded to 8 bits.
+    Both are factors. So is the scale of activations, `input_scale` (AutoFP8) or `activation_scale` (Transformers),
+    which is used if `activation_scheme` is "static", and weights have no tiles.
     """
 
     name = "FP8"
@@ -41,6 +44,7 @@ class FP8(Method):
                 "checkpoint's config.json again."
             )
         self._tile = tuple(tile)
+        self.is_static = settings.get("activation_scheme") == "static"
 
     def modules(self, names: Set[str]) -> Set[str]:
         return self._with("weight_scale_inv", names) | self._with("weight_scale", names)
@@ -52,7 +56,13 @@ class FP8(Method):
         weight = module.stored("weight", FLOATS_8, None, None)
         if module.has("weight_scale_inv"):
             return tiled(module, weight, module.tensor("weight_scale_inv"), "weight_scale_inv", self._tile)
-        return coded(weight, per_output(module, weight, module.tensor("weight_scale")))
+        codes = coded(weight, per_output(module, weight, module.tensor("weight_scale")))
+        return replace(codes, input_scale=self._input_scale(module))
+
+    def _input_scale(self, module: Module) -> InputScale | None:
+        if not self.is_static:
+            return None
+        return partial(module.input_scale, "activation_scale" if module.has("activation_scale") else "input_scale")
 
     def cut(self, module: Module, index: Index) -> Module | None:
         name = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
@@ -68,6 +78,12 @@ class ModelOpt(FP8):
     name = "ModelOpt"
     suffixes = (*FP8.suffixes, "weight_scale_2")
 
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        groups = (settings.get("config_groups") or {}).values()
+        self._dynamic = any((group.get("input_activations") or {}).get("dynamic") is True for group in groups)
+        self.is_static = settings.get("quant_algo") == "FP8"
+
     def shape(self, module: Module) -> tuple[int, ...]:
         rows, columns = module.sizes("weight")
         return (rows, columns * 2) if module.has("weight_scale_2") else (rows, columns)
@@ -79,6 +95,12 @@ class ModelOpt(FP8):
         scales = module.stored("weight_scale", (torch.float8_e4m3fn,), rows, columns // 16)
         pairs = module.stored("weight", BYTES, rows, columns // 2)
         return coded(halves(pairs), scales.float() * module.scale("weight_scale_2"), E2M1)
+
+    def _input_scale(self, module: Module) -> InputScale | None:
+        """Without `quant_algo` of all modules, those with a scale are static."""
+        if self._dynamic or not (self.is_static or module.has("input_scale")):
+            return None
+        return partial(module.input_scale, "input_scale")
 
 
 def scale_dims(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Set
 from typing import Any
@@ -20,6 +21,8 @@ Settings = Mapping[str, Any]
 """The checkpoint's `quantization_config`."""
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 FLOATS_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_LEAST_SCALE = 2.0**-126
+"""Of activations: less has no inverse in float32."""
 _PADDED = 32
 """Features in multiples of this fill whole words of 32 bits, with any number of bits each."""
 WORDS = (torch.int32,)
@@ -110,6 +113,17 @@ class Module:
             raise self.wrong(suffix, f"is {_named([tensor.dtype])} {list(tensor.shape)}, not one floating-point number")
         return tensor.float().view(())
 
+    def input_scale(self, suffix: str) -> float:
+        """Return the number by which the module's inputs are divided before they are rounded; see `InputScale`.
+
+        Raises:
+            ModelFileError: it is missing, has several, or is not positive and finite.
+        """
+        scale = float(self.scale(suffix))
+        if not _LEAST_SCALE <= scale < math.inf:
+            raise self.wrong(suffix, f"is {scale:g}, not a positive finite number")
+        return scale
+
     def tensor(self, suffix: str, index: Index | None = None) -> Tensor:
         """Return a tensor, or its part `index`, as it is stored.
 
@@ -155,6 +169,7 @@ class Method(ABC):
         suffixes: of a quantized module's tensors, the weight's included; biases are not quantized.
         scale: the tensor that distinguishes a quantized module's `weight` from one that is not quantized.
         weight: end of the name of the matrix that a checkpoint without quantization has.
+        is_static: modules have scales of activations, by the configuration.
     """
 
     name: str
@@ -162,6 +177,7 @@ class Method(ABC):
     scale = "weight_scale"
     joint = "."
     weight = ".weight"
+    is_static = False
 
     @abstractmethod
     def modules(self, names: Set[str]) -> Set[str]:

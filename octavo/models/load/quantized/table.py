@@ -84,6 +84,12 @@ def dequantizing(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
     return checkpoint if method is None else QuantizedCheckpoint(checkpoint, method)
 
 
+def has_input_scales(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has static scales of activations, by its configuration. Raises as `method_of`."""
+    method = method_of(config)
+    return method is not None and method.is_static
+
+
 def rounds_activations(config: Mapping[str, Any]) -> bool:
     """Return whether activations are to be rounded to 8 bits, as the weights are, by a checkpoint's configuration."""
     settings = config.get("quantization_config") or config.get("compression_config") or {}

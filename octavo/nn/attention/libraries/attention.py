@@ -13,6 +13,7 @@ from octavo.device.transfer import upload
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.libraries.prompts import PromptLibrary, Prompts
 from octavo.nn.attention.triton import Launches, TritonAttention, rotate_and_write
+from octavo.nn.attention.triton_arguments import Output
 from octavo.nn.attention.triton_few import Few, attend_few
 from octavo.nn.step import StepInput
 
@@ -82,12 +83,14 @@ class LibraryAttention:
         step: StepInput,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        rounded_by: Tensor | None = None,
     ) -> Tensor:
-        """See `FusedBackend`."""
+        """See `FusedBackend`. Results of a library are not rounded."""
+        assert sinks is None, "libraries are not chosen for layers with sinks"
         if isinstance(step.attn, Launches):
-            return self.own.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec)
+            return self.own.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, None, rounded_by)
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
-        return self.attend(qkv[:, : spec.num_heads], cache, step, spec)
+        return self._attend(qkv[:, : spec.num_heads], cache, step, spec, rounded_by)
 
     def rotate_and_store(
         self,
@@ -105,16 +108,21 @@ class LibraryAttention:
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         assert sinks is None, "libraries are not chosen for layers with sinks"
+        return self._attend(q, cache, step, spec, None)
+
+    def _attend(
+        self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, rounded_by: Tensor | None
+    ) -> Tensor:
         parts: SplitPlan = step.attn
         if parts.few is None and parts.prompts is not None:
             return self._library.attend(q, cache, parts.prompts, spec)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = Output.of(q, rounded_by if parts.prompts is None else None)
         if parts.few is not None:
             attend_few(q, cache, None, step, spec, parts.few, out)
         if parts.prompts is not None:
             tokens = parts.prompts.tokens
-            out[tokens] = self._library.attend(q[tokens], cache, parts.prompts, spec)
-        return out
+            out.values[tokens] = self._library.attend(q[tokens], cache, parts.prompts, spec)
+        return out.values
 
     @property
     def most_few(self) -> int:

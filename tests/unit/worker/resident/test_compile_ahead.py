@@ -69,11 +69,13 @@ class Collected:
         return {variant for variant in self.variants if variant[0] in names}
 
 
-def compiled_ahead(groups: tuple[CacheGroup, ...], monkeypatch: pytest.MonkeyPatch) -> Collected:
+def compiled_ahead(groups: tuple[CacheGroup, ...], monkeypatch: pytest.MonkeyPatch, **options: bool) -> Collected:
     monkeypatch.setattr(ahead, "Ahead", Collected)
     monkeypatch.setattr(ahead, "target_of", lambda device: None)
     float32 = torch.float32
-    found: Any = ahead.compile_ahead(SPEC, float32, float32, float32, ATTENTION, DEVICE, groups=groups, **SIZES)
+    found: Any = ahead.compile_ahead(
+        SPEC, float32, float32, float32, ATTENTION, DEVICE, groups=groups, **SIZES, **options
+    )
     assert isinstance(found, Collected)
     return found
 
@@ -119,6 +121,15 @@ def test_rotation_and_storing_are_compiled_ahead(longest: int, monkeypatch: pyte
                 rotate_and_write(qkv, (norm, norm, 1e-5), table, cache, None, step, kept)
     assert {variant[0] for variant in launched.variants} == {"rotate_write_kernel", "rotate_write_rows_kernel"}
     assert launched.variants <= found.variants
+
+
+def test_attention_that_rounds_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the other, which few rows take, and the last layer."""
+    attention = ("decode_kernel", "prefill_kernel")
+    for static, forms in ((False, {False}), (True, {False, True})):
+        found = compiled_ahead(FULL, monkeypatch, static=static)
+        for name in attention:
+            assert {("ROUNDED", True) in each for each in found.of(name)} == forms
 
 
 def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
