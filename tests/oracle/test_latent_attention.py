@@ -334,7 +334,7 @@ def divided(kernel, monkeypatch, splits: int, parts: int) -> None:
 def test_decoding_in_cuda(kernel, monkeypatch, dtype):
     """Contexts of no whole tile, of one, of more tiles than there are places for, and of fewer tiles than blocks."""
     rng = random.Random(os.urandom(8))
-    lengths = [1, 63, 64, 65, 192, rng.randint(193, 700)] if not GPU else [1, 64, 5000, *rng.sample(range(1, 1500), 12)]
+    lengths = [1, 64, 65, rng.randint(193, 400)] if not GPU else [1, 64, 5000, *rng.sample(range(1, 1500), 12)]
     rng.shuffle(lengths)
     spec = LITE if GPU else LatentSpec(num_heads=5, rank=256, rope_dim=64, nope_dim=24, value_dim=20, scale=0.1)
     case = make_case([(length, 1) for length in lengths], spec, dtype, block_size=rng.choice([8, 16, 32]))
