@@ -7,7 +7,7 @@
 // which its warp puts there and into the cache. At the end each warp of the cluster merges the parts of 32 outputs, which
 // it reads from the other blocks' shared memory.
 //
-// Few registers and little shared memory are used, so that the next launch finds room while this one waits.
+// Few registers and little shared memory are used, so that the next launch finds room while this one merges.
 //
 // Macros: HALF: numbers are float16, else bfloat16; D channels of a head, a multiple of 32; SHARING query heads of a kv
 // head, at most 8; PAGE tokens of a block; SPLITS x WARPS = 32; DEPTH tiles of a warp in shared memory; NORMED; WINDOW, 0
@@ -73,7 +73,6 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
   __shared__ float parts[WARPS][SHARING][D], peaks[WARPS][8], totals[WARPS][8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, row = blockIdx.z;
-  overlap();
   const int token = query_start[row], own = seq_lens[row] - 1;  // the query's position; -1 for a row of padding
   if (query_start[row + 1] == token) {
     follow();
@@ -239,6 +238,7 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
     next_block = block_of(i + DEPTH + 1);
   }
 
+  overlap();  // not before: the next launch loads weights, for which this one's loads would wait
   if (count) {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
