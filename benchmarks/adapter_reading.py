@@ -4,8 +4,9 @@
         [--dtype bfloat16|float32] [--output figures.json]
 
 The adapter changes all linear layers of a model of the 8B shape (32 layers, hidden size 4096); its numbers are random.
-Measured in turns: checking its files, reading with a second check (as when they have changed), reading without, reading
-without in several threads (as on a GPU's machine), and copying as many bytes into new memory and into memory in use.
+Measured in turns: checking its files, checking them when one alike was checked before, reading with a second check (as
+when they have changed), reading without, reading without in several threads (as on a GPU's machine), and copying as
+many bytes into new memory and into memory in use.
 Processor time is that of the calling thread. The form is that of B in pages: by rank, as for CPUs, or by output, as for
 GPUs. The dtype is the file's; pages are bfloat16.
 
@@ -42,7 +43,7 @@ from octavo.core.errors import UnsupportedError
 from octavo.core.output import TransferState
 from octavo.core.plan import Transfer, Transfers
 from octavo.device.transfer import HostCopier, HostCopy
-from octavo.features.lora.checks import read_adapter
+from octavo.features.lora.checks import Checker, read_adapter
 from octavo.features.lora.layout import Geometry, Target, TargetPart
 from octavo.features.lora.payload import NAME, Reading, Source, page_names
 from octavo.features.lora.reader import HELPERS, Reader
@@ -177,8 +178,11 @@ def main() -> None:
         save(Path(folder), every, given.rank, getattr(torch, given.dtype))
         together = dataclasses.replace(reader, helpers=helpers)
         cold = ColdLoads(together) if given.form == "output" else None
+        checker = Checker(every, 256)
+        checker.read(Path(folder))
         for uid in range(given.repeat):
             file = timed("check", partial(read_adapter, Path(folder), every, 256))
+            timed("check, one alike was checked", partial(checker.read, Path(folder)))
             again = Reading(uid, (Source(folder, file.manifest),), file.manifest)
             once = Reading(uid, (Source(folder, file.manifest, file=file.packed()),), file.manifest)
             timed("read, with a second check", partial(reader.read, again))

@@ -18,7 +18,7 @@ from octavo.core.futures import done
 from octavo.core.plan import StepPlan
 from octavo.engine.toy import VOCAB, ToyStep
 from octavo.features.lora import names
-from octavo.features.lora.adapter_file import AdapterFile
+from octavo.features.lora.adapter_file import AdapterFile, AdapterForm
 from octavo.features.lora.layout import Manifest, Piece, Target, TargetPart
 from octavo.features.lora.payload import NAME, RankTargets, page_names, pages_of
 from octavo.features.lora.requests import Part, encode
@@ -44,14 +44,19 @@ def fake_files(patch: pytest.MonkeyPatch) -> None:
     """Have folders of `folders` read as adapters: "head" in the name for one of the head, "gain" for one with gains,
     "called" for one that the tokens `INVOCATION` activate."""
 
-    def read(path: Path, targets: Any, max_rank: int, added_tokens: int) -> AdapterFile:
-        name, _, rank = path.name.rpartition("-")
-        if not rank.isdigit() or int(rank) > max_rank:
-            raise ModelFileError(f"{path} is no adapter of rank 1 to {max_rank}.")
-        piece = Piece(1 if "head" in name else 0, 0, int(rank), gain="gain" in name)
-        return AdapterFile(path, Manifest((piece,), INVOCATION if "called" in name else ()), ())
+    class FakeChecker:
+        def __init__(self, targets: Any, max_rank: int, added_tokens: int) -> None:
+            self.max_rank = max_rank
 
-    patch.setattr(names, "read_adapter", read)
+        def read(self, path: Path) -> AdapterFile:
+            name, _, rank = path.name.rpartition("-")
+            if not rank.isdigit() or int(rank) > self.max_rank:
+                raise ModelFileError(f"{path} is no adapter of rank 1 to {self.max_rank}.")
+            piece = Piece(1 if "head" in name else 0, 0, int(rank), gain="gain" in name)
+            manifest = Manifest((piece,), INVOCATION if "called" in name else ())
+            return AdapterFile(path, AdapterForm(manifest, ()))
+
+    patch.setattr(names, "Checker", FakeChecker)
 
 
 @dataclass

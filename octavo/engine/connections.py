@@ -30,9 +30,10 @@ class Connection:
         self.unsent = bytearray()
         self._frames = Frames()
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, *, later: bool = False) -> None:
+        """Send a message, or with `later` only buffer it."""
         data = frame(message)
-        sent = 0 if self.unsent else self._write(data)
+        sent = 0 if self.unsent or later else self._write(data)
         if sent < len(data):
             self.unsent += data[sent:]
 
@@ -73,14 +74,33 @@ class Connections:
         listener.setblocking(False)
         self._listener = listener
         self._open: dict[int, Connection] = {}
+        self._together: set[Connection] | None = None
+        """Those with messages for the end of `together`; None outside of it."""
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
 
     def send(self, connection: Connection, message: bytes) -> None:
         """Send a message, without waiting. Does nothing if the front end has disconnected."""
-        connection.send(message)
-        if connection.unsent:
+        connection.send(message, later=self._together is not None)
+        if self._together is not None:
+            self._together.add(connection)
+        elif connection.unsent:
             self._watch(connection)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Hold messages that are sent meanwhile, and send them at the end by one call for each connection.
+
+        Each call gives up the GIL, and a thread that computes may keep it for 5 ms.
+        """
+        self._together = set()
+        try:
+            yield
+        finally:
+            held, self._together = self._together, None
+            for connection in held:
+                connection.flush()
+                self._watch(connection)
 
     def receive(self, wait_ms: int) -> Iterator[tuple[Connection, bytes | None]]:
         """Wait for messages and yield them; None from a front end that has disconnected.

@@ -113,6 +113,8 @@ class CoreServer:
         self._updates: Updates[Connection] = Updates()
         self._calls: list[tuple[Connection, int, Future[Any]]] = []
         """Calls of features that have no result yet, each with its number."""
+        self._answered = False
+        """Features' calls were answered in the last turn, so features may go on."""
         self._info: ModelInfo | None = None
         self._loop: Loop | None = None
         self._lost: wire.Lost | None = None
@@ -170,24 +172,37 @@ class CoreServer:
 
     def _turn(self, loop: Loop) -> None:
         """Run one step, or send a heartbeat, and then the commands that waited for it."""
-        if not loop.busy:
-            loop.idle()
-            self._send_news([])
-        else:
-            deltas = loop.step()
-            if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
-                self._send_news(deltas)
-            if not loop.busy and loop.lost is None:
-                loop.check_idle()
+        with self._connections.together():  # a call may have begun work in a thread, which its answer must not wait for
+            self._advance(loop)
+            self._answered = bool(self._calls) and self._answer_calls()
         for job in self._updates.done():
             self._end_job(loop, job)
-        if self._calls:
-            self._answer_calls()
         if self._settling and loop.settled:
             self._settle(loop)
 
+    def _advance(self, loop: Loop) -> None:
+        """Run one step, or look after an idle engine, and send the news."""
+        if not loop.busy:
+            loop.idle()
+            if not self._only_polls():
+                self._send_news([])
+            return
+        deltas = loop.step()
+        if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
+            self._send_news(deltas)
+        if not loop.busy and loop.lost is None:
+            loop.check_idle()
+
+    def _only_polls(self) -> bool:
+        """Whether the loop turns often only since features' calls have no result yet, and gauges were just sent: making
+        them each time would take the interpreter from the threads that work on those calls."""
+        waits = bool(self._calls) and not any(result.done() for *_, result in self._calls)
+        return waits and time.monotonic() < self._stats_due
+
     def _patience_ms(self, loop: Loop) -> int:
         """Return how long to wait for a message, in milliseconds."""
+        if self._answered:
+            return 0
         if loop.busy:
             return _STARVED_POLL_MS if loop.starved else 0
         if self._calls:
@@ -270,8 +285,8 @@ class CoreServer:
             self._send_news(loop.abort(request_id))
         return len(ended)
 
-    def _answer_calls(self) -> None:
-        """Send the results of features' calls that have one by now."""
+    def _answer_calls(self) -> bool:
+        """Send the results of features' calls that have one by now; return whether there are any."""
         calls, self._calls = self._calls, []
         for client, number, result in calls:
             if not result.done():
@@ -282,6 +297,7 @@ class CoreServer:
             except Exception as error:
                 done = _failed(number, error)
             self._send(client, done)
+        return len(self._calls) < len(calls)
 
     def _end_job(self, loop: Loop, job: WeightUpdate[Connection]) -> None:
         """Answer a job that has read tensors, or pause the loop for the update if the weights are to be replaced."""

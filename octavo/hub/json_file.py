@@ -15,10 +15,21 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelFileError: not readable, not JSON, or not an object.
     """
+    return parse_json(read_bytes(path), path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return a file's content. Raises ModelFileError if it is not readable."""
     try:
-        content = json.loads(path.read_bytes())
+        return path.read_bytes()
     except OSError as exc:
         raise ModelFileError(f"{path} can't be read: {exc.strerror or exc}.") from exc
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """Return the object in the content of a JSON file. Raises ModelFileError if it is no JSON, or no object."""
+    try:
+        content = json.loads(text)
     except ValueError as exc:
         raise ModelFileError(f"{path} is not valid JSON: {exc}. Download or repair the file.") from exc
     if not isinstance(content, dict):

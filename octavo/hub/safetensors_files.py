@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.json_file import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LENGTH_BYTES = 8
 _MAX_HEADER = 100 * 1024 * 1024  # the format's own limit
 
 
@@ -45,8 +49,7 @@ def check_safetensors(path: Path) -> None:
     read_header(path)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of a safetensors file.
 
     Attributes:
@@ -60,32 +63,70 @@ class StoredTensor:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredHeader:
+    """The header of a safetensors file, not parsed yet.
+
+    Attributes:
+        content: its JSON.
+        size: bytes of the whole file.
+    """
+
+    path: Path
+    content: bytes
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> StoredHeader:
+        """Read a file's header.
+
+        Raises:
+            ModelFileError: not readable, or no header of this length fits into the file.
+        """
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                if size < _LENGTH_BYTES:
+                    raise _corrupt(path, f"it has only {size} bytes")
+                length = struct.unpack("<Q", file.read(_LENGTH_BYTES))[0]
+                if not 0 < length <= min(_MAX_HEADER, size - _LENGTH_BYTES):
+                    raise _corrupt(path, f"it claims a header of {length} bytes in a file of {size}")
+                return cls(path, file.read(length), size)
+        except OSError as exc:
+            raise ModelFileError(f"{path} can't be read: {exc.strerror or exc}.") from exc
+        except ValueError as exc:
+            raise _corrupt(path, "its header is not valid") from exc
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return the file's tensors by name.
+
+        Raises:
+            ModelFileError: corrupt or truncated.
+        """
+        try:
+            header = json.loads(self.content)
+            start = _LENGTH_BYTES + len(self.content)
+            found = {name: _entry(entry, start) for name, entry in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as exc:
+            raise _corrupt(self.path, "its header is not valid") from exc
+        if not self.fits(found):
+            expected = max(tensor.offset + tensor.num_bytes for tensor in found.values())
+            raise _corrupt(self.path, f"its header promises {expected} bytes, the file has {self.size}")
+        return found
+
+    def fits(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Return whether the file is as long as its tensors need, given those of this header."""
+        return all(tensor.offset + tensor.num_bytes <= self.size for tensor in tensors.values())
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name, after the checks of `check_safetensors`. Raises likewise."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            if size < 8:
-                raise _corrupt(path, f"it has only {size} bytes")
-            length = struct.unpack("<Q", file.read(8))[0]
-            if not 0 < length <= min(_MAX_HEADER, size - 8):
-                raise _corrupt(path, f"it claims a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        start = 8 + length
-        found = {name: _entry(entry, start) for name, entry in header.items() if name != "__metadata__"}
-    except OSError as exc:
-        raise ModelFileError(f"{path} can't be read: {exc.strerror or exc}.") from exc
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as exc:
-        raise _corrupt(path, "its header is not valid") from exc
-    expected = max((tensor.offset + tensor.num_bytes for tensor in found.values()), default=start)
-    if size < expected:
-        raise _corrupt(path, f"its header promises {expected} bytes, the file has {size}")
-    return found
+    return StoredHeader.of(path).tensors()
 
 
 def _entry(entry: dict[str, Any], start: int) -> StoredTensor:
-    begin, end = (int(edge) for edge in entry["data_offsets"])
-    return StoredTensor(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), start + begin, end - begin)
+    begin, end = map(int, entry["data_offsets"])
+    return StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), start + begin, end - begin)
 
 
 def _from_index(path: Path) -> list[Path]:

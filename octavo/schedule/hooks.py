@@ -175,7 +175,8 @@ class EngineHook:
         """
 
     def turn(self) -> None:
-        """Take in what threads have done. Called before each plan, and from time to time while the engine is idle."""
+        """Take in what threads have done. Called before each plan, and from time to time while the engine is idle: soon
+        after calls of features were answered."""
 
     def on_failure(self) -> None:
         """Launched steps are lost, and the worker half may not have seen their payloads. Leases are as they were."""

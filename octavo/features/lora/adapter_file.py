@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -23,30 +24,65 @@ Stamp = tuple[int, int, int, int]
 that set the time of the content, such as `cp -p` and rsync."""
 
 
+@dataclass(frozen=True)
+class AdapterForm:
+    """What an adapter's files say about its tensors: everything but where they are, and the numbers in them.
+
+    Attributes:
+        manifest: what it has.
+        tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE,
+            ROWS (of single tokens), TABLE (has those of added tokens); and STACKED, see there.
+        pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
+        header: where a safetensors file has each tensor.
+    """
+
+    manifest: Manifest
+    tensors: tuple[Mapping[str, str], ...]
+    pairs: bool = False
+    header: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    @cached_property
+    def packed(self) -> bytes:
+        """It compressed, for `unpacked`: to about a hundredth, since names of tensors are much alike."""
+        fields = self.manifest, self.tensors, self.pairs, self.header
+        return zlib.compress(msgspec.msgpack.encode(fields), level=1)
+
+    @classmethod
+    def unpacked(cls, form: bytes) -> AdapterForm:
+        """Return what `packed` packed."""
+        made = cls(*msgspec.msgpack.decode(zlib.decompress(form), type=_Fields))
+        made.__dict__["packed"] = form
+        return made
+
+
+_Fields = tuple[Manifest, tuple[dict[str, str], ...], bool, dict[str, StoredTensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
     """An adapter's files, checked.
 
     Attributes:
         weights: the file with its tensors.
-        manifest: what it has.
-        tensors: for each piece of the manifest, role -> the tensor's name in the file. Roles: A, B, MAGNITUDE, WHOLE,
-            ROWS (of single tokens), TABLE (has those of added tokens); and STACKED, see there.
-        pairs: rows of q and k are in llama.cpp's order for Llama, which pairs adjacent channels.
-        header: where a safetensors file has each tensor.
+        form: what the files say about them.
         stamps: of the files that were read, by path: they show changes without reading the files again.
     """
 
     weights: Path
-    manifest: Manifest
-    tensors: tuple[Mapping[str, str], ...]
-    pairs: bool = False
-    header: Mapping[str, StoredTensor] = field(default_factory=dict)
+    form: AdapterForm
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
+    @property
+    def manifest(self) -> Manifest:
+        return self.form.manifest
+
+    @property
+    def tensors(self) -> tuple[Mapping[str, str], ...]:
+        return self.form.tensors
+
     def packed(self) -> bytes:
-        """Return it compressed, for `unpacked`: to about a hundredth, since names of tensors are much alike."""
-        return zlib.compress(msgspec.msgpack.encode(self, enc_hook=str), level=1)
+        """Return it for `unpacked`."""
+        return msgspec.msgpack.encode((str(self.weights), self.form.packed, self.stamps))
 
     @property
     def version(self) -> str:
@@ -62,9 +98,14 @@ class AdapterFile:
             return False
 
 
-def unpacked(file: bytes) -> AdapterFile:
-    """Return what `AdapterFile.packed` packed."""
-    return msgspec.msgpack.decode(zlib.decompress(file), type=AdapterFile, dec_hook=lambda kind, text: kind(text))
+def unpacked(file: bytes, form_of: Callable[[bytes], AdapterForm] = AdapterForm.unpacked) -> AdapterFile:
+    """Return what `AdapterFile.packed` packed.
+
+    Args:
+        form_of: returns what `AdapterForm.packed` packed; for callers that keep forms.
+    """
+    weights, form, stamps = msgspec.msgpack.decode(file, type=tuple[str, bytes, dict[str, Stamp]])
+    return AdapterFile(Path(weights), form_of(form), stamps)
 
 
 def stamp_of(path: Path) -> Stamp:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,38 +23,26 @@ from octavo.features.lora.adapter_file import (
     WHOLE,
     A,
     AdapterFile,
+    AdapterForm,
     B,
     stamp_of,
 )
 from octavo.features.lora.layout import Manifest, Piece, Target, added_by
+from octavo.features.lora.modules import Modules, Place
 from octavo.features.lora.peft_config import PeftConfig
+from octavo.features.lora.peft_names import PREFIX, ROLES, ending_of
 from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.gguf_names import hf_name
-from octavo.hub.json_file import read_json
-from octavo.hub.safetensors_files import read_header
+from octavo.hub.json_file import parse_json, read_bytes
+from octavo.hub.safetensors_files import StoredHeader, StoredTensor
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
-_PREFIX = "base_model.model."
 _DTYPES = ("F32", "F16", "BF16")
-
-_ROLES = {
-    ".lora_A.weight": A,
-    ".lora_B.weight": B,
-    ".lora_embedding_A": A,
-    ".lora_embedding_B": B,
-    ".lora_magnitude_vector": MAGNITUDE,
-    ".lora_magnitude_vector.weight": MAGNITUDE,
-    ".token_adapter.trainable_tokens_delta": ROWS,
-    ".token_adapter.base_layer.weight": WHOLE,
-    ".modules_to_save.weight": WHOLE,
-    ".original_module.weight": WHOLE,
-    ".base_layer.weight": WHOLE,
-    ".weight": WHOLE,
-}
-"""How PEFT's names of tensors end; the first match counts."""
+_FORMS_KEPT = 8
+"""Pairs of a configuration and a header; a header of many experts takes some megabytes."""
 
 _RESIZE = (
     "Or resize the base model to {} tokens (transformers: resize_token_embeddings), save it with the adapter's "
@@ -62,42 +51,72 @@ _RESIZE = (
 
 
 def read_adapter(path: Path, targets: Sequence[Target], max_rank: int, added_tokens: int = 0) -> AdapterFile:
-    """Read and check an adapter: PEFT's folder, or a GGUF file.
+    """Read and check one adapter; see `Checker`. Raises as `Checker.read`."""
+    return Checker(targets, max_rank, added_tokens).read(path)
+
+
+class Checker:
+    """Reads and checks adapters of one model.
+
+    Adapters that one program trained on one model are often alike: their configurations and headers are the same, byte
+    for byte. What follows from these is kept, since a request waits for it.
 
     Args:
         targets: the layers of the model that adapters can change.
         max_rank: largest rank of a piece (--max-lora-rank).
         added_tokens: most tokens that it may add (--lora-extra-vocab-size).
-
-    Raises:
-        ModelFileError: it can't be used with this model; the text names the file, the field or tensor and the remedy.
     """
-    if path.suffix == ".gguf":
-        return _read_gguf(path, targets, max_rank)
-    if not path.is_dir():
-        raise ModelFileError(f"{path} is not an adapter: give PEFT's folder ({CONFIG}, {WEIGHTS}) or a GGUF file.")
-    if not (path / CONFIG).is_file():
-        raise ModelFileError(f"{path} has no {CONFIG}; an adapter is a folder as PEFT saves it, or a GGUF file.")
-    stamps = {str(path / CONFIG): stamp_of(path / CONFIG)}
-    config = PeftConfig.of(read_json(path / CONFIG), path / CONFIG)
-    if not (path / WEIGHTS).is_file():
-        raise ModelFileError(_missing(path))
-    stamps[str(path / WEIGHTS)] = stamp_of(path / WEIGHTS)
-    shapes, header = {}, read_header(path / WEIGHTS)
-    for name, tensor in header.items():
-        if tensor.dtype not in _DTYPES:
-            raise ModelFileError(
-                f"{path / WEIGHTS}: tensor {name} is stored as {tensor.dtype}; adapters are read from "
-                f"{', '.join(_DTYPES)}. Save the adapter in one of those."
-            )
-        shapes[name] = tensor.shape
-    matcher = _Matcher(path / WEIGHTS, targets, max_rank, config.base, added_tokens)
-    found = matcher.find(shapes, config)
-    manifest, tensors = matcher.checked(found, config, shapes)
-    return AdapterFile(path / WEIGHTS, manifest, tensors, header=header, stamps=stamps)
+
+    def __init__(self, targets: Sequence[Target], max_rank: int, added_tokens: int = 0) -> None:
+        self._targets, self._max_rank, self._added_tokens = targets, max_rank, added_tokens
+        self._modules = Modules(targets)
+        self._forms: dict[bytes, AdapterForm] = {}
+        """Digest of both -> what follows; the last one used is the last."""
+
+    def read(self, path: Path) -> AdapterFile:
+        """Read and check an adapter: PEFT's folder, or a GGUF file.
+
+        Raises:
+            ModelFileError: it can't be used with this model; the text names the file, the field or tensor and the
+                remedy.
+        """
+        if path.suffix == ".gguf":
+            return _read_gguf(path, self._targets, self._max_rank, self._modules)
+        if not path.is_dir():
+            raise ModelFileError(f"{path} is not an adapter: give PEFT's folder ({CONFIG}, {WEIGHTS}) or a GGUF file.")
+        if not (path / CONFIG).is_file():
+            raise ModelFileError(f"{path} has no {CONFIG}; an adapter is a folder as PEFT saves it, or a GGUF file.")
+        stamps = {str(path / CONFIG): stamp_of(path / CONFIG)}
+        content = read_bytes(path / CONFIG)
+        config = PeftConfig.of(parse_json(content, path / CONFIG), path / CONFIG)
+        if not (path / WEIGHTS).is_file():
+            raise ModelFileError(_missing(path))
+        stamps[str(path / WEIGHTS)] = stamp_of(path / WEIGHTS)
+        header = StoredHeader.of(path / WEIGHTS)
+        key = hashlib.blake2b(b"%d %b%b" % (len(content), content, header.content)).digest()
+        form = self._forms.pop(key, None)
+        if form is None or not header.fits(form.header):
+            form = self._form(path / WEIGHTS, config, header.tensors())
+        self._forms[key] = form
+        while len(self._forms) > _FORMS_KEPT:
+            del self._forms[next(iter(self._forms))]
+        return AdapterFile(path / WEIGHTS, form, stamps)
+
+    def _form(self, path: Path, config: PeftConfig, header: Mapping[str, StoredTensor]) -> AdapterForm:
+        shapes = {}
+        for name, tensor in header.items():
+            if tensor.dtype not in _DTYPES:
+                raise ModelFileError(
+                    f"{path}: tensor {name} is stored as {tensor.dtype}; adapters are read from "
+                    f"{', '.join(_DTYPES)}. Save the adapter in one of those."
+                )
+            shapes[name] = tensor.shape
+        matcher = _Matcher(path, self._targets, self._modules, self._max_rank, config.base, self._added_tokens)
+        manifest, tensors = matcher.checked(matcher.find(shapes, config), config, shapes)
+        return AdapterForm(manifest, tensors, header=header)
 
 
-def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterFile:
+def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int, modules: Modules) -> AdapterFile:
     """Read an adapter as llama.cpp's convert_lora_to_gguf.py writes it."""
     stamps = {str(path): stamp_of(path)}
     file = read_gguf(path)
@@ -124,56 +143,43 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int) -> AdapterF
         found.setdefault(hf_name(base).removesuffix(".weight"), {})[A if role == "lora_a" else B] = name
     invocation = invocation_of(file.metadata, "adapter.alora.invocation_tokens", path)
     config = PeftConfig(path, alpha=float(alpha) or None, invocation=invocation)
-    matcher = _Matcher(path, targets, max_rank, "")
+    matcher = _Matcher(path, targets, modules, max_rank, "")
     manifest, tensors = matcher.checked(matcher.placed(found, shapes), config, shapes)
     pairs = is_paired(file.metadata.get("general.architecture"))
-    return AdapterFile(path, manifest, tensors, pairs=pairs, stamps=stamps)
-
-
-Place = tuple[int, int]
-"""Indices of a target and of its part."""
+    return AdapterFile(path, AdapterForm(manifest, tensors, pairs=pairs), stamps)
 
 
 class _Matcher:
     """Maps the tensors of a file to the model's projections."""
 
-    def __init__(self, path: Path, targets: Sequence[Target], max_rank: int, base: str, added_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        targets: Sequence[Target],
+        modules: Modules,
+        max_rank: int,
+        base: str,
+        added_tokens: int = 0,
+    ) -> None:
         self._most_added = added_tokens
         self._path = path
         self._targets = targets
         self._max_rank = max_rank
         self._base = base
-        self._places: dict[str, list[Place]] = {}
-        """Module of the checkpoint, or of the model -> the projections that it holds."""
-        self._name: dict[Place, str] = {}
-        self._outputs: dict[Place, int] = {}
-        self._stacks: dict[str, dict[str, list[Place]]] = {}
-        """Module of Transformers -> its tensors of all experts -> the projections that each holds."""
-        self._experts: dict[str, int] = {}
-        """The number of experts of each such tensor."""
-        for i, target in enumerate(targets):
-            for j, part in enumerate(target.parts):
-                stored = target.stored(j)
-                self._name[i, j], self._outputs[i, j] = stored.name, stored.outputs(part.outputs)
-                for name in {stored.name, target.name(j)}:
-                    self._places.setdefault(name, []).append((i, j))
-                if part.stack is not None:
-                    module = part.stack.name.rpartition(".")[0]
-                    self._stacks.setdefault(module, {}).setdefault(part.stack.name, []).append((i, j))
-                    self._experts[part.stack.name] = max(self._experts.get(part.stack.name, 0), target.expert + 1)
-        # Adapters of a model without a head lack the first part of the path.
-        short = {name.partition(".")[2]: places for name, places in self._places.items() if "." in name}
-        self._places = short | self._places
+        self._renamed, self._stacks, self._experts = modules.renamed, modules.stacks, modules.experts
+        self._held = modules.held
+        self._name, self._outputs = dict(modules.name), dict(modules.outputs)
+        """Of each place. A file may have one under another name, or as all of a module."""
 
     def find(self, shapes: Mapping[str, tuple[int, ...]], config: PeftConfig) -> dict[Place, dict[str, str]]:
         """Return what a file of PEFT has for each projection: role -> name of the tensor."""
         found: dict[str, dict[str, str]] = {}
         for name in shapes:
-            inner = name.removeprefix(_PREFIX)
-            end = next((end for end in _ROLES if inner.endswith(end)), None)
+            inner = name.removeprefix(PREFIX)
+            end = ending_of(inner)
             if end is None:
                 raise self._unknown(name)
-            module, role = inner.removesuffix(end), _ROLES[end]
+            module, role = inner.removesuffix(end), ROLES[end]
             if role is WHOLE and (not config.saves(module) or self._is_copy(name, end, shapes)):
                 if not self._held(module):
                     raise self._unknown(name)
@@ -202,6 +208,8 @@ class _Matcher:
 
     def _share_rows(self, found: dict[str, dict[str, str]]) -> None:
         """Have a head that shares the embedding's table share its changed rows, too, unless it has others."""
+        if not any(ROWS in roles for roles in found.values()):
+            return
         changed = {place: roles for module, roles in found.items() for place in self._held(module)}
         rows = next((r[ROWS] for place, r in changed.items() if ROWS in r and self._targets[place[0]].embedding), None)
         for i, target in enumerate(self._targets):
@@ -226,13 +234,10 @@ class _Matcher:
                         "adapter for one of them."
                     )
                 places[place] = roles
-                target, part = self._targets[place[0]], place[1]
-                own = target.name(part)
-                if STACKED in roles:
-                    continue
-                if own != target.stored(part).name and module.endswith(own.removeprefix("model.")):
+                own = self._renamed.get(place)
+                if own is not None and STACKED not in roles and module.endswith(own):
                     self._name[place] = module
-                    self._outputs[place] = target.parts[part].outputs
+                    self._outputs[place] = self._targets[place[0]].parts[place[1]].outputs
         return places
 
     def _stack(
@@ -240,6 +245,8 @@ class _Matcher:
     ) -> tuple[list[Place], dict[str, str]] | None:
         """Return the projections of all experts that a pair of matrices holds, and its roles with STACKED; None if it
         is of another kind. PEFT gives the pairs of a module's tensors names that do not tell which is whose."""
+        if not self._stacks:
+            return None
         name = module.removesuffix(".base_layer")
         stacks = self._stacks.get(name) or self._stacks.get(name.partition(".")[2])
         if not stacks or A not in roles or B not in roles:
@@ -265,21 +272,17 @@ class _Matcher:
             f"{', '.join(stacks)}. {self._other_base}"
         )
 
-    def _held(self, module: str) -> list[Place]:
-        """Return the projections of a module. What comes before the layers in its path may have another name, as it has
-        in the versions of some classes."""
-        return self._places.get(module) or self._places.get(module.partition(".")[2], [])
-
     def checked(
         self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[Manifest, tuple[Mapping[str, str], ...]]:
         """Return the manifest and the tensors of its pieces, in order."""
         self._check_complete(found, config)
-        pieces = [self._piece(place, found[place], config, shapes) for place in sorted(found)]
+        places = sorted(found)
+        pieces = [self._piece(place, found[place], config, shapes) for place in places]
         manifest = Manifest(tuple(pieces), config.invocation)
         self._check_added(manifest)
         check_activated(self._path, manifest, self._targets)
-        return manifest, tuple(found[place] for place in sorted(found))
+        return manifest, tuple(found[place] for place in places)
 
     def _piece(
         self, place: Place, roles: Mapping[str, str], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
@@ -393,7 +396,7 @@ class _Matcher:
             )
         tokens: tuple[int, ...] = ()
         if ROWS in roles:
-            module = roles[ROWS].removeprefix(_PREFIX).removesuffix(".token_adapter.trainable_tokens_delta")
+            module = roles[ROWS].removeprefix(PREFIX).removesuffix(".token_adapter.trainable_tokens_delta")
             tokens = config.tokens_of(module)
         vocabulary, size = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
         if ROWS in roles and shapes[roles[ROWS]] != (len(tokens), size):

@@ -8,6 +8,7 @@ the file: the faults would take as long as the copy. Any range of pages can be r
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -50,13 +51,19 @@ class DirectReads:
     """
 
     def __init__(self, file: AdapterFile, geometry: Geometry, dtype: torch.dtype) -> None:
-        self._path, self._header = file.weights, file.header
-        self._possible = geometry.by_output and not file.pairs
+        self._path, self._header = file.weights, file.form.header
+        self._possible = geometry.by_output and not file.form.pairs
         self._stride = geometry.stride
         self._tile = geometry.tile_bytes // geometry.element_size
         self._dtype = dtype
         self._runs: dict[torch.dtype, list[_Run]] = {dtype: [], torch.float32: []}
         """By the dtype in the file."""
+
+    def of(self, file: AdapterFile) -> DirectReads:
+        """Return the same for another file of this form, when all pieces are taken."""
+        made = copy.copy(self)
+        made._path = file.weights
+        return made
 
     def take(
         self,

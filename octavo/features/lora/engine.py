@@ -63,6 +63,8 @@ class LoraEngine(EngineHook):
         self._unloading: list[tuple[set[AdapterWeights], Future[Any]]] = []
         self._leaving: list[AdapterWeights] = []
         """Retired weights that are still used, or on their way."""
+        self._found: list[AdapterWeights] = []
+        """Adapters that the last turn found, for requests that come next."""
         self._tokens: Counter[str] = Counter()
         self._waited_s = 0.0
         self._repeated: LoraStep | None = None
@@ -135,9 +137,8 @@ class LoraEngine(EngineHook):
 
     def turn(self) -> None:
         """Take in what threads have done, and go on with what no request asks for."""
-        for weights in self._names.poll():
-            if not weights.retired:
-                self._residency.prefetch(weights)  # while the front end hears of it and sends the request
+        self._read_found()
+        self._found = self._names.poll()
         self._residency.poll()
         if self._pinning:
             self._pinning = [
@@ -145,6 +146,16 @@ class LoraEngine(EngineHook):
             ]
         if self._leaving:
             self._free_retired()
+
+    def _read_found(self) -> None:
+        """Begin to read adapters that were found, while front ends hear of it and send the requests.
+
+        Not at once in an idle engine: a thread that reads would delay the answer. A step delays it in any case.
+        """
+        found, self._found = self._found, []
+        for weights in found:
+            if not weights.retired:
+                self._residency.prefetch(weights)
 
     def _pinned(self, weights: AdapterWeights, future: Future[Any]) -> bool:
         """Take a pinned adapter further to the device; return whether it is there, or has failed."""
@@ -292,6 +303,8 @@ class LoraEngine(EngineHook):
     # A step
 
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
+        if self._found:
+            self._read_found()
         if draft.repeats:
             if self._repeated is not None:
                 draft.payload[NAME] = self._repeated

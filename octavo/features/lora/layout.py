@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -187,12 +188,14 @@ class Manifest(msgspec.Struct, frozen=True):
 
 def added_by(piece: Piece, target: Target) -> int:
     """Return how many rows a piece adds to an embedding or a head."""
+    if not piece.replaces:
+        return 0
     part = target.parts[piece.part]
     end = max((piece.rows, *(token + 1 for token in piece.tokens)))
     return max(0, end - (part.inputs if target.embedding else part.outputs))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
     """Blocks of the KV cache as bytes.
 
@@ -222,7 +225,7 @@ class Geometry:
     def block_bytes(self) -> int:
         return self.slices * self.slice_bytes
 
-    @property
+    @cached_property
     def tile_bytes(self) -> int:
         return min(self.slice_bytes & -self.slice_bytes, MAX_TILE)
 
@@ -264,8 +267,7 @@ class Share:
     own: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """The place of a piece, in tiles from the start of the adapter's range; -1 for what it does not have.
 
     Attributes:
@@ -309,22 +311,28 @@ class Layout:
 def layout(targets: Sequence[Target], manifest: Manifest, geometry: Geometry) -> Layout:
     """Place an adapter's rows, in the order of the manifest."""
     spans: dict[tuple[int, int], Span] = {}
+    sizes: dict[tuple[int, int, int], tuple[int, int]] = {}  # of A and B: most layers have the same
     end = 0
     for piece in manifest.pieces:
         target = targets[piece.target]
         part = target.parts[piece.part]
-        inputs, outputs = geometry.row_tiles(part.own_inputs), geometry.row_tiles(part.own_outputs)
-        if piece.whole:
-            rows = piece.rows or (part.own_inputs if target.embedding else part.own_outputs)
-            spans[piece.target, piece.part] = Span(whole=end, rows=rows)
-            end += rows * (outputs if target.embedding else inputs)
+        if piece.replaces:
+            row = geometry.row_tiles(part.own_outputs if target.embedding else part.own_inputs)
+            if piece.whole:
+                rows = piece.rows or (part.own_inputs if target.embedding else part.own_outputs)
+                spans[piece.target, piece.part] = Span(whole=end, rows=rows)
+            else:
+                rows = len(piece.tokens)
+                spans[piece.target, piece.part] = Span(row=end, tokens=piece.tokens)
+            end += rows * row
             continue
-        if piece.tokens:
-            spans[piece.target, piece.part] = Span(row=end, tokens=piece.tokens)
-            end += len(piece.tokens) * (outputs if target.embedding else inputs)
-            continue
-        a, b = end, end + piece.rank * inputs
-        end = b + geometry.b_tiles(piece.rank, part.own_outputs)
+        form = piece.rank, part.own_inputs, part.own_outputs
+        if form not in sizes:
+            inputs = geometry.row_tiles(part.own_inputs)
+            sizes[form] = piece.rank * inputs, geometry.b_tiles(piece.rank, part.own_outputs)
+        of_a, of_b = sizes[form]
+        a, b = end, end + of_a
+        end = b + of_b
         gain = -1
         if piece.gain:
             gain, end = end, end + -(-part.own_outputs * _GAIN_BYTES // geometry.tile_bytes)

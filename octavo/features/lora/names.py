@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import msgspec
 
 from octavo.core.errors import InvalidRequestError, ModelFileError, ModelNotFoundError, OctavoError
 from octavo.core.futures import done
-from octavo.features.lora.checks import read_adapter
+from octavo.features.lora.checks import Checker
 from octavo.features.lora.layout import Manifest, Target, joined
 from octavo.features.lora.payload import Source
 from octavo.features.lora.requests import Adapter, Selection, already_loaded, gone
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _MOST_SUMS = 64
 """Sums beyond which those are forgotten that nothing holds."""
+_SIZES_KEPT = 16
+"""Manifests whose numbers of blocks are kept: many adapters have the same."""
 RESOLVERS = "octavo.lora_resolvers"
 """Group of entry points: functions (adapter's name) -> its path, or None, called in a thread for unknown names."""
 
@@ -98,7 +100,8 @@ class Names:
         self.changes = 0
         self._settings = settings
         self._targets = targets
-        self._blocks_of = blocks_of
+        self._checker = Checker(targets, settings.highest_rank, settings.lora_extra_vocab_size)
+        self._blocks_of = lru_cache(maxsize=_SIZES_KEPT)(blocks_of)
         self._num_blocks = num_blocks
         self._retire = retire
         self._replaceable = replaceable
@@ -200,8 +203,7 @@ class Names:
                 f"There is no adapter at {path} on the engine's machine. Correct the path, that of --lora-modules "
                 "(NAME=PATH) or of the request."
             )
-        settings = self._settings
-        file = read_adapter(path, self._targets, settings.highest_rank, settings.lora_extra_vocab_size)
+        file = self._checker.read(path)
         if not self._replaceable:
             self._require_additions(path, file.manifest)
         num_blocks = self._blocks_of(file.manifest)

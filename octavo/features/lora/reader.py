@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from octavo.features.lora.adapter_file import (
     WHOLE,
     A,
     AdapterFile,
+    AdapterForm,
     B,
     unpacked,
 )
@@ -40,6 +41,8 @@ from octavo.nn.pages import large
 from octavo.nn.shard import Heads
 
 _ANY = 1 << 30
+_FORMS_KEPT = 8
+"""Forms of adapters, each with the plan of reading them."""
 _WORD = 8
 HELPERS = 4
 """Threads that copy parts of an adapter at once."""
@@ -56,6 +59,23 @@ class _Tensors(Protocol):
     def __call__(self, name: str) -> Tensor: ...
 
 
+@dataclass(slots=True)
+class _Form:
+    """A form of adapters.
+
+    Attributes:
+        plan: where the pieces of one go that is used alone, with weight 1, and how they are read; None if that is not
+            known, or not all are read directly.
+    """
+
+    form: AdapterForm
+    plan: tuple[Layout, DirectReads] | None = None
+
+    @classmethod
+    def unpacked(cls, form: bytes) -> _Form:
+        return cls(AdapterForm.unpacked(form))
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Reads adapters for one rank of a model. May be called from any thread.
@@ -64,6 +84,7 @@ class Reader:
         dtype: of the elements in pages.
         gains: computes the gains of adapters with magnitudes.
         helpers: threads that copy parts of an adapter at once; None to use the caller's only.
+        forms: returns what was packed; keeps those of the last adapters, since many are alike.
     """
 
     targets: Targets
@@ -71,6 +92,9 @@ class Reader:
     dtype: torch.dtype
     gains: Gains
     helpers: Executor | None = None
+    forms: Callable[[bytes], _Form] = field(
+        default_factory=lambda: lru_cache(maxsize=_FORMS_KEPT)(_Form.unpacked), init=False, compare=False
+    )
 
     def read(self, reading: Reading) -> tuple[Layout, Tensor, str]:
         """Return what `open` finds: the layout, the pages and the version. Raises the same."""
@@ -84,17 +108,29 @@ class Reader:
         Raises:
             ModelFileError: a file can't be read, or has other shapes than when it was checked.
         """
+        files = [self._checked(source) for source in reading.sources]
+        alone = len(files) == 1 and reading.sources[0].weight == 1.0 and reading.manifest == files[0].manifest
+        known = self.forms(files[0].form.packed) if alone else None
+        if known is not None and known.plan is not None:
+            placed, direct = known.plan
+            return OpenAdapter(placed, [_OpenFile(files[0], direct.of(files[0]), ())])
+        placed, sources = self._planned(reading, files)
+        if known is not None and not sources[0].fills:
+            known.plan = placed, sources[0].direct
+        return OpenAdapter(placed, sources)
+
+    def _planned(self, reading: Reading, files: Sequence[AdapterFile]) -> tuple[Layout, list[_OpenFile]]:
+        """Return where the adapter's pieces go, and how they are read."""
         targets, geometry = self.targets.targets, self.geometry
         own = self.targets.own
         placed = layout(targets, reading.manifest.among(own), geometry)
         filled = dict.fromkeys(placed.spans, 0)
         sources: list[_OpenFile] = []
-        for source in reading.sources:
-            file = self._checked(source)
+        for source, file in zip(reading.sources, files, strict=True):
             tensors = _gguf(file.weights) if file.weights.suffix == ".gguf" else _safetensors(file)
             direct = DirectReads(file, geometry, self.dtype)
             fills: list[Callable[[Tensor], None]] = []
-            for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True):
+            for piece, roles in zip(file.form.manifest.pieces, file.form.tensors, strict=True):
                 if piece.target not in own:
                     continue
                 place = piece.target, piece.part
@@ -106,11 +142,11 @@ class Reader:
                     fills.append(partial(self._fill, span, first, piece, roles, file, tensors, source.weight))
                 filled[place] += piece.rank
             sources.append(_OpenFile(file, direct, fills))
-        return OpenAdapter(placed, sources)
+        return placed, sources
 
     def _checked(self, source: Source) -> AdapterFile:
         """Return an adapter's file, which is checked again only if it has changed since it was checked."""
-        if source.file and (known := unpacked(source.file)).unchanged:
+        if source.file and (known := unpacked(source.file, lambda form: self.forms(form).form)).unchanged:
             return known
         file = read_adapter(Path(source.path), self.targets.targets, _ANY, _ANY)
         if file.manifest != source.manifest:
@@ -141,7 +177,7 @@ class Reader:
             _store(values, self._rows(room, span.row, len(values), values.shape[1], self.dtype))
             return
         a, b = tensors(roles[A]), tensors(roles[B])
-        if file.pairs:
+        if file.form.pairs:
             a, b = self._as_stored_by_peft(piece, a, b)
         part = target.parts[piece.part]
         if STACKED in roles:
@@ -388,7 +424,7 @@ def _columns(matrix: Tensor, inputs: range | None) -> Tensor:
 
 def _safetensors(file: AdapterFile) -> _Tensors:
     """Return a reader of views into the mapped file, whose pages are read from the system's cache."""
-    path, header = file.weights, file.header
+    path, header = file.weights, file.form.header
     try:
         size = path.stat().st_size
         content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

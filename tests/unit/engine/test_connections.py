@@ -57,6 +57,23 @@ def test_what_a_slow_reader_does_not_take_waits_for_it_in_order(short_path):
         assert read(connections, peer, 1) == [b"after"]
 
 
+def test_messages_that_are_sent_together_leave_at_the_end_in_order(short_path):
+    with connected(short_path) as (connections, connection, peer):
+        peer.setblocking(False)
+        connections.send(connection, b"before")
+        with connections.together():
+            connections.send(connection, b"one")
+            connections.send(connection, b"two")
+            assert read(connections, peer, 1) == [b"before"]
+        assert peer.recv(1 << 16) == frame(b"one") + frame(b"two")
+        messages = [bytes([number]) * 100_000 for number in range(20)]
+        with connections.together():
+            for message in messages:
+                connections.send(connection, message)
+        assert connection.unsent
+        assert read(connections, peer, len(messages)) == messages
+
+
 def test_messages_that_came_before_the_end_of_a_connection_are_told_before_it(short_path):
     with connected(short_path) as (connections, connection, peer):
         peer.sendall(frame(b"last") + frame(b"never whole")[:-1])

@@ -24,6 +24,7 @@ from octavo.core.errors import (
 from octavo.core.info import Received
 from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.pausing import PauseMode, SleepTag
+from octavo.core.stats import FeatureMetric
 from octavo.engine import wire
 from octavo.engine.client import CoreClient
 from octavo.engine.frames import frame
@@ -380,6 +381,54 @@ def test_calls_of_a_feature_reach_it_and_come_back(short_path):
                 await owner.call("counter", "subtract", {})
             with pytest.raises(InvalidRequestError, match="does not have the feature 'missing'"):
                 await owner.call("missing", "add", {})
+
+    run(main())
+
+
+class Searcher(EngineHook):
+    """A feature whose call ends in a turn of the engine, after the gate was opened."""
+
+    name = "searcher"
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.result = None
+        self.turns = self.later_turns = self.measured = 0
+
+    def call(self, method, args):
+        self.result = Future()
+        return self.result
+
+    def turn(self):
+        if self.result is None:
+            return
+        self.turns += 1
+        if self.result.done():
+            self.later_turns += 1
+        elif self.gate.is_set():
+            self.result.set_result("found")
+
+    def metrics(self):
+        self.measured += 1
+        found = float(self.result is not None and self.result.done())
+        return (FeatureMetric("found", "gauge", "Whether it was found.", "", {"": found}),)
+
+
+def test_a_call_that_waits_costs_an_idle_engine_little(short_path, monkeypatch):
+    """Its turns are frequent, but gauges are not made in each; an answer comes with new ones, and then a turn."""
+    monkeypatch.setattr("octavo.engine.core_server._STATS_S", 600.0)
+    monkeypatch.setattr("octavo.engine.core_server._IDLE_POLL_MS", 600_000)
+
+    async def main():
+        searcher = Searcher()
+        async with client_of(short_path, hooks=[searcher]) as (client, _):
+            search = asyncio.create_task(client.call("searcher", "search", {}))
+            await until(lambda: searcher.turns > 20)
+            assert searcher.measured < 5
+            searcher.gate.set()
+            assert await search == "found"
+            assert client.stats().features[0].values == {"": 1.0}
+            await until(lambda: searcher.later_turns == 1)
 
     run(main())
 

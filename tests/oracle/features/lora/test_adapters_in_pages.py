@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from adapter_kit import FORMS
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from octavo.core.errors import ModelFileError
 from octavo.device.transfer import link_of
 from octavo.features.lora import direct
+from octavo.features.lora.adapter_file import unpacked
 from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.delta import Weights
 from octavo.features.lora.direct import DirectReads
@@ -229,6 +231,31 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.
     os.truncate(file.weights, file.weights.stat().st_size - 1000)
     with pytest.raises(ModelFileError, match=r"adapter_model\.safetensors changed while it was read"):
         reader.read(reading)
+
+
+def test_adapters_that_are_alike_are_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "o_proj", (256, 72))
+    monkeypatch.setitem(SIZES, "lm_head", (256, 131))
+    targets, geometry = targets_of(CUTS["whole"]), Geometry(3, 512, 2, by_output=True)
+    readings, expected = [], []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        save(folder, 16, 16, torch.bfloat16, seed=number)
+        file = read_adapter(folder, targets.targets, 64)
+        readings.append(Reading(1, (Source(str(folder), file.manifest, file=file.packed()),), file.manifest))
+        expected.append(Reader(targets, geometry, torch.bfloat16, no_gains).read(readings[-1])[1])
+    assert not torch.equal(*expected)
+    reader = Reader(targets, geometry, torch.bfloat16, no_gains)
+    assert torch.equal(reader.read(readings[0])[1], expected[0])
+    (weighted,) = readings[1].sources
+    halved = msgspec.structs.replace(readings[1], sources=(msgspec.structs.replace(weighted, weight=0.5),))
+    assert not torch.equal(reader.read(halved)[1], expected[1])
+    monkeypatch.setattr(DirectReads, "take", None)
+    assert torch.equal(reader.read(readings[1])[1], expected[1])
+    (tmp_path / "1" / "adapter_model.safetensors").unlink()
+    monkeypatch.setattr(Reader, "_checked", lambda _, source: unpacked(source.file))
+    with pytest.raises(ModelFileError, match=r"/1/adapter_model\.safetensors can't be read"):
+        reader.read(readings[1])
 
 
 @pytest.mark.parametrize("ranks", [(1,), (12,), (4, 7)], ids=str)

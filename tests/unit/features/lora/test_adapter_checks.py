@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from tiny_adapters import PREFIX, save_adapter
 
 from octavo.core.errors import ModelFileError
 from octavo.features.lora.adapter_file import ROWS, TABLE, WHOLE
-from octavo.features.lora.checks import read_adapter
+from octavo.features.lora.checks import Checker, read_adapter
 from octavo.features.lora.layout import Piece, StoredPart, Target, TargetPart
+from octavo.features.lora.peft_names import ROLES, ending_of
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -367,3 +369,37 @@ def test_a_projection_twice_is_refused(tmp_path: Path) -> None:
 def test_adapters_of_experts_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"experts.3.down_proj.* belongs to no layer of the model"):
         read_adapter(fused_adapter(tmp_path, "experts.3.down_proj", 32), fused_targets(), 64)
+
+
+def test_adapters_that_are_alike_are_matched_once(tmp_path: Path) -> None:
+    checker = Checker(TARGETS, 64)
+    first = checker.read(save_adapter(tmp_path / "first", CONFIG, seed=1))
+    second = checker.read(save_adapter(tmp_path / "second", CONFIG, seed=2))
+    assert second.form is first.form
+    assert second == read_adapter(tmp_path / "second", TARGETS, 64), "as without the first one"
+    scaled = checker.read(changed(tmp_path / "second", lora_alpha=1))
+    assert scaled.manifest.pieces[0].scale != first.manifest.pieces[0].scale
+    weights = tmp_path / "first" / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(
+        ModelFileError, match=r"first/adapter_model\.safetensors is corrupt or truncated: its header prom"
+    ):
+        checker.read(tmp_path / "first")
+
+
+def test_few_forms_of_adapters_are_kept(tmp_path: Path) -> None:
+    checker = Checker(TARGETS, 64)
+    ranks = range(1, 11)
+    for rank in ranks:
+        save_adapter(tmp_path / str(rank), CONFIG, seed=1, rank=rank)
+    forms = [checker.read(tmp_path / str(rank)).form for rank in ranks]
+    assert len(checker._forms) == 8
+    again = [checker.read(tmp_path / str(rank)).form for rank in (10, 1)]
+    assert [again[0] is forms[-1], again[1] is forms[0]] == [True, False]
+
+
+def test_the_longest_ending_of_a_name_counts() -> None:
+    for end in ROLES:
+        assert ending_of(f"model.layers.0.mlp{end}") == end
+    for name in ("", "weight", "lora_A.weight.bias", "model.layers.0.mlp.bias"):
+        assert ending_of(name) is None

@@ -335,6 +335,8 @@ def test_loads_that_keep_failing_end_who_waits(paths: dict[str, str]) -> None:
 def test_an_adapter_that_was_found_is_read_before_its_request_arrives(tmp_path: Path, paths: dict[str, str]) -> None:
     house = House({}, lora_dir=str(tmp_path))
     house.call("find", name="b-2")
+    assert house.worker.reads == [], "the answer comes first"
+    house.scheduler.turn()
     assert house.worker.reads == [["b-2"]]
     house.now += 0.5
     house.worker.turn()
