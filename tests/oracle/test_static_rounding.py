@@ -66,7 +66,7 @@ def matrix_of(outputs: int, inputs: int, scale: float = SCALE) -> Floats:
     return Floats(codes.to(DEVICE), scales.to(DEVICE)).with_input_scale(scale)
 
 
-@pytest.mark.parametrize("dtype", {DTYPE, torch.float16}, ids=str)
+@pytest.mark.parametrize("dtype", dict.fromkeys((DTYPE, torch.float16)), ids=str)
 def test_rows_are_rounded_to_the_nearest_number(dtype: torch.dtype) -> None:
     """With ties, subnormal numbers, and numbers beyond the largest; inputs that are no power of two."""
     x = torch.randn(37, 336) * torch.exp2(torch.randint(-14, 4, (37, 336)))
@@ -230,7 +230,7 @@ def check_attention(case: ragged.Case, kind: torch.dtype | None = None, *, share
 
 
 @pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
-@pytest.mark.parametrize("dtype", {torch.float32, HALF}, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_attention_rounds(rows: dict[str, Any], dtype: torch.dtype) -> None:
     """Decodes, prompts with and without contexts, and drafts."""
     options = {"window": 37, "sinks": True} if dtype == torch.float32 else {}

@@ -1,8 +1,8 @@
 """Decoding of few rows on a Hopper GPU in one launch, by the CUDA kernel `cuda/fused_decode.cu`: norms and rotation of
 heads, storing, attention and merging.
 
-With one row, launches take longer to begin and to end than to compute; and while attention reads little, the launch
-after it can already load its weights.
+With one row, launches take longer to begin and to end than to compute; and while attention merges, the launch after it
+can already load its weights.
 """
 
 from __future__ import annotations
