@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import ragged
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.models.load.weights import replace_weights
+from octavo.nn.attention import fused_decode
 from octavo.nn.attention.triton import TritonAttention
 from octavo.nn.linear import Linear
 from octavo.nn.norm import RMSNorm
@@ -210,9 +212,10 @@ def check_attention(case: ragged.Case, kind: torch.dtype | None = None, *, share
     sinks = None if case.sinks is None else case.sinks.to(DEVICE)
 
     def attend(rounded_by: Tensor | None) -> Tensor:
-        return backend.rotate_and_attend(
-            qkv.clone(), None, still, plain.clone(), scales, step, spec, sinks, rounded_by=rounded_by
-        )
+        with mock.patch.object(fused_decode, "serves", return_value=False):  # the kernel of few rows does not round
+            return backend.rotate_and_attend(
+                qkv.clone(), None, still, plain.clone(), scales, step, spec, sinks, rounded_by=rounded_by
+            )
 
     wide, inverse = attend(None), inverse_of(0.004)  # up to 1.8: some are beyond
     assert wide.dtype == case.dtype
