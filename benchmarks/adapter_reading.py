@@ -43,6 +43,7 @@ from octavo.core.errors import UnsupportedError
 from octavo.core.output import TransferState
 from octavo.core.plan import Transfer, Transfers
 from octavo.device.transfer import HostCopier, HostCopy
+from octavo.engine.process import switch_threads_often
 from octavo.features.lora.checks import Checker, read_adapter
 from octavo.features.lora.layout import Geometry, Target, TargetPart
 from octavo.features.lora.payload import NAME, Reading, Source, page_names
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--form", choices=["rank", "output"], default="rank")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    switch_threads_often()  # as an engine core does
     every = targets()
     reader = Reader(
         Targets(

@@ -15,7 +15,7 @@ from octavo.device.early import is_cpu
 from octavo.engine.core_server import LOST, CoreServer
 from octavo.engine.loop import EngineLoop
 from octavo.engine.phases import OnPhase
-from octavo.engine.process import keep_freed_memory, receive_payload
+from octavo.engine.process import keep_freed_memory, receive_payload, switch_threads_often
 from octavo.hub.files import ModelFiles
 from octavo.native.build import build_ahead
 from octavo.native.needs import needed_libraries
@@ -41,6 +41,7 @@ def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[
 
         core = build_core(config, files, on_phase)
     keep_freed_memory()
+    switch_threads_often()
     return core
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from octavo.engine.connections import listen_at
 from octavo.engine.socket_folder import SocketFolder
 
+_SWITCH_INTERVAL_S = 0.0005
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -182,6 +183,14 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def switch_threads_often() -> None:
+    """Call in the child once the model is loaded: threads that compute in Python take turns every half millisecond.
+
+    By default, one may keep the step loop waiting for 5 ms, which is as long as a step, or wait as long for the loop.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def keep_freed_memory() -> None:

@@ -27,7 +27,7 @@ from octavo.engine.failure import Failure
 from octavo.engine.frames import Frames, frame
 from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
-from octavo.engine.process import keep_freed_memory
+from octavo.engine.process import keep_freed_memory, switch_threads_often
 from octavo.engine.profile import merge
 from octavo.engine.ring import RingReader
 
@@ -245,6 +245,7 @@ class _RankMethods:
             self._executor = port.executor()
         self._timer.end()
         keep_freed_memory()
+        switch_threads_often()
         return port.weight_version, port.kv_form
 
     def check_weights(self) -> None:
