@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import next_power_of_2
 from octavo.parallel.triton_peers import begin_row, finish_row
 from octavo.parallel.triton_stores import add_row
 
@@ -62,7 +63,7 @@ def launch(
     """
     rows, width = x.shape
     residual, total, weight, eps = (x, x, x, 0.0) if norm is None else norm
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     copied_sum_kernel[(rows,)](
         x,
         rooms,

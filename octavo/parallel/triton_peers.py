@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.device.launch_sizes import next_power_of_2
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -219,7 +221,7 @@ def launch(
     rows = -(-size // words)
     part = -(-words // ranks)
     residual, total, weight, eps = (x, x, x, 0.0) if norm is None else norm
-    block = triton.next_power_of_2(words)
+    block = next_power_of_2(words)
     exchange_kernel[(max(1, min(rows, len(counts))),)](
         x,
         inboxes,
@@ -237,7 +239,7 @@ def launch(
         EACH=4 // x.element_size(),
         BLOCK=block,
         PART=part,
-        PART_BLOCK=triton.next_power_of_2(part),
+        PART_BLOCK=next_power_of_2(part),
         SLOT=slot,
         RANKS=ranks,
         SHOTS=2 if two_shots else 1,

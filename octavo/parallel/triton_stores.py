@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.device.launch_sizes import next_power_of_2
 from octavo.parallel.triton_peers import begin_row, finish_row
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def launch(
     programs = len(turns)
     mine = -(-rows // programs)
     residual, total, weight, eps = (x, x, x, 0.0) if norm is None else norm
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     stored_sum_kernel[(programs,)](
         x,
         rooms,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from octavo.core.output import TokenLogprobs
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.device.transfer import Download, Event, upload
 from octavo.nn.divided import DividedLogits
 from octavo.sampling.allowed import Allowed
@@ -160,7 +160,7 @@ class ResidentSampler:
             logits: [S, V], any floating dtype, contiguous.
             slots: [S] int32.
         """
-        rows, parts = logits.shape[0], triton.cdiv(logits.shape[1], _DRAW_BLOCK)
+        rows, parts = logits.shape[0], cdiv(logits.shape[1], _DRAW_BLOCK)
         values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
         self._draw_parts(logits, 0, slots, kept, values, tokens)
@@ -169,9 +169,7 @@ class ResidentSampler:
     def draw_divided(self, logits: DividedLogits, slots: Tensor) -> Tensor:
         """`draw` for plain rows whose logits the ranks divide: they exchange the best token of each part."""
         own = logits.own
-        found = torch.empty(
-            2, own.shape[0], triton.cdiv(own.shape[1], _DRAW_BLOCK), dtype=torch.int32, device=own.device
-        )
+        found = torch.empty(2, own.shape[0], cdiv(own.shape[1], _DRAW_BLOCK), dtype=torch.int32, device=own.device)
         self._draw_parts(own, logits.first, slots, None, found[0].view(torch.float32), found[1])
         every = logits.mesh.all_gather(found)
         return self._chosen(every[0].view(torch.float32), every[1], None)
@@ -211,7 +209,7 @@ class ResidentSampler:
         sampled = torch.empty(rows, dtype=torch.int32, device=values.device)
         drawn = tokens if kept is None else kept.drawn
         choose_kernel[(rows,)](
-            values, tokens, drawn, sampled, parts, FILTERED=kept is not None, BLOCK=triton.next_power_of_2(parts)
+            values, tokens, drawn, sampled, parts, FILTERED=kept is not None, BLOCK=next_power_of_2(parts)
         )
         return sampled
 
@@ -247,11 +245,11 @@ class ResidentSampler:
         )
         scratch = torch.empty(rows, _FILTER_BLOCK, dtype=torch.float32, device=device)
         if few:
-            parts = triton.cdiv(vocab, _FILTER_BLOCK)
+            parts = cdiv(vocab, _FILTER_BLOCK)
             groups = parts * (_FILTER_BLOCK // 128)
             maxima = torch.empty(rows, groups, dtype=torch.float32, device=device)
             sums = torch.empty(rows, parts, 3, dtype=torch.float32, device=device)
-            lists = torch.empty(rows, triton.next_power_of_2(groups), dtype=torch.int32, device=device)
+            lists = torch.empty(rows, next_power_of_2(groups), dtype=torch.int32, device=device)
             ids = torch.empty(rows, _FEW, dtype=torch.int32, device=device)
             peaks_kernel[(rows, parts)](slots, params, logits, maxima, sums, vocab, BLOCK=_FILTER_BLOCK, num_warps=8)
             few_kernel[(rows,)](
@@ -271,7 +269,7 @@ class ResidentSampler:
                 parts,
                 groups,
                 MOST=256,
-                PARTS=triton.next_power_of_2(parts),
+                PARTS=next_power_of_2(parts),
                 GROUPS=lists.shape[1],
                 BLOCK=_FILTER_BLOCK,
                 ROOM=_FEW,
@@ -334,7 +332,7 @@ class ResidentSampler:
         table = self._table
         if self._counts is None or self._counts.shape[0] < count:
             self._counts = torch.zeros(count, vocab, dtype=torch.int32, device=work.device)
-        grid = (count, triton.cdiv(max(lengths), _COUNT_BLOCK))
+        grid = (count, cdiv(max(lengths), _COUNT_BLOCK))
         read = (table.tokens, table.length, self._counts)
         stride = table.tokens.stride(0)
         count_kernel[grid](slots, table.params, *read, vocab, stride, BLOCK=_COUNT_BLOCK)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv
 from octavo.device.transfer import link_of, upload
 from octavo.sampling.allowed import Allowed, num_words
 from octavo.sampling.triton_draw import forbid_kernel
@@ -64,5 +64,5 @@ def places_of(rows: list[int], count: int) -> np.ndarray:
 def forbid(logits: Tensor, which: Tensor, words: Tensor) -> None:
     """Set forbidden tokens' logits [S, V] to minus infinity in place, by the fields of `ResidentAllowed`."""
     rows, vocab = logits.shape
-    grid = (rows, triton.cdiv(vocab, _BLOCK))
+    grid = (rows, cdiv(vocab, _BLOCK))
     forbid_kernel[grid](which, words, logits, vocab, words.stride(0), BLOCK=_BLOCK)

@@ -7,9 +7,9 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv
 from octavo.features.lora import kernels
 from octavo.features.lora.kernels import Form
 from octavo.features.lora.layout import Target
@@ -74,7 +74,7 @@ class LowRankDelta(Delta):
         self._pool, self._tables, self._meta = pool, tables, tables.meta[index]
         self._inputs = target.parts[0].own_inputs
         self._sizes = [part.own_outputs for part in target.parts]
-        self._most_splits = triton.cdiv(tables.geometry.row_tiles(self._inputs), kernels.WARPS)
+        self._most_splits = cdiv(tables.geometry.row_tiles(self._inputs), kernels.WARPS)
         self._blocks = kernels.BLOCKS * multiprocessors(pool.device)
         self._fixed: dict[str, Any] = {
             "MAX_BLOCKS": tables.blocks.shape[1],
@@ -83,7 +83,7 @@ class LowRankDelta(Delta):
             "SLICE_TILES": tables.geometry.slice_tiles,
             "TILE": tables.geometry.tile_bytes // tables.geometry.element_size,
         }
-        of_row = triton.cdiv(self._inputs, _ROW_SPLIT), max_rank * len(self._sizes) + 1
+        of_row = cdiv(self._inputs, _ROW_SPLIT), max_rank * len(self._sizes) + 1
         self._sums = torch.empty(of_row, dtype=torch.float32, device=pool.device)
         self._row = torch.empty(sum(self._sizes), dtype=torch.float32, device=pool.device)
 
@@ -117,7 +117,7 @@ class LowRankDelta(Delta):
         scale, eps = norm if norm is not None else (x, 0.0)
         plan = row_plan(self._inputs, gated=gated, normed=norm is not None, device=x.device)
         self._add_row(x, scale, eps, normed=norm is not None)
-        adapted_row_kernel[(triton.cdiv(outputs, plan.block_n),)](
+        adapted_row_kernel[(cdiv(outputs, plan.block_n),)](
             x,
             scale,
             weight,
@@ -164,7 +164,7 @@ class LowRankDelta(Delta):
             x, scale, *tables, self._pool.shape[1], WIDE=_ROW_SPLIT // fixed["TILE"], RANKS=ranks - 1, **fixed
         )
         size_0, size_1, size_2 = self._three_sizes
-        row_expand_kernel[(sum(triton.cdiv(size, _ROW_OUTPUTS) for size in self._sizes),)](
+        row_expand_kernel[(sum(cdiv(size, _ROW_OUTPUTS) for size in self._sizes),)](
             *tables,
             self._row,
             eps,
@@ -190,7 +190,7 @@ class LowRankDelta(Delta):
         sums = self.room(x.shape[0])
         if sums.rows:
             kernel = kernels.shrink(self.form, x_float=x.dtype != self._pool.dtype)
-            groups = triton.cdiv(self.form.ranks, RANKS) * self.form.parts
+            groups = cdiv(self.form.ranks, RANKS) * self.form.parts
             items = most_tiles(sums.rows, self._tables.max_adapters) * groups * sums.splits
             tensors = [x, *self._addresses(), self.rows.tiles, self.rows.work, sums.values]
             numbers = [*self._pages(), self._inputs, sums.rows, sums.splits]
@@ -213,11 +213,11 @@ class LowRankDelta(Delta):
         rows = self.rows
         tensors = [sums.values, *self._addresses(), rows.tiles, rows.ends, rows.rest, rows.adapter, y, out]
         room = most_tiles(sums.rows, self._tables.max_adapters)
-        pieces = sum(triton.cdiv(size, kernels.OUTPUTS) for size in (2 * self._sizes[:1] if gates else self._sizes))
-        tiles = room + (triton.cdiv(sums.rows, TILE_ROWS) if gates else 0)
+        pieces = sum(cdiv(size, kernels.OUTPUTS) for size in (2 * self._sizes[:1] if gates else self._sizes))
+        tiles = room + (cdiv(sums.rows, TILE_ROWS) if gates else 0)
         numbers = [*self._pages(), sums.rows, sums.splits, room, *self._three_sizes]
         kernel = kernels.expand(self.form, gates=gates)
-        kernels.launch(kernel, min(self._blocks, triton.cdiv(tiles * pieces, kernels.WARPS)), tensors, numbers)
+        kernels.launch(kernel, min(self._blocks, cdiv(tiles * pieces, kernels.WARPS)), tensors, numbers)
 
     def _addresses(self) -> tuple[Tensor, ...]:
         return self._pool, self._tables.blocks, self._meta

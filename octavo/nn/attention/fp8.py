@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
+
+from octavo.device.launch_sizes import next_power_of_2
 
 PLAIN, E4M3, E5M2 = 0, 1, 2
 FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
@@ -13,7 +14,7 @@ FORMS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 def tile_width(head_dim: int, form: int) -> int:
     """Return the channels of a tile, a power of two: matrix units process 16 at once, and FP8 tiles are halved."""
-    width: int = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     return max(16 if form == PLAIN else 32, width)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.device.transfer import upload_parts
 from octavo.nn.attention import fused_decode
 from octavo.nn.attention.base import AttentionSpec, Norms
@@ -96,9 +96,9 @@ class TritonAttention:
             *two_strides(v),
             *cache.stride()[:4],
             HEADS=heads,
-            BLOCK_H=triton.next_power_of_2(heads),
+            BLOCK_H=next_power_of_2(heads),
             D=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK_D=next_power_of_2(dim),
             PAGE=cache.shape[3],
         )
 
@@ -216,7 +216,7 @@ def rotate_and_write(
     tokens, all_heads, dim = qkv.shape
     kv_heads = cache.shape[2]
     heads = all_heads - 2 * kv_heads
-    half = triton.next_power_of_2(dim // 2)
+    half = next_power_of_2(dim // 2)
     kernel, block, groups, warps = writing(tokens, heads, kv_heads, half)
     q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
     form = form_of(cache.dtype)
@@ -255,10 +255,10 @@ def writing(tokens: int, heads: int, kv_heads: int, half: int) -> tuple[Any, int
     of_warp = 32 * _PER_THREAD
     if tokens >= MANY_WRITTEN:
         all_heads = heads + 2 * kv_heads
-        block = min(triton.next_power_of_2(all_heads), max(1, _WRITTEN // half))
-        return rotate_write_rows_kernel, block, triton.cdiv(all_heads, block), max(1, block * half // of_warp)
-    block = max(min(8, triton.next_power_of_2(kv_heads)), of_warp // half)
-    groups = triton.cdiv(heads, block) + triton.cdiv(kv_heads, block)
+        block = min(next_power_of_2(all_heads), max(1, _WRITTEN // half))
+        return rotate_write_rows_kernel, block, cdiv(all_heads, block), max(1, block * half // of_warp)
+    block = max(min(8, next_power_of_2(kv_heads)), of_warp // half)
+    groups = cdiv(heads, block) + cdiv(kv_heads, block)
     return rotate_write_kernel, block, groups, min(2, block * half // of_warp)
 
 

@@ -6,9 +6,9 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import next_power_of_2
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_arguments import Output, as_words, head_terms, scales_of, two_strides
@@ -67,7 +67,7 @@ def most_sharing(group: int) -> int:
 def tile_rows(group: int, queries: int, form: int) -> int:
     """Return the rows of a tile for this many queries of `group` query heads. Two warps, of 16 each, load faster than
     one, even if a row verifies so few drafts that one would do."""
-    return max(32 if queries > 1 and form == PLAIN else 16, int(triton.next_power_of_2(group * queries)))
+    return max(32 if queries > 1 and form == PLAIN else 16, next_power_of_2(group * queries))
 
 
 def one_loop(queries: int, splits: int, form: int) -> bool:
@@ -205,7 +205,7 @@ def _merge(
         QUERIES=few.queries,
         D=spec.head_dim,
         BLOCK_D=tile_width(spec.head_dim, form),
-        BLOCK_P=triton.next_power_of_2(parts.count),
+        BLOCK_P=next_power_of_2(parts.count),
         ROUNDED=out.inverse is not None,
         HAS_ROWS=few.rows is not None,
         num_warps=4 if parts.count > 4 else 1,

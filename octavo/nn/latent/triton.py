@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.attention.triton_decode import merge_kernel
 from octavo.nn.attention.triton_few import Few, num_splits
 from octavo.nn.latent import latent_decode
@@ -68,10 +68,10 @@ class TritonLatents:
     ) -> None:
         launches: LatentLaunches = step.attn
         weight, eps = norm
-        block = min(16, triton.next_power_of_2(spec.num_heads))
+        block = min(16, next_power_of_2(spec.num_heads))
         # Otherwise nobody reads the latents: the absorbed form reads the cache.
         kept = launches.expanded is not None or step.exchange is not None
-        latent_write_kernel[(len(q), triton.cdiv(spec.num_heads, block) + 1)](
+        latent_write_kernel[(len(q), cdiv(spec.num_heads, block) + 1)](
             q,
             latents,
             weight,
@@ -87,9 +87,9 @@ class TritonLatents:
             BLOCK_H=block,
             NOPE=spec.nope_dim,
             RANK=spec.rank,
-            BLOCK_RANK=triton.next_power_of_2(spec.rank),
+            BLOCK_RANK=next_power_of_2(spec.rank),
             HALF=spec.rope_dim // 2,
-            BLOCK_HALF=triton.next_power_of_2(spec.rope_dim // 2),
+            BLOCK_HALF=next_power_of_2(spec.rope_dim // 2),
             PAGE=cache.shape[1],
             KEPT=kept,
             num_warps=2,
@@ -173,7 +173,7 @@ def _attend_absorbed(
 
 
 def _head_tiles(dtype: torch.dtype, spec: LatentSpec, queries: int) -> int:
-    return int(triton.cdiv(spec.num_heads, absorbed_shape(dtype, spec.num_heads, queries).group))
+    return cdiv(spec.num_heads, absorbed_shape(dtype, spec.num_heads, queries).group)
 
 
 def _decode(low: Tensor, q: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec, few: Few, mixed: Tensor) -> None:
@@ -272,8 +272,8 @@ def _merge(
         count,
         QUERIES=few.queries,
         D=spec.rank,
-        BLOCK_D=triton.next_power_of_2(spec.rank),
-        BLOCK_P=triton.next_power_of_2(count),
+        BLOCK_D=next_power_of_2(spec.rank),
+        BLOCK_P=next_power_of_2(count),
         ROUNDED=False,
         HAS_ROWS=few.rows is not None,
         num_warps=4,
@@ -357,4 +357,4 @@ def _expanded_shape(dtype: torch.dtype, spec: LatentSpec, device: torch.device) 
 
 def _padded(extent: int) -> int:
     """Return a dimension's extent in a tile."""
-    return int(max(_LEAST, triton.next_power_of_2(extent)))
+    return int(max(_LEAST, next_power_of_2(extent)))

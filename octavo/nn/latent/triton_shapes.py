@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
+from octavo.device.launch_sizes import next_power_of_2
 from octavo.nn.attention.triton_shapes import has_large_tiles
 
 _MOST_ROWS = 64
@@ -33,7 +33,7 @@ class AbsorbedShape(NamedTuple):
 
 def absorbed_shape(dtype: torch.dtype, heads: int, queries: int) -> AbsorbedShape:
     """Return the shape for tiles of `queries` queries of a row."""
-    group = min(triton.next_power_of_2(heads), max(1, _MOST_ROWS // queries))
+    group = min(next_power_of_2(heads), max(1, _MOST_ROWS // queries))
     rows = max(16, group * queries)
     if dtype.itemsize == 4:
         return AbsorbedShape(group, rows, 16, 4, 1)
@@ -42,7 +42,7 @@ def absorbed_shape(dtype: torch.dtype, heads: int, queries: int) -> AbsorbedShap
 
 def tile_queries(heads: int) -> int:
     """Return the queries of an absorbed tile of a row with many."""
-    return max(1, _MOST_ROWS // int(triton.next_power_of_2(heads)))
+    return max(1, _MOST_ROWS // next_power_of_2(heads))
 
 
 class ExpandedShape(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.experts_spec import ExpertsForm
 
 
@@ -53,8 +53,8 @@ def rows_argument(x: Tensor, height: int, tiling: Tiles) -> Tensor | TensorDescr
 
 def programs(tiles: Tensor, outputs: int, tiling: Tiles) -> tuple[int]:
     """Return the number of programs of a product."""
-    columns: int = triton.cdiv(outputs, tiling.width)
-    return (triton.cdiv(len(tiles), tiling.side_by_side) * tiling.side_by_side * columns,)
+    columns = cdiv(outputs, tiling.width)
+    return (cdiv(len(tiles), tiling.side_by_side) * tiling.side_by_side * columns,)
 
 
 def constants(tiling: Tiles, form: ExpertsForm, *, first: bool) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops import expert_launch as launch
 from octavo.nn.ops import expert_tiles, packed_experts
@@ -92,7 +92,7 @@ def route_on_device(logits: Tensor, spec: RoutingSpec, correction: Tensor | None
             float(spec.scaling),
             float(spec.floor),
             E=count,
-            COLUMNS=triton.next_power_of_2(count),
+            COLUMNS=next_power_of_2(count),
             K=spec.top_k,
             SCORES=spec.scores,
             CORRECTED=correction is not None,
@@ -115,12 +115,12 @@ def route_on_device(logits: Tensor, spec: RoutingSpec, correction: Tensor | None
         E=count,
         COLUMNS=counts.shape[1],
         K=spec.top_k,
-        SLOTS=triton.next_power_of_2(spec.top_k),
+        SLOTS=next_power_of_2(spec.top_k),
         ROWS=rows,
         SCORES=spec.scores,
         CORRECTED=correction is not None,
         GROUPS=spec.groups,
-        GROUPS_PADDED=triton.next_power_of_2(spec.groups),
+        GROUPS_PADDED=next_power_of_2(spec.groups),
         TOP_GROUPS=spec.top_groups,
         SUMS_TWO=spec.group_score == "top2",
         NORMALIZED=spec.normalized,
@@ -219,8 +219,8 @@ class ExpertRows:
 
     def total(self) -> Tensor:
         out = self.rows.new_empty(self._tokens, self.form.hidden_size)
-        block = min(2048, triton.next_power_of_2(self.form.hidden_size))
-        sum_kernel[(self._tokens, triton.cdiv(self.form.hidden_size, block))](
+        block = min(2048, next_power_of_2(self.form.hidden_size))
+        sum_kernel[(self._tokens, cdiv(self.form.hidden_size, block))](
             *self._given, out, self.begin, BLOCK=block, **self._constants
         )
         return out
@@ -228,7 +228,7 @@ class ExpertRows:
     def normed_with(self, stream: Tensor, norm: tuple[Tensor, float], dtype: torch.dtype) -> Tensor:
         scale, eps = norm
         out = torch.empty(stream.shape, dtype=dtype, device=stream.device)
-        block = triton.next_power_of_2(self.form.hidden_size)
+        block = next_power_of_2(self.form.hidden_size)
         warps = max(1, min(16, block // _PER_WARP))
         sum_norm_kernel[(self._tokens,)](
             *self._given, stream, scale, out, self.begin, eps, BLOCK=block, num_warps=warps, **self._constants
@@ -267,7 +267,7 @@ def sort(routing: Routing, stacked: StackedWeights, form: ExpertsForm, height: i
     experts, owned = routing.experts, len(stacked.down)
     tokens, top_k = experts.shape
     choices, chunk = tokens * top_k, _chunk(tokens) * top_k
-    padded = triton.next_power_of_2(chunk)
+    padded = next_power_of_2(chunk)
     counts = routing.counts
     if counts is None:
         counts = _empty_counts(tokens, form.num_experts, experts.device)
@@ -280,7 +280,7 @@ def sort(routing: Routing, stacked: StackedWeights, form: ExpertsForm, height: i
     shared: dict[str, Any] = {"OWNED": owned, "COLUMNS": columns, **overlap(experts.device)}
     if chunks > _FEW_CHUNKS:
         places = torch.empty_like(counts)
-        scan_kernel[(triton.cdiv(chunks, _SCANNED),)](
+        scan_kernel[(cdiv(chunks, _SCANNED),)](
             *(counts, places, tiles, choices, chunks, len(tiles), stacked.begin),
             HEIGHT=height,
             STEP=max(32, min(128, 16384 // columns)),
@@ -446,5 +446,5 @@ def _chunk(tokens: int) -> int:
 
 
 def _empty_counts(tokens: int, num_experts: int, device: torch.device) -> Tensor:
-    shape = triton.cdiv(tokens, _chunk(tokens)), triton.next_power_of_2(num_experts)
+    shape = cdiv(tokens, _chunk(tokens)), next_power_of_2(num_experts)
     return torch.empty(shape, dtype=torch.int32, device=device)

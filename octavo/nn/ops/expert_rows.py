@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import packed_experts
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights, gate_arguments
@@ -74,7 +74,7 @@ def gate_rows(
     choices = routing.experts.numel()
     inner = torch.empty(choices, form.size, dtype=stacked.gate_up.dtype, device=x.device)
     alpha, limit, activation = gate_arguments(form)
-    gate_up_row_kernel[(triton.cdiv(form.size, plan.block_n), choices)](
+    gate_up_row_kernel[(cdiv(form.size, plan.block_n), choices)](
         x,
         scale,
         stacked.gate_up,
@@ -132,7 +132,7 @@ def _sum_rows(
 ) -> Tensor:
     if isinstance(stacked.down, PackedMatrices):
         return packed_experts.sum_rows(inner, routing, stacked.down, stacked.down_bias, stacked.begin, form, out, added)
-    down_row_kernel[(triton.cdiv(form.hidden_size, plan.block_n), len(out))](
+    down_row_kernel[(cdiv(form.hidden_size, plan.block_n), len(out))](
         inner,
         stacked.down,
         inner if stacked.down_bias is None else stacked.down_bias,
@@ -151,7 +151,7 @@ def _sum_rows(
         WEIGHTED=not form.on_inputs,
         ADDED=added is not None,
         HELD=plan.held,
-        SLOTS=triton.next_power_of_2(routing.experts.shape[1]),
+        SLOTS=next_power_of_2(routing.experts.shape[1]),
         num_warps=plan.warps,
         **overlap(inner.device),
     )
@@ -163,11 +163,11 @@ def row_plans(
 ) -> tuple[RowPlan, RowPlan]:
     """Return the fastest division of both products of single rows, as measured on an H200."""
     tokens, top_k = routing.experts.shape
-    inputs = int(triton.next_power_of_2(form.size))
+    inputs = next_power_of_2(form.size)
     # A held product reads `experts` before it waits, which is safe only behind a launch that calls `lead`.
     may_hold = tokens == 1 and not isinstance(stacked.gate_up, PackedMatrices)
     if device.type != "cuda":
         return RowPlan(32, 64, 1), RowPlan(32, 64, 1, held=may_hold and inputs <= 64)
     before = RowPlan(1, 2048, 4) if form.hidden_size >= 2048 else RowPlan(2, 1024, 4)
-    held = may_hold and inputs * triton.next_power_of_2(top_k) <= _MOST_HELD
+    held = may_hold and inputs * next_power_of_2(top_k) <= _MOST_HELD
     return before, RowPlan(2, inputs if held else min(1024, inputs), 4, held)

@@ -10,10 +10,10 @@ import functools
 from ctypes import c_int
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.expert_weights import StackedWeights
@@ -70,8 +70,8 @@ def multiply(
     outputs, inputs = out.shape[1], x.shape[1]
     matrix = nvrtc.tiles_of(weight.view(-1, inputs), HEIGHT, _STEP)
     rows = matrix if first else nvrtc.tiles_of(x, HEIGHT // 2, _STEP)
-    columns = triton.cdiv(outputs, 128 if first else 256)
-    most = triton.cdiv(len(tiles), beside) * beside * columns
+    columns = cdiv(outputs, 128 if first else 256)
+    most = cdiv(len(tiles), beside) * beside * columns
     _kernel(first, beside, x.dtype).launch(
         (min(most, _multiprocessors(x.device)), 1, 1),
         [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.ops.triton_gemv import row_kernel, rows_kernel
 from octavo.nn.ops.triton_overlap import overlap
 
@@ -49,7 +49,7 @@ def fused_product(
     scale, eps = norm if norm is not None else (x, 0.0)
     plan = _held_plan(outputs, inputs, gated=gated, normed=norm is not None, device=x.device)
     plan = plan or row_plan(inputs, gated=gated, normed=norm is not None, device=x.device)
-    row_kernel[(triton.cdiv(outputs, plan.block_n),)](
+    row_kernel[(cdiv(outputs, plan.block_n),)](
         x,
         scale,
         weight,
@@ -84,7 +84,7 @@ def few_product(x: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tens
     block_n, block_k, warps, stages = (16, 512, 2, 3) if inputs <= _MAX_OUTPUTS else (16, 256, 2, 5)
     if not x.is_cuda:
         block_n, block_k, warps, stages = 128, 64, 1, 1
-    rows_kernel[(triton.cdiv(outputs, block_n),)](
+    rows_kernel[(cdiv(outputs, block_n),)](
         x,
         weight,
         out,

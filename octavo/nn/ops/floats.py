@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.ops.triton_floats import (
     floats_row_kernel,
     floats_rows_kernel,
@@ -149,7 +149,7 @@ def row_product(
         out = torch.empty(1, outputs, dtype=dtype or x.dtype, device=x.device)
     scale, eps = norm if norm is not None else (x, 0.0)
     plan = plan or row_plan(floats.inputs, x.device)
-    floats_row_kernel[(triton.cdiv(outputs, plan.block_n),)](
+    floats_row_kernel[(cdiv(outputs, plan.block_n),)](
         x,
         scale,
         floats.codes,
@@ -186,7 +186,7 @@ def rows_product(x: Tensor, floats: Floats, plan: RowsPlan, dtype: torch.dtype) 
     """Return x [M, K], contiguous, @ W^T in parts over the inputs, whose sum it is: [plan.parts, M, N]."""
     rows, outputs = x.shape[0], floats.outputs
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
-    floats_rows_kernel[(triton.cdiv(outputs, plan.block_n), plan.parts, triton.cdiv(rows, plan.block_m))](
+    floats_rows_kernel[(cdiv(outputs, plan.block_n), plan.parts, cdiv(rows, plan.block_m))](
         x,
         floats.codes,
         floats.scales,
@@ -225,9 +225,9 @@ def round_groups(x: Tensor) -> Rounded:
     """
     (rows, size), padded = x.shape, _multiple(x.shape[0])
     codes = torch.empty(padded, size, dtype=DTYPE, device=x.device)
-    scales = torch.empty(triton.cdiv(size, TILE), padded, dtype=torch.float32, device=x.device)
+    scales = torch.empty(cdiv(size, TILE), padded, dtype=torch.float32, device=x.device)
     if rows:
-        block = triton.next_power_of_2(max(size, TILE))
+        block = next_power_of_2(max(size, TILE))
         round_groups_kernel[(rows,)](
             x,
             codes.view(torch.uint8),
@@ -299,7 +299,7 @@ def _results(made: Rounded, inverse: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 def _by_rows(size: int, device: torch.device, dtype: torch.dtype, inverse: Tensor | None) -> dict[str, Any]:
     """Return the launch options of a kernel with a program for each row."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     form = {"SIZE": size, "BLOCK": block, "INTEGERS": dtype == torch.int8, "STATIC": inverse is not None}
     return {**form, "num_warps": max(1, min(16, block // 512)), **overlap(device)}
 
@@ -363,7 +363,7 @@ def _integers(x: Rounded, floats: Floats, bias: Tensor | None, dtype: torch.dtyp
     (rows, inputs), outputs = x.codes.shape, floats.outputs
     out = torch.empty(rows, outputs, dtype=dtype, device=x.codes.device)
     plan = integers_plan(rows, outputs, out.device)
-    integers_kernel[(triton.cdiv(outputs, plan.block_n) * triton.cdiv(rows, plan.block_m),)](
+    integers_kernel[(cdiv(outputs, plan.block_n) * cdiv(rows, plan.block_m),)](
         TensorDescriptor(x.codes, [rows, inputs], [inputs, 1], [plan.block_m, plan.block_k]),
         TensorDescriptor(floats.codes, [outputs, inputs], [inputs, 1], [plan.block_n, plan.block_k]),
         x.own_scales,
@@ -412,7 +412,7 @@ def integers_plan(rows: int, outputs: int, device: torch.device) -> RowsPlan:
     if device.type != "cuda":
         return RowsPlan(64, 64, 64, 1, 1, 1)
     for plan in (RowsPlan(128, 256, 128, 1, 8, 4), RowsPlan(128, 128, 128, 1, 4, 4)):
-        if rows > _SMALL and triton.cdiv(outputs, plan.block_n) * triton.cdiv(rows, plan.block_m) >= _BUSY:
+        if rows > _SMALL and cdiv(outputs, plan.block_n) * cdiv(rows, plan.block_m) >= _BUSY:
             return plan
     return RowsPlan(64, 64, 128, 1, 4, 5)
 
@@ -428,9 +428,9 @@ def rows_plan(floats: Floats, rows: int, device: torch.device) -> RowsPlan:
     """Return how programs divide the product of several rows, as measured on an H200."""
     if device.type != "cuda":
         return RowsPlan(16 if rows <= 16 else 64, 128, 128, 2 if floats.inputs > 128 else 1, 1, 1)
-    block_m = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+    block_m = min(_MOST_ROWS, max(16, next_power_of_2(rows)))
     block_n, block_k, most = (32, 256, 2) if block_m == 16 else (64, 128, 4)
-    programs = triton.cdiv(floats.outputs, block_n) * triton.cdiv(rows, block_m)
+    programs = cdiv(floats.outputs, block_n) * cdiv(rows, block_m)
     wanted = min(most, _PROGRAMS // programs)
     form = (floats.tile or block_k, 1 << max(0, wanted.bit_length() - 1))
     return RowsPlan(block_m, block_n, *form, 4, 3 if block_m == 16 else 5)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.norm import rms_norm
 from octavo.nn.ops.nvrtc import Kernel, address
@@ -167,12 +167,12 @@ def rows_product(x: Tensor, matrix: Fragments, plan: RowsPlan, dtype: torch.dtyp
     """
     rows, outputs = x.shape[0], matrix.outputs
     out = torch.empty(plan.parts, rows, outputs // 2 if gated else outputs, dtype=dtype, device=x.device)
-    columns = triton.cdiv(outputs, _BLOCK_OUTPUTS)
+    columns = cdiv(outputs, _BLOCK_OUTPUTS)
     last = last_columns(plan, columns, rows, multiprocessors(x.device))
 
     def launch(plan: RowsPlan, begin: int, end: int) -> None:
         _rows_kernel(plan._replace(parts=1), form_of(matrix), x.dtype, gated=gated).launch(
-            (end - begin, plan.parts, triton.cdiv(rows, plan.rows)),
+            (end - begin, plan.parts, cdiv(rows, plan.rows)),
             [
                 nvrtc.tiles_of(x, plan.rows, OUTPUTS),
                 address(matrix.codes),
@@ -245,7 +245,7 @@ def rows_plan(matrix: Fragments, rows: int) -> RowsPlan:
     """Return how blocks divide a product, as measured on an H200: at most one round of them, unless whole tiles fill
     several."""
     plan = plan_of(matrix.bits, tile_rows(rows))
-    tiles = triton.cdiv(matrix.outputs, _BLOCK_OUTPUTS) * triton.cdiv(rows, plan.rows)
+    tiles = cdiv(matrix.outputs, _BLOCK_OUTPUTS) * cdiv(rows, plan.rows)
     room = multiprocessors(matrix.codes.device) * plan.blocks
     wanted = min(_MOST_PARTS, room // tiles, matrix.inputs // (4 * OUTPUTS))
     return plan._replace(parts=1 << max(0, wanted.bit_length() - 1))
@@ -262,10 +262,10 @@ def last_columns(plan: RowsPlan, columns: int, rows: int, multiprocessors: int) 
     Blocks of large tiles run in rounds, one for each multiprocessor. If less than half of the last round's would have
     one, halves of these tiles take half a round.
     """
-    down, halves = triton.cdiv(rows, plan.rows), triton.cdiv(rows, _HALF_TILE)
+    down, halves = cdiv(rows, plan.rows), cdiv(rows, _HALF_TILE)
     if plan.rows < 2 * _HALF_TILE or plan.parts > 1 or columns * down <= multiprocessors:
         return 0
-    left = triton.cdiv(columns * down % multiprocessors, down)
+    left = cdiv(columns * down % multiprocessors, down)
     return left if left * halves <= multiprocessors else 0
 
 
@@ -293,7 +293,7 @@ def tile_rows(rows: int) -> int:
     """Return the rows of a tile: those of the smallest, or what fills up the fewest rows."""
     tiles = list(_TILES[4])
     return next((tile for tile in tiles if rows <= tile), 0) or min(
-        reversed(tiles[-_LARGE:]), key=lambda tile: triton.cdiv(rows, tile) * tile
+        reversed(tiles[-_LARGE:]), key=lambda tile: cdiv(rows, tile) * tile
     )
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.ops.triton_gated import gated_kernel
 from octavo.nn.ops.triton_overlap import overlap
 
@@ -41,7 +41,7 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    row_tiles = triton.cdiv(rows, _ROWS)
+    row_tiles = cdiv(rows, _ROWS)
     side_by_side = max(1, multiprocessors(x.device) // row_tiles)
     wide, slim = divided(outputs, side_by_side)
     tiles = [
@@ -76,11 +76,11 @@ def serves(rows: int, weight: Tensor) -> bool:
 
 def divided(columns: int, side_by_side: int) -> tuple[int, int]:
     """Return the (wide, slim) numbers of tiles that take the least time, with `side_by_side` tiles per round."""
-    whole = triton.cdiv(columns, _WIDE)
+    whole = cdiv(columns, _WIDE)
     ways = []
     for wide in {whole, *range(0, columns // _WIDE + 1, side_by_side)}:
-        slim = triton.cdiv(max(0, columns - wide * _WIDE), _SLIM)
-        time = triton.cdiv(wide, side_by_side) * _WIDE + triton.cdiv(slim, side_by_side) * _SLIM_COST
+        slim = cdiv(max(0, columns - wide * _WIDE), _SLIM)
+        time = cdiv(wide, side_by_side) * _WIDE + cdiv(slim, side_by_side) * _SLIM_COST
         ways.append((time, slim, wide))
     _, slim, wide = min(ways)
     return wide, slim

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import expert_launch as launch
 from octavo.nn.ops import floats
@@ -124,7 +124,7 @@ def gate_rows(
     choices = routing.experts.numel()
     inner = torch.empty(choices, form.size, dtype=matrices.dtype, device=x.device)
     alpha, limit, activation = gate_arguments(form)
-    packed_gate_up_row_kernel[(triton.cdiv(form.size, plan.block_n), choices)](
+    packed_gate_up_row_kernel[(cdiv(form.size, plan.block_n), choices)](
         x,
         scale,
         matrices.codes,
@@ -172,7 +172,7 @@ def sum_rows(
     [T, hidden_size], and return it."""
     plan = plan or row_plan(matrices, first=False)
     kind, book = _looked_up(matrices, torch.float16)
-    packed_down_row_kernel[(triton.cdiv(form.hidden_size, plan.block_n), len(out))](
+    packed_down_row_kernel[(cdiv(form.hidden_size, plan.block_n), len(out))](
         inner,
         matrices.codes,
         *_factors(matrices),
@@ -281,5 +281,5 @@ def _layout(matrices: PackedMatrices) -> dict[str, Any]:
 
 def _blocks(plan: RowPlan, matrices: PackedMatrices) -> int:
     """Return the blocks of a pass, a power of two."""
-    most: int = triton.next_power_of_2(matrices.codes.shape[2] // matrices.words)
+    most = next_power_of_2(matrices.codes.shape[2] // matrices.words)
     return max(1, min(plan.block_c // matrices.words, most))

@@ -12,9 +12,9 @@ from ctypes import Structure, c_float, c_int
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.ops import nvrtc
 from octavo.nn.ops.nvrtc import Argument, Kernel, address
 from octavo.nn.ops.ring import (
@@ -260,7 +260,7 @@ def source_of(
     macros = {
         "FORM": _FORMS[form.codes],
         "TILED": int(form.tile > 0),
-        "STRIDE": triton.cdiv(form.inputs, 4 * _TILE) * 4,
+        "STRIDE": cdiv(form.inputs, 4 * _TILE) * 4,
     }
     macros |= {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.narrow == torch.float16)}
     macros |= {

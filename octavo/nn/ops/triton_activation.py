@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.ops.triton_overlap import follow, overlap
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     rows = out.numel() // size
-    block = min(2048, triton.next_power_of_2(size))
+    block = min(2048, next_power_of_2(size))
     if rows:
-        _silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, **overlap(out.device))
+        _silu_mul_kernel[(rows, cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, **overlap(out.device))
     return out

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import next_power_of_2
 from octavo.nn.ops.triton_overlap import follow, overlap
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _launch(
 ) -> Tensor:
     out = weight.new_empty(total.shape, dtype=dtype)
     size = total.shape[-1]
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = total.numel() // size
     if rows:
         warps = max(1, min(16, block // (256 if parts > 1 and rows >= _MANY else _PER_WARP)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.ops.triton_overlap import follow, overlap
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def sum_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, *, gated: 
     """
     count, rows, outputs = parts.shape
     out = parts.new_empty(rows, outputs // 2 if gated else outputs, dtype=dtype)
-    _sum_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+    _sum_kernel[(cdiv(out.numel(), _BLOCK),)](
         parts,
         parts if bias is None else bias,
         out,

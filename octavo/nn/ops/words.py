@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.ops.tables import PLANES, numbers_in, planes_in
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.ops.triton_sum import sum_parts
@@ -82,7 +82,7 @@ def rows_product(x: Tensor, words: Words, plan: RowsPlan, dtype: torch.dtype) ->
     scaled = plan.scaled or words.has_minima
     kind, book = words.looked_up(x, scaled=scaled)
     out = torch.empty(plan.parts, rows, outputs, dtype=dtype, device=x.device)
-    words_rows_kernel[(triton.cdiv(outputs, plan.block_n), plan.parts, triton.cdiv(rows, plan.block_m))](
+    words_rows_kernel[(cdiv(outputs, plan.block_n), plan.parts, cdiv(rows, plan.block_m))](
         x,
         words.codes,
         words.scales,
@@ -112,7 +112,7 @@ def widen(words: Words, out: Tensor) -> Tensor:
     """Write the matrix's values to out [N, K], in its order of inputs, and return it."""
     plan = _WIDENED if out.is_cuda else WidenPlan(64, 4, 1)
     blocks = words.codes.shape[1]
-    grid = (triton.cdiv(words.outputs, plan.block_n), triton.cdiv(blocks, plan.block_b))
+    grid = (cdiv(words.outputs, plan.block_n), cdiv(blocks, plan.block_b))
     widen_kernel[grid](
         words.codes,
         words.scales,
@@ -176,8 +176,8 @@ def rows_plan(words: Words, x: Tensor) -> RowsPlan:
     if rows > _SMALL and x.dtype.itemsize == 2 and words.kind != "table":  # which would spill in larger tiles
         block_m, block_n, warps, stages = 128, 128, 8, 2
     else:
-        block_m, block_n, warps, stages = min(_SMALL, max(16, triton.next_power_of_2(rows))), 64, 4, 3
-    programs = triton.cdiv(words.outputs, block_n) * triton.cdiv(rows, block_m)
+        block_m, block_n, warps, stages = min(_SMALL, max(16, next_power_of_2(rows))), 64, 4, 3
+    programs = cdiv(words.outputs, block_n) * cdiv(rows, block_m)
     wanted = min(_MOST_PARTS, _PROGRAMS * 64 // block_n // programs, blocks // 2)
     parts = 1 << max(0, wanted.bit_length() - 1)
     return RowsPlan(block_m, block_n, parts, warps, 5 if parts > 1 and block_m <= 32 else stages)

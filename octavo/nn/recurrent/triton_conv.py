@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import cdiv
 from octavo.nn.recurrent.triton_rows import place, row_arguments
 
 if TYPE_CHECKING:
@@ -157,12 +158,12 @@ def causal_conv(
     strides = {"x_stride": x.stride(0), "block_stride": states.stride(0)}
     form = {"HAS_BIAS": bias is not None, "ACTIVATES": activates}
     given = (x, weight, weight if bias is None else bias, states, out)
-    blocks = triton.cdiv(channels, _CHANNELS)
+    blocks = cdiv(channels, _CHANNELS)
     if step.max_query_len == 1:
         _step_kernel[(rows, blocks)](*given, **common, **strides, **form, BLOCK=_CHANNELS)
         return out
     tile, block = _TILE
-    _conv_kernel[(triton.cdiv(tokens, tile), triton.cdiv(channels, block))](
+    _conv_kernel[(cdiv(tokens, tile), cdiv(channels, block))](
         *given,
         **common,
         **strides,

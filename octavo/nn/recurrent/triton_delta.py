@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.recurrent.triton_rows import place, row_arguments
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def gated_delta_rule(
     tokens, heads, values = v.shape
     keys = k.shape[2]
     out = states.new_empty(tokens, heads, values)
-    block = min(_BLOCK, triton.next_power_of_2(values))
-    _delta_kernel[(step.num_rows, heads, triton.cdiv(values, block))](
+    block = min(_BLOCK, next_power_of_2(values))
+    _delta_kernel[(step.num_rows, heads, cdiv(values, block))](
         q,
         k,
         v,
@@ -110,7 +111,7 @@ def gated_delta_rule(
         SHARE=heads // k.shape[1],
         KEYS=keys,
         VALUES=values,
-        BLOCK_K=triton.next_power_of_2(keys),
+        BLOCK_K=next_power_of_2(keys),
         BLOCK_V=block,
     )
     return out

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import next_power_of_2
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -68,6 +70,6 @@ def gated_norm(
             SIZE=size,
             SHARED=weight.numel() == size and parts > 1,
             GATE_FIRST=gate_first,
-            BLOCK=triton.next_power_of_2(size),
+            BLOCK=next_power_of_2(size),
         )
     return out

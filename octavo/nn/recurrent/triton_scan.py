@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.recurrent.triton_rows import place, row_arguments
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def selective_scan(
     """See `selective.selective_scan`; x and dt must be contiguous."""
     channels, size = decay.shape
     out = x.new_empty(x.shape)
-    _scan_kernel[(step.num_rows, triton.cdiv(channels, _BLOCK))](
+    _scan_kernel[(step.num_rows, cdiv(channels, _BLOCK))](
         x,
         dt,
         b,
@@ -88,6 +89,6 @@ def selective_scan(
         CHANNELS=channels,
         STATE=size,
         BLOCK=_BLOCK,
-        BLOCK_N=triton.next_power_of_2(size),
+        BLOCK_N=next_power_of_2(size),
     )
     return out

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.recurrent.triton_rows import place, row_arguments
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ def ssd(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, rates: Rates, states: Tens
     tokens, heads, channels = x.shape
     size = b.shape[2]
     out = states.new_empty(tokens, heads, channels)
-    block = max(16, min(64, triton.next_power_of_2(channels)))
-    _ssd_kernel[(step.num_rows, heads, triton.cdiv(channels, block))](
+    block = max(16, min(64, next_power_of_2(channels)))
+    _ssd_kernel[(step.num_rows, heads, cdiv(channels, block))](
         x,
         raw,
         b,
@@ -156,7 +157,7 @@ def ssd(x: Tensor, raw: Tensor, b: Tensor, c: Tensor, rates: Rates, states: Tens
         PRECISION="tf32x3" if raw.element_size() == 4 else "tf32",
         CHUNK=_CHUNK,
         BLOCK_P=block,
-        BLOCK_N=max(16, triton.next_power_of_2(size)),
+        BLOCK_N=max(16, next_power_of_2(size)),
         num_warps=_WARPS,
         num_stages=1,
     )

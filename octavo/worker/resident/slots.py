@@ -9,13 +9,13 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
 from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, SampledRow, StepPlan
+from octavo.device.launch_sizes import cdiv
 from octavo.device.transfer import upload, upload_parts
 from octavo.nn.step import StepInput
 from octavo.sampling.parameters import NUM_PARAMS, packed_words
@@ -136,7 +136,7 @@ class DeviceSlots:
     def _extend(self, writes: NDArray[np.int32]) -> None:
         """Write (row, index, block) entries [n, 3] of the block tables; group g's rows begin at g * (num_slots + 1)."""
         count = len(writes)
-        extend_kernel[(triton.cdiv(count, _BLOCK),)](
+        extend_kernel[(cdiv(count, _BLOCK),)](
             upload(writes.ravel(), self.device), self.block_tables, count, self.block_tables.stride(1), BLOCK=_BLOCK
         )
 
@@ -270,7 +270,7 @@ class DeviceSlots:
     def write_step(self, batch: DeviceBatch, into: StepInput) -> None:
         """Write the tokens, positions, cells and lengths of a batch into `into`'s tensors, on the device."""
         rows, tokens = into.num_rows, into.num_tokens
-        layout_kernel[(triton.cdiv(max(rows, tokens), _BLOCK),)](
+        layout_kernel[(cdiv(max(rows, tokens), _BLOCK),)](
             batch.slots,
             batch.query_start,
             batch.row_of_token,
@@ -290,7 +290,7 @@ class DeviceSlots:
             BLOCK=_BLOCK,
         )
         if into.others:
-            cells_kernel[(triton.cdiv(tokens, _BLOCK), len(into.others))](
+            cells_kernel[(cdiv(tokens, _BLOCK), len(into.others))](
                 batch.slots,
                 batch.row_of_token,
                 into.positions,
@@ -307,14 +307,14 @@ class DeviceSlots:
     def count(self, batch: DeviceBatch) -> None:
         """Count the batch's tokens as computed, on the device."""
         rows = batch.slots.shape[0]
-        advance_kernel[(triton.cdiv(rows, _BLOCK),)](
+        advance_kernel[(cdiv(rows, _BLOCK),)](
             batch.slots, batch.query_start, self.computed, rows, self.num_slots, BLOCK=_BLOCK
         )
 
     def append(self, slots: Tensor, sampled: Tensor) -> None:
         """Append one sampled token [S] to each of these slots [S], on the device."""
         count = slots.shape[0]
-        append_kernel[(triton.cdiv(count, _BLOCK),)](
+        append_kernel[(cdiv(count, _BLOCK),)](
             slots, sampled, self.tokens, self.length, count, self.num_slots, self.tokens.stride(0), BLOCK=_BLOCK
         )
 
@@ -338,7 +338,7 @@ class DeviceSlots:
             offset += count + blocks
             longest = max(longest, count, blocks)
         packed = upload(np.concatenate(pieces), self.device)
-        fill_kernel[(len(new), triton.cdiv(longest, _FILL_BLOCK))](
+        fill_kernel[(len(new), cdiv(longest, _FILL_BLOCK))](
             packed,
             packed,
             self.tokens,
