@@ -147,6 +147,25 @@ def test_an_adapter_by_request_leaves_steps_recorded(recorded: bool, monkeypatch
     assert replayed["forward"]
 
 
+def test_longer_steps_of_variants_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answers are those of steps that are computed."""
+    monkeypatch.setattr("octavo.worker.resident.batches.MAX_TOKENS", 16)
+    monkeypatch.setattr("octavo.worker.resident.batches.MAX_VARIED_TOKENS", 32)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    prompts = {"a3": list(range(5, 25)), "b": list(range(25, 45))}
+    asked = [GenerateRequest(id=name, tokens=tokens, params=params) for name, tokens in prompts.items()]
+    expected = tokens_of(drive(engine(monkeypatch, Adapter(recorded=False), **behind(monkeypatch)), asked, at_once=1))
+    recorded_graphs(monkeypatch)
+    loop = engine(monkeypatch, Adapter(), **behind(monkeypatch))
+    replay, found, counts = runner_of(loop).replay, {}, []
+    for request in asked:
+        before = replay.count
+        found |= tokens_of(drive(loop, [request]))
+        counts.append(replay.count - before)
+    assert found == expected
+    assert counts == [2, 1], "a prompt of 20 tokens is recorded for the variant only"
+
+
 def test_a_step_that_repeats_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads: new requests, changed block tables, the batch's layout or its slots. Downloads: the tokens."""
     recorded_graphs(monkeypatch)

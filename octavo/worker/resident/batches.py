@@ -26,8 +26,9 @@ from octavo.worker.resident.sharing import Groups, shared_room
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots, empty_step, first_of
 
 MAX_ROWS = 1024
-MAX_TOKENS = 1024
-"""Longer steps with prompts are not recorded, since launching them takes no longer than computing them."""
+MAX_TOKENS, MAX_VARIED_TOKENS = 1024, 2048
+"""Longer steps with prompts are not recorded, since launching them takes no longer than computing them. A feature's
+variant of the model has more to launch."""
 _MAX_PROMPTS = 16
 """Most prompts in a recorded step. Steps with more are launched operation by operation."""
 _SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
@@ -41,11 +42,21 @@ def sizes(max_rows: int) -> list[int]:
     return sorted({size for size in wanted if size < top} | {top})
 
 
-def token_counts(max_tokens: int) -> list[int]:
+def token_counts(max_tokens: int, *, varied: bool = False) -> list[int]:
     """Return the token counts of steps with prompts to record, ascending, up to `max_tokens`. The smaller ones are
-    batch sizes of decoding, too."""
-    wanted = [16, 32, *range(64, 513, 64), *range(640, MAX_TOKENS + 1, 128)]
-    return [count for count in wanted if count <= max_tokens]
+    batch sizes of decoding, too.
+
+    Args:
+        varied: of variants of the model.
+    """
+    most = min(max_tokens, most_tokens(varied=varied))
+    wanted = [16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
+    return [count for count in wanted if count <= most]
+
+
+def most_tokens(*, varied: bool) -> int:
+    """Return the most tokens of a recorded step with prompts."""
+    return MAX_VARIED_TOKENS if varied else MAX_TOKENS
 
 
 def draft_counts(max_tokens: int, max_drafts: int, max_rows: int) -> list[int]:

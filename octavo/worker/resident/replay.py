@@ -37,7 +37,7 @@ from octavo.sampling.drawn import Drawn
 from octavo.worker.compute import compute
 from octavo.worker.hooks import ORDINARY, Hooks, Variant
 from octavo.worker.own_rows import OwnRows
-from octavo.worker.resident.batches import Drafted, Ragged, Singles, draft_counts, least, token_counts
+from octavo.worker.resident.batches import Drafted, Ragged, Singles, draft_counts, least, most_tokens, token_counts
 from octavo.worker.resident.sampling import SamplingGraphs
 from octavo.worker.resident.sharing import Groups
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots
@@ -153,7 +153,7 @@ class GraphReplay:
         log.info("captured decoding at %d batch sizes in %.1f s and %.2f GiB", len(self._singles.sizes), seconds, taken)
         began = time.perf_counter()
         self._hooks.select(ORDINARY)
-        self._reserve_ragged(max_rows, max_tokens, max_drafts)
+        self._reserve_ragged(max_rows, max_tokens, max_drafts, varied=len(variants) > 1)
         with no_collection():
             for variant in variants:
                 self._hooks.select(variant)
@@ -172,9 +172,10 @@ class GraphReplay:
         if self._sampling is not None:
             self._sampling.bind(self._singles.rows, self._hidden)
 
-    def _reserve_ragged(self, max_rows: int, max_tokens: int, max_drafts: int) -> None:
+    def _reserve_ragged(self, max_rows: int, max_tokens: int, max_drafts: int, *, varied: bool) -> None:
         every = self._sampling is None
-        self._ragged = Ragged(self._slots, self._attention, token_counts(max_tokens), every_token=every)
+        counts = token_counts(max_tokens, varied=varied)
+        self._ragged = Ragged(self._slots, self._attention, counts, every_token=every)
         most = min(max_drafts, self._attention.most_few - 1)
         counts = draft_counts(max_tokens, most, max_rows) if most > 0 else []
         self._drafted = Drafted(self._slots, self._attention, counts, every_token=every)
@@ -207,7 +208,7 @@ class GraphReplay:
     def _capture_ragged(
         self, recorder: GraphRecorder, variant: Variant, loaded: Collection[int], batches: Ragged
     ) -> None:
-        every = batches.counts
+        every = [size for size in batches.counts if size <= most_tokens(varied=variant != ORDINARY)]
         first = [size for size in every if not _is_loaded(size, every, loaded)]
         with self._in_few_layers():
             for size in reversed(first):
@@ -268,7 +269,7 @@ class GraphReplay:
             batches = self._drafted if self._drafted.bucket(plan) else self._ragged
             size = batches.bucket(plan)
         self._taken = _Taken(size, variant, batches)
-        return size > 0
+        return size > 0 and (batches is None or self._key(size, variant, batches) in self._forwards)
 
     def _has(self, variant: Variant) -> bool:
         if not self._forwards:
