@@ -85,7 +85,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("name", [STATIC[0], *(pytest.param(name, marks=pytest.mark.slow) for name in STATIC[1:])])
 def test_logits_are_those_of_rounded_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(len(name))
     theirs = make_checkpoint("quantized", tmp_path)

@@ -233,7 +233,7 @@ def check_attention(case: ragged.Case, kind: torch.dtype | None = None, *, share
 
 
 @pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), HALF], ids=str)
 def test_attention_rounds(rows: dict[str, Any], dtype: torch.dtype) -> None:
     """Decodes, prompts with and without contexts, and drafts."""
     options = {"window": 37, "sinks": True} if dtype == torch.float32 else {}
