@@ -82,7 +82,7 @@ class Kernel:
             cluster: adjacent blocks that can read each other's shared memory, at most 16.
         """
         self._driver = driver()
-        self._threads, self._shared, self._cluster = threads, shared, cluster
+        self._cluster = cluster
         module = c_void_p()
         self._function = c_void_p()
         self._check(self._driver.cuModuleLoadData(byref(module), _binary(source, defines)))
@@ -96,25 +96,24 @@ class Kernel:
             attributes.append(_Attribute(_CLUSTER))
             attributes[1].value.size = (c_uint * 3)(cluster, 1, 1)
         self._attributes = (_Attribute * len(attributes))(*attributes)
+        self._how = _Launch((1, 1, 1), (threads, 1, 1), shared, None, self._attributes, len(attributes))
         if shared:
             self._check(self._driver.cuFuncSetAttribute(self._function, c_int(_SHARED_MEMORY), c_int(shared)))
 
     def most_clusters(self) -> int:
         """Return how many clusters run at once on an idle GPU."""
         count = c_int()
-        how = self._on_stream((self._cluster, 1, 1))
-        self._check(self._driver.cuOccupancyMaxActiveClusters(byref(count), self._function, byref(how)))
+        self._how.grid[:] = (self._cluster, 1, 1)
+        self._check(self._driver.cuOccupancyMaxActiveClusters(byref(count), self._function, byref(self._how)))
         return count.value
 
     def launch(self, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
         """Launch on the current stream, overlapping the previous launch's end; the kernel must wait for its results."""
-        how = self._on_stream(grid)
-        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        how = self._how
+        how.grid[:] = grid
+        how.stream = torch.cuda.current_stream().cuda_stream
+        pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         self._check(self._driver.cuLaunchKernelEx(byref(how), self._function, pointers, None))
-
-    def _on_stream(self, grid: tuple[int, int, int]) -> _Launch:
-        stream = torch.cuda.current_stream().cuda_stream
-        return _Launch(grid, (self._threads, 1, 1), self._shared, stream, self._attributes, len(self._attributes))
 
     def _check(self, status: int) -> None:
         _check_driver(self._driver, status)
