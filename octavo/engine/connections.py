@@ -91,7 +91,7 @@ class Connections:
     def together(self) -> Iterator[None]:
         """Hold messages that are sent meanwhile, and send them at the end by one call for each connection.
 
-        Each call gives up the GIL, and a thread that computes may keep it for 5 ms.
+        Each call gives up the GIL, and then waits for a thread that computes.
         """
         self._together = set()
         try:
