@@ -126,21 +126,22 @@ def source_of(*names: str) -> str:
     return "".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
-def trusted(purpose: str, deviation: Callable[[], float], limit: float) -> bool:
-    """Run a trial of kernels; return whether they run and deviate by less than a limit, else log why they are not used.
+def trusted(purpose: str, trial: Callable[[], Sequence[float]], limit: float) -> bool:
+    """Run a trial of kernels; return whether they run and all deviate by less than a limit, else log why they are not
+    used.
 
     Args:
         purpose: what they compute, as the beginning of a line of the log.
-        deviation: the trial; returns the largest relative error.
+        trial: returns relative errors, which may be NaN.
     """
     try:
-        found = deviation()
+        wrong = [found for found in trial() if not found < limit]
     except (CudaError, RuntimeError, OSError) as error:
         log.warning("%s by kernels in Triton: %s", purpose, error)
         return False
-    if not found < limit:
-        log.warning("%s by kernels in Triton: a trial deviates by %.2g", purpose, found)
-    return found < limit
+    if wrong:
+        log.warning("%s by kernels in Triton: a trial deviates by %.2g", purpose, wrong[0])
+    return not wrong
 
 
 def address(tensor: Tensor) -> c_void_p:

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.nn.ops import fragments, nvrtc
 from octavo.nn.ops.fragments import SCALE_UNITS, Fragments, Kind
 from octavo.nn.ops.words import Words
-from octavo.nn.quant.fragments import LIMIT, arranged, deviation, sizes
+from octavo.nn.quant.fragments import LIMIT, arranged, deviations_of, sizes
 from octavo.nn.quant.words import fits, in_powers, joined_scales, largest_group, pack_codes
 from octavo.nn.weights import Codebook, QuantizedBlocks
 
@@ -47,7 +47,7 @@ def usable(device: torch.device, kind: Kind) -> bool:
     """Return whether the CUDA kernels of a kind run on a device and compute a trial right; log why they don't."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return nvrtc.trusted(f"{_NAMES[kind]} multiplied", functools.partial(_deviation, device, kind), LIMIT)
+    return nvrtc.trusted(f"{_NAMES[kind]} multiplied", functools.partial(_deviations, device, kind), LIMIT)
 
 
 def pack_coded(parts: Sequence[QuantizedBlocks], device: torch.device) -> Fragments | None:
@@ -82,15 +82,15 @@ def _zeros(parts: Sequence[QuantizedBlocks], book: Codebook, scales: Tensor) -> 
     return ~torch.cat([differs[part.int()].any(2) for part in groups])
 
 
-def _deviation(device: torch.device, kind: Kind) -> float:
-    """Return the largest relative error of products with random codes."""
+def _deviations(device: torch.device, kind: Kind) -> list[float]:
+    """Return the relative errors of products with random codes."""
     random, trials = torch.Generator().manual_seed(0), []
     for group in _TRIED[kind]:
         blocks = _trial(kind, group, random)
         matrix = pack_coded([blocks], device)
         assert matrix is not None, "kernels have the sizes and scales of trials"
         trials.append((blocks, matrix))
-    return deviation(trials, random)
+    return deviations_of(trials, random)
 
 
 def _trial(kind: Kind, group: int, random: torch.Generator) -> QuantizedBlocks:

@@ -57,18 +57,18 @@ def usable(device: torch.device) -> bool:
     """Return whether the CUDA kernels run on a device and compute a trial right; log why they don't."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return nvrtc.trusted("4- and 8-bit weights are multiplied", functools.partial(_deviation, device), LIMIT)
+    return nvrtc.trusted("4- and 8-bit weights are multiplied", functools.partial(_deviations, device), LIMIT)
 
 
-def _deviation(device: torch.device) -> float:
-    """Return the largest relative error of products with random integers."""
+def _deviations(device: torch.device) -> list[float]:
+    """Return the relative errors of products with random integers."""
     random = torch.Generator().manual_seed(0)
     trials = [_trial(bits, random) for bits in (4, 8)]
-    return deviation([(blocks, pack_fragments([blocks], device, group)) for blocks, group in trials], random)
+    return deviations_of([(blocks, pack_fragments([blocks], device, group)) for blocks, group in trials], random)
 
 
-def deviation(trials: Sequence[tuple[QuantizedBlocks, Fragments]], random: torch.Generator) -> float:
-    """Return the largest relative error of products of some numbers of random rows with matrices on a device, compared
+def deviations_of(trials: Sequence[tuple[QuantizedBlocks, Fragments]], random: torch.Generator) -> list[float]:
+    """Return the relative errors of products of some numbers of random rows with matrices on a device, compared
     with float32 on the CPU."""
     dtype, matrices = torch.bfloat16, [matrix for _, matrix in trials]
     form = RowForm(gated=False, normed=False, biased=False, added=False, x_float=False, out_float=True)
@@ -90,7 +90,7 @@ def deviation(trials: Sequence[tuple[QuantizedBlocks, Fragments]], random: torch
                 made = fragments.product(x.to(device), matrix, None, torch.float32)
             expected = x.float() @ values.T
             deviations.append(float((made.cpu() - expected).norm() / expected.norm()))
-    return max(deviations)
+    return deviations
 
 
 def _trial(bits: int, random: torch.Generator) -> tuple[QuantizedBlocks, int]:
