@@ -341,6 +341,7 @@ def test_decoding_in_cuda(kernel, monkeypatch, dtype):
     expected = run(case, ReferenceLatents())
     for splits, parts in [(s, p) for s in (1, 2, 4, 8, 16) for p in (1, 4)] if GPU else [(1, 1), (1, 3)]:
         divided(kernel, monkeypatch, splits, parts)
+        monkeypatch.setattr(EmulatedKernel, "late", (parts > 1,))
         check(case, backend := triton_backend(case), expected)
     step = moved(case.step, torch.device("cuda" if GPU else "cpu"))
     few, q = backend.prepare(step, case.block_size).few, case.inputs(len(lengths), 2)[0].to(step.device)

@@ -240,7 +240,7 @@ def test_attention_rounds(rows: dict[str, Any], dtype: torch.dtype) -> None:
     check_attention(ragged.make_case(fresh_seed(), dtype, heads=(2, 2), head_dim=96, block_size=16, **rows, **options))
 
 
-@pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("rows", [FEW, pytest.param(MANY, marks=[pytest.mark.slow] * (not GPU))], ids=["few", "many"])
 @pytest.mark.parametrize(
     "kind", [torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=[pytest.mark.slow] * (not GPU))], ids=str
 )
