@@ -100,7 +100,8 @@ class Connections:
             held, self._together = self._together, None
             for connection in held:
                 connection.flush()
-                self._watch(connection)
+                if connection.unsent:  # never of one that has disconnected, which can't be watched
+                    self._watch(connection)
 
     def receive(self, wait_ms: int) -> Iterator[tuple[Connection, bytes | None]]:
         """Wait for messages and yield them; None from a front end that has disconnected.

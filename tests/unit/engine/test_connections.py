@@ -91,6 +91,20 @@ def test_a_reader_that_has_gone_with_much_unread_is_let_go(short_path):
         assert list(connections.receive(0)) == []
 
 
+def test_messages_that_are_sent_together_pass_over_a_reader_that_has_gone(short_path):
+    with connected(short_path) as (connections, connection, peer), socket.socket(socket.AF_UNIX) as other:
+        other.connect(str(short_path / "core.sock"))
+        assert list(connections.receive(0)) == []
+        other.sendall(frame(b"hello"))
+        [(second, _)] = connections.receive(0)
+        peer.close()
+        assert list(connections.receive(0)) == [(connection, None)]
+        with connections.together():
+            connections.send(connection, b"nobody reads this")
+            connections.send(second, b"news")
+        assert read(connections, other, 1) == [b"news"]
+
+
 def test_what_is_kept_is_sent_before_the_end(short_path):
     with connected(short_path) as (connections, connection, peer):
         connections.send(connection, b"x" * 150_000)

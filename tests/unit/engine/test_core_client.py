@@ -433,6 +433,24 @@ def test_a_call_that_waits_costs_an_idle_engine_little(short_path, monkeypatch):
     run(main())
 
 
+def test_a_call_whose_client_has_gone_ends_without_effect_on_others(short_path):
+    async def main():
+        searcher, counter = Searcher(), Counter()
+        async with client_of(short_path, hooks=[searcher, counter]) as (owner, process):
+            async with guest_of(process) as guest:
+                search = asyncio.create_task(guest.call("searcher", "search", {}))
+                await until(lambda: searcher.result is not None)
+            with pytest.raises(EngineDeadError):
+                await search
+            for count in (1, 2):  # the core has read the end of the connection when it reads the second call
+                assert await owner.call("counter", "add", {"by": 1}) == {"count": count}
+            searcher.gate.set()
+            await until(lambda: searcher.later_turns or not process.alive)
+            assert len(await tokens_of(owner, ask("r"))) > 0
+
+    run(main())
+
+
 def test_a_request_between_the_loss_of_the_connection_and_the_end_of_the_process_ends_as_others_do(short_path):
     """On the server's event loop, whose closed connections refuse to be written to."""
 
