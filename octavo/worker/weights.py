@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.core.errors import (
     ConfigError,
@@ -27,8 +27,9 @@ from octavo.hub.overrides import with_overrides
 from octavo.hub.resolve import resolve
 from octavo.models.load import LoadFormat, open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.quantized.table import has_input_scales
 from octavo.models.load.tensors import TensorCheckpoint
+from octavo.models.load.weights import weight_layers
+from octavo.nn.linear import Projection
 from octavo.worker.loaded import LoadedModel
 from octavo.worker.worker import Worker
 
@@ -133,8 +134,7 @@ class WorkerWeights:
         return StagedWeights(self, loaded, origin)
 
     def _check_shape(self, config: Mapping[str, Any]) -> None:
-        """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model, and
-        on a GPU its kind of scales of activations, which recorded steps keep."""
+        """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model."""
         spec, own = self._worker.spec_of(config), self._worker.spec
         kind, own_kind = config.get("model_type"), self._worker.files.config.get("model_type")
         if kind != own_kind:
@@ -146,13 +146,6 @@ class WorkerWeights:
                     f"The weights are of a model with {field.name} {new}, the served one has {old}. Only weights of "
                     "the same architecture and shapes can replace them; start another server for these."
                 )
-        static = has_input_scales(config)
-        if self._worker.device.resident and static != has_input_scales(self._worker.files.config):
-            kinds = ("static", "dynamic") if static else ("dynamic", "static")
-            raise InvalidRequestError(
-                f"The weights have {kinds[0]} scales of activations, the served ones {kinds[1]} ones: save them in the "
-                "same format, or start another server for these."
-            )
 
     def _check_room(self, stored: int) -> None:
         room = host.available_memory()
@@ -163,12 +156,24 @@ class WorkerWeights:
             )
 
     def _check_form(self, loaded: LoadedModel) -> None:
-        new, old = self._worker.form_of(loaded.model), self._worker.weight_form
+        """Raise InvalidRequestError unless the weights are stored as the served ones are. On a GPU, each layer's must
+        be, since recorded steps read them at the places of the old ones."""
+        worker = self._worker
+        new, old = worker.form_of(loaded.model), worker.weight_form
         if new != old:
             raise InvalidRequestError(
                 f"The weights would be stored as {new}, but the served ones are {old}: save them in the same format.",
                 param="model_path",
             )
+        if not worker.device.resident or not isinstance(worker.model, nn.Module):
+            return
+        for mine, its in zip(weight_layers(worker.model), weight_layers(loaded.source), strict=True):
+            if isinstance(mine, Projection) and isinstance(its, Projection) and mine.packed_as != its.packed_as:
+                raise InvalidRequestError(
+                    f"The weights of {its.path} would be stored as {its.packed_as or new}, but the served ones are "
+                    f"{mine.packed_as or old}: save them in the same format, or start another server for these.",
+                    param="model_path",
+                )
 
     def put_in_place(self, staged: StagedWeights, version: str | None, *, rescale: bool) -> None:
         worker = self._worker

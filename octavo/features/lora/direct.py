@@ -52,7 +52,7 @@ class DirectReads:
 
     def __init__(self, file: AdapterFile, geometry: Geometry, dtype: torch.dtype) -> None:
         self._path, self._header = file.weights, file.form.header
-        self._possible = geometry.by_output and not file.form.pairs
+        self._possible = geometry.by_output and bool(self._header)  # which GGUF files lack
         self._stride = geometry.stride
         self._tile = geometry.tile_bytes // geometry.element_size
         self._dtype = dtype

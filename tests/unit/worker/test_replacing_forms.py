@@ -6,34 +6,66 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quantized_kit import EXAMPLES
+import torch
+from quantized_kit import codes_of
+from torch import nn
+
+pytest.importorskip("triton")
 
 from octavo.core.errors import InvalidRequestError
-from octavo.models.mixers.spec import Temperature
+from octavo.nn.linear import Linear
+from octavo.nn.quant.base import Part
+from octavo.nn.quant.packed_gpu import PackedOnGpu
+from octavo.nn.shard import NONE
 from octavo.worker.weights import WorkerWeights
 
-
-def config_of(name: str) -> dict[str, Any]:
-    return {"model_type": "llama", "quantization_config": EXAMPLES[name].settings}
+CPU = torch.device("cpu")
 
 
-def check(served: str, new: str, *, resident: bool) -> None:
-    spec = Temperature(100, 0.1)  # any that has fields
-    worker: Any = SimpleNamespace(
-        spec=spec,
-        spec_of=lambda config: spec,
-        files=SimpleNamespace(config=config_of(served)),
-        device=SimpleNamespace(resident=resident),
-    )
-    WorkerWeights(worker)._check_shape(config_of(new))
+def model(*scales: float | None) -> nn.Module:
+    """A model of layers with E4M3 weights, and these static scales of activations."""
+    layers = []
+    for number, scale in enumerate(scales):
+        layer = Linear(
+            f"layers.{number}", CPU, [Part("down", 48, 64)], NONE, PackedOnGpu(torch.float32, CPU, rounds=True)
+        )
+        blocks = codes_of("e4m3", 0, 64, 48)
+        if scale is not None:
+            object.__setattr__(blocks, "input_scale", lambda scale=scale: scale)
+        layer.place([blocks])
+        layers.append(layer)
+    return nn.ModuleList(layers)
 
 
-def test_recorded_steps_keep_the_kind_of_scales_of_activations() -> None:
-    for served, new, says in (
-        ("fp8-static", "fp8-tensor", "have dynamic scales of activations, the served ones static ones"),
-        ("fp8-tensor", "fp8-static", "have static scales of activations, the served ones dynamic ones"),
-    ):
-        with pytest.raises(InvalidRequestError, match=says):
-            check(served, new, resident=True)
-        check(served, new, resident=False)
-        check(served, served, resident=True)
+def check(served: nn.Module | None, new: nn.Module, *, resident: bool = True) -> None:
+    device = SimpleNamespace(resident=resident)
+    worker: Any = SimpleNamespace(model=served, weight_form="float32", form_of=lambda model: "float32", device=device)
+    loaded: Any = SimpleNamespace(model=new, source=new)
+    WorkerWeights(worker)._check_form(loaded)
+
+
+@pytest.mark.parametrize(
+    ("served", "new", "says"),
+    [
+        (
+            (0.5, 0.5),
+            (0.5, None),
+            "layers.1 would be stored as 8-bit floats, but the served ones are 8-bit floats, static",
+        ),
+        (
+            (None, None),
+            (0.5, None),
+            "layers.0 would be stored as 8-bit floats, static inputs, but the served ones are 8",
+        ),
+    ],
+)
+def test_recorded_steps_keep_the_kind_of_scales_of_activations(served: Any, new: Any, says: str) -> None:
+    """Whatever the configuration says about layers."""
+    with pytest.raises(InvalidRequestError, match=says):
+        check(model(*served), model(*new))
+    check(model(*served), model(*new), resident=False)
+
+
+def test_weights_of_the_same_form_are_taken() -> None:
+    check(model(0.5, None), model(0.25, None))
+    check(None, model(0.5))

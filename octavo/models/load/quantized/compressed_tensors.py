@@ -221,7 +221,7 @@ class CompressedTensors(Method):
 def _has_input_scale(group: Mapping[str, Any]) -> bool:
     inputs = group.get("input_activations") or {}
     one = inputs.get("dynamic") is False and inputs.get("strategy") in (None, "tensor")
-    return one and inputs.get("num_bits") == 8
+    return one and inputs.get("num_bits") == 8 and inputs.get("type") == "float"
 
 
 def _targets(group: Mapping[str, Any]) -> Sequence[str]:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import msgspec
 import pytest
 import torch
@@ -231,6 +232,26 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.
     os.truncate(file.weights, file.weights.stat().st_size - 1000)
     with pytest.raises(ModelFileError, match=r"adapter_model\.safetensors changed while it was read"):
         reader.read(reading)
+
+
+def test_matrices_of_gguf_files_are_read(tmp_path: Path) -> None:
+    """Of an architecture whose rows llama.cpp leaves in order, and of sizes that fill whole tiles."""
+    a, b = torch.randn(16, 256), torch.randn(128, 16)
+    path = tmp_path / "adapter.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 16.0)
+    for role, matrix in (("a", a), ("b", b)):
+        writer.add_tensor(f"blk.0.attn_q.weight.lora_{role}", matrix.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    target = Target("model.layers.0.self_attn", (TargetPart("q_proj", 256, 128, 256, 128),))
+    targets = Targets((target,), (nn.Identity(),), ((Cut(),),), ((None,),))  # type: ignore[arg-type]
+    found = InBlocks({path: 1.0}, targets, by_output=True, dtype=torch.bfloat16, slice_bytes=512)
+    check(found.pair(0), (a.bfloat16(), b.bfloat16()), Cut(), 1.0, torch.bfloat16)
 
 
 def test_adapters_that_are_alike_are_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,7 @@ def group(**inputs: Any) -> dict[str, Any]:
         ("fp8-static", {"activation_scheme": None}, False),
         ("fp8-compressed-static", group(dynamic=False, strategy="tensor"), True),
         ("fp8-compressed-static", group(dynamic=False, strategy="tensor", num_bits=4), False),
+        ("fp8-compressed-static", group(dynamic=False, strategy="tensor", type="int"), False),
         ("fp8-compressed-static", group(dynamic=True, strategy="token"), False),
         ("fp8-compressed-static", group(dynamic=False, strategy="channel"), False),
         ("fp8-compressed-static", group(dynamic="local", strategy="tensor"), False),
