@@ -185,7 +185,7 @@ def _source() -> str:
 
 
 def _deviations(device: torch.device) -> list[float]:
-    """Return the relative errors of two rows, one of which has no whole tile, divided in each way."""
+    """Return the relative errors of two rows, one of which has no whole tile, with clusters of each size."""
     random = torch.Generator().manual_seed(0)
     spec, page, dtype = LatentSpec(16, 512, 64, 128, 128, 0.07), 16, torch.bfloat16
     lengths = (300, 5)
