@@ -349,7 +349,7 @@ def test_decoding_in_cuda(kernel, monkeypatch, dtype):
     assert kernel.serves(few, q, cache, spec), "these rows are not decoded by another kernel"
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=[pytest.mark.slow] * (not GPU)), 2])
 def test_decoding_beside_prompts_in_cuda(kernel, monkeypatch, parts):
     divided(kernel, monkeypatch, 2 if GPU else 1, parts)
     spec = LITE if GPU else LatentSpec(num_heads=16, rank=256, rope_dim=64, nope_dim=16, value_dim=16, scale=0.1)

@@ -232,7 +232,9 @@ def check_attention(case: ragged.Case, kind: torch.dtype | None = None, *, share
         assert bool((wrong <= limit).all()), f"off by {wrong.max()} with {case.label}"
 
 
-@pytest.mark.parametrize("rows", [FEW, MANY, DRAFTS], ids=["few", "many", "drafts"])
+@pytest.mark.parametrize(
+    "rows", [FEW, pytest.param(MANY, marks=[pytest.mark.slow] * (not GPU)), DRAFTS], ids=["few", "many", "drafts"]
+)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), HALF], ids=str)
 def test_attention_rounds(rows: dict[str, Any], dtype: torch.dtype) -> None:
     """Decodes, prompts with and without contexts, and drafts."""
