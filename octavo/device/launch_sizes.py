@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return how many parts of this size `count` has, the last of which may be smaller."""
+    """Return count / size, rounded up."""
     return -(-count // size)
 
 

@@ -67,10 +67,11 @@ class DecoderLayer(nn.Module):
     def mix(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> Any:
         """Compute the first part of `forward`, up to the mixer's output; return what `feed` needs."""
         mixed: Activations | None = None
-        if self.mixer is not None and rows is None:
-            mixed = self.mixer.activations(stream, self.input_norm, step)
-        elif self.mixer is not None and rows is not None:
-            mixed = self.mixer(stream, self.input_norm, step).index_select(0, rows)
+        if self.mixer is not None:
+            if rows is None:
+                mixed = self.mixer.activations(stream, self.input_norm, step)
+            else:
+                mixed = self.mixer(stream, self.input_norm, step).index_select(0, rows)
         stream.choose(rows)
         inner = self.mlp(stream, self.post_norm) if self.parallel and self.mlp is not None else None
         if self.mixer is not None and mixed is not None:

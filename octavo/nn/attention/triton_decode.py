@@ -294,8 +294,8 @@ def merge_kernel(
     HAS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Merge one head of one query: the outputs of `count` parts, weighted by exp2 of their log-sum-exps. ROUNDED is
-    that of `decode_kernel`; of `q`, only the dtype matters."""
+    """Merge one head of one query: the outputs of `count` parts, weighted by exp2 of their log-sum-exps. ROUNDED:
+    see `decode_kernel`. Only the dtype of `q` is used."""
     follow(OVERLAPS)
     head = tl.program_id(0)
     item = tl.program_id(1) // QUERIES

@@ -93,7 +93,7 @@ def prefill_kernel(
     """Attend with one query head of one tile. `tiles`: (row, first query in the row) pairs.
 
     `fresh` [T, KV_HEADS + KV_HEADS, D]: this step's keys and values, in rows of q's stride. An FP8 cache (FORM,
-    `triton_fp8.py`) is given as 16-bit words, with strides in words. ROUNDED is that of `decode_kernel`.
+    `triton_fp8.py`) is given as 16-bit words, with strides in words. ROUNDED: see `decode_kernel`.
     """
     head = tl.program_id(0)
     heads = tl.num_programs(0)

@@ -139,7 +139,7 @@ def attend(
 
     Args:
         low: [heads, T, rank], queries times the heads' key matrices.
-        q: [T, heads, query_dim], of which the rotated channels are read.
+        q: [T, heads, query_dim]; only the rotated channels are read.
         out: [T, heads, rank], of q's dtype; written if `divided` has one part.
         parts: else sums [rows, heads, parts, rank] and the logarithms, to base 2, of their weights
             [rows, heads, parts], float32.
@@ -185,7 +185,7 @@ def _source() -> str:
 
 
 def _deviations(device: torch.device) -> list[float]:
-    """Return the relative errors of two rows, one of which has no whole tile, with clusters of each size."""
+    """Return the relative error for each cluster size, on two rows, one of them shorter than a tile."""
     random = torch.Generator().manual_seed(0)
     spec, page, dtype = LatentSpec(16, 512, 64, 128, 128, 0.07), 16, torch.bfloat16
     lengths = (300, 5)
