@@ -44,7 +44,8 @@ def test_tokens_sorted_by_expert_equal_one_at_a_time(changes: dict[str, object])
     form = ExpertsForm(num_experts=EXPERTS, hidden_size=HIDDEN, size=SIZE, **changes)  # type: ignore[arg-type]
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(3))
     routing = route(logits(9), RoutingSpec(top_k=3))
-    torch.testing.assert_close(mixed(mix, x, routing, form), mixed(mix_reference, x, routing, form))
+    expected = mixed(mix_reference, x, routing, form)
+    torch.testing.assert_close(mixed(mix, x, routing, form), expected, rtol=1e-5, atol=1e-4)
     assert mixed(mix, x[:0], Routing(routing.weights[:0], routing.experts[:0]), form).shape == (0, HIDDEN)
 
 

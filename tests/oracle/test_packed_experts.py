@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.models.load.quantized.codes import FLOATS
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
-from octavo.nn.ops import floats, packed_experts
+from octavo.nn.ops import floats, packed_expert_tiles, packed_experts
 from octavo.nn.ops.expert_products import linear, mix_stacked, mix_tiles, route_on_device, tilings_for
 from octavo.nn.ops.expert_rows import add_rows, gate_rows, row_plans
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
@@ -346,6 +346,7 @@ def test_no_product_reads_experts_ahead_behind_a_packed_one() -> None:
 def test_both_products_have_tiles_of_one_height(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if only one is packed, since choices are sorted once."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    monkeypatch.setattr(packed_expert_tiles, "usable", lambda device: capability == (9, 0))
     form = ExpertsForm(num_experts=16, hidden_size=1024, size=512)
     with FakeTensorMode():
         packed = StackedWeights(

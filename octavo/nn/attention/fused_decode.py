@@ -26,12 +26,32 @@ from octavo.nn.step import StepInput
 _MOST_HEADS = 32
 """Rows times kv heads of a launch: with more, programs of `triton_decode.py` fill the GPU."""
 _MOST_SHARING = 8
-_SPLITS, _WARPS, _DEPTH = 16, 2, 2
 _TILE = 16
 _ALIGNED = 16
 """Bytes that the kernel copies at a time."""
 _LIMIT = 0.02
 """Largest relative error of the trial."""
+
+
+class Division(NamedTuple):
+    """How a launch is divided.
+
+    Attributes:
+        splits: blocks that share a kv head's context, one cluster.
+        warps: of a block. There are a multiple of 32 in a cluster; more than 32 share only long contexts.
+        depth: tiles of a warp in shared memory.
+    """
+
+    splits: int
+    warps: int
+    depth: int
+
+
+_FEW, _SOME, _MANY = Division(8, 8, 2), Division(4, 8, 2), Division(16, 2, 2)
+_MOST = {8: _FEW, 16: _SOME}
+"""Clusters -> the division that was fastest on an H200, for any length of context; `_MANY` for more of them."""
+_MOST_DIM = 128
+"""Of heads, for the others than `_MANY`, whose tiles take four times the shared memory."""
 
 
 class DecodeForm(NamedTuple):
@@ -45,6 +65,8 @@ class DecodeForm(NamedTuple):
         capped: scores have a soft cap.
         table_rows: a row's block table is looked up.
     """
+
+    division: Division
 
     dtype: torch.dtype
     dim: int
@@ -80,10 +102,18 @@ def _usable(device: torch.device) -> bool:
 
 
 def form_of(
-    qkv: Tensor, norms: Norms | None, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None
+    qkv: Tensor,
+    norms: Norms | None,
+    cache: Tensor,
+    step: StepInput,
+    spec: AttentionSpec,
+    count: int,
+    sinks: Tensor | None,
 ) -> DecodeForm:
-    """Return the form of a layer's launch."""
+    """Return the form of a layer's launch for `count` rows."""
+    clusters = count * spec.num_kv_heads if spec.head_dim <= _MOST_DIM else _MOST_HEADS
     return DecodeForm(
+        division=next((division for most, division in _MOST.items() if clusters <= most), _MANY),
         dtype=qkv.dtype,
         dim=spec.head_dim,
         sharing=spec.num_heads // spec.num_kv_heads,
@@ -118,7 +148,8 @@ def attend(
     numbers = [c_float(number) for number in (eps, *scales_of(spec))]
     strides = [c_int(stride) for stride in (qkv.stride(0), *cache.stride()[:4], step.block_tables.stride(0))]
     arguments: list[c_void_p | c_float | c_int] = [*map(address, tensors), *numbers, *strides]
-    _kernel(form_of(qkv, norms, cache, step, spec, sinks)).launch((_SPLITS, spec.num_kv_heads, count), arguments)
+    form = form_of(qkv, norms, cache, step, spec, count, sinks)
+    _kernel(form).launch((form.division.splits, spec.num_kv_heads, count), arguments)
     return out
 
 
@@ -130,17 +161,18 @@ def compile_ahead(form: DecodeForm) -> None:
 
 @functools.cache
 def _kernel(form: DecodeForm) -> Kernel:
-    return Kernel("fused_decode", *source_of(form), cluster=_SPLITS)
+    return Kernel("fused_decode", *source_of(form), cluster=form.division.splits)
 
 
 def source_of(form: DecodeForm) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory."""
     source = nvrtc.source_of("integers.cuh", "copies.cuh", "tiles.cuh", "clusters.cuh") + _source()
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "D": form.dim}
-    macros |= {"SPLITS": _SPLITS, "WARPS": _WARPS, "DEPTH": _DEPTH}
+    splits, warps, depth = form.division
+    macros |= {"SPLITS": splits, "WARPS": warps, "DEPTH": depth}
     own = ("sharing", "page", "normed", "window", "chunked", "capped", "sinks", "slopes", "table_rows")
     macros |= {name.upper(): int(getattr(form, name)) for name in own}
-    return source, macros, 32 * _WARPS, _WARPS * _DEPTH * 2 * _TILE * 2 * (form.dim + 8)
+    return source, macros, 32 * warps, warps * depth * 2 * _TILE * 2 * (form.dim + 8)
 
 
 @functools.cache

@@ -143,7 +143,7 @@ class TritonAttention:
         launches: Launches = step.attn
         few = launches.few if launches.many is None else None
         if few is not None and fused_decode.serves(few, qkv, norms, cache, spec):
-            fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, sinks))
+            fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, few.count, sinks))
             return
         self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks, rounded_by)
         if step.num_tokens >= MANY_WRITTEN:  # as for as many rows of one query each

@@ -155,7 +155,9 @@ def summands(
     """Return the sum of `mix_stacked`, or what remains to be summed, if that is faster."""
     if not x.shape[0]:
         return torch.empty_like(x)
-    if x.shape[0] <= _FEW:
+    packed = stacked.gate_up if isinstance(stacked.gate_up, PackedMatrices) else None
+    few = 1 if packed is not None and packed_experts.sorts_few(x, packed, form) else _FEW
+    if x.shape[0] <= few:
         return mix_rows(x, routing, stacked, form, added)
     tilings = tilings_for(x, routing.experts.shape[1], stacked, form)
     return mix_tiles(x, routing, stacked, form, tilings, added)
@@ -195,7 +197,7 @@ def linear(x: Tensor, matrices: PackedMatrices, bias: Tensor | None, expert: int
     out = x.new_empty(tokens, outputs)
     if tokens <= _FEW:
         return packed_experts.sum_rows(x, routing, matrices, bias, 0, form, out, None)
-    tiling = packed_experts.tiling_for(x, tokens, matrices, first=False, gated=False)
+    tiling = packed_experts.tiling_for(x, tokens, matrices, form, first=False)
     order, tiles = sort(routing, stacked, form, tiling.height)
     packed_experts.multiply(x, matrices, bias, form, routing, order, tiles, out, tiling, first=False)
     return out
@@ -383,18 +385,19 @@ def tilings_for(x: Tensor, top_k: int, stacked: StackedWeights, form: ExpertsFor
     mean = x.shape[0] * top_k / form.num_experts
     if x.is_cuda and mean >= _MANY_ROWS and expert_tiles.serves(x, stacked, form):
         return _STAYING, _STAYING
-    first = _tiling_for(x, mean, stacked.gate_up, form.hidden_size, first=True, gated=form.gated)
-    second = _tiling_for(x, mean, stacked.down, form.size, first=False, gated=False)
+    first = _tiling_for(x, mean, stacked.gate_up, form, first=True)
+    second = _tiling_for(x, mean, stacked.down, form, first=False)
     # Choices are sorted once for both products; perhaps only one of them is packed.
     height = min(first.height, second.height)
     return first._replace(height=height), second._replace(height=height)
 
 
-def _tiling_for(x: Tensor, mean: float, matrices: Matrices, inputs: int, *, first: bool, gated: bool) -> AnyTiling:
+def _tiling_for(x: Tensor, mean: float, matrices: Matrices, form: ExpertsForm, *, first: bool) -> AnyTiling:
     if isinstance(matrices, PackedMatrices):
-        return packed_experts.tiling_for(x, mean, matrices, first=first, gated=gated)
+        return packed_experts.tiling_for(x, mean, matrices, form, first=first)
+    inputs = form.hidden_size if first else form.size
     if x.is_cuda:
-        return _tiling(x, mean, inputs, first=first, gated=gated)
+        return _tiling(x, mean, inputs, first=first, gated=first and form.gated)
     tiling = _interpreted(mean, inputs)
     return tiling if first else tiling._replace(copies_rows=tiling.copies)
 

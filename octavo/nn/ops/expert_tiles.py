@@ -128,7 +128,8 @@ def _kernel(first: bool, beside: int, dtype: torch.dtype) -> Kernel:
 
 def _source(first: bool, beside: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     macros = {"FIRST": int(first), "SIDE_BY_SIDE": beside, "STAGES": _STAGES, "HALF": int(dtype == torch.float16)}
-    return nvrtc.source_of("barriers.cuh") + _instruction(dtype) + nvrtc.source_of("experts.cu"), macros
+    before = nvrtc.source_of("barriers.cuh", "expert_tiles.cuh")
+    return before + _instruction(dtype) + nvrtc.source_of("experts.cu"), macros
 
 
 def _instruction(dtype: torch.dtype) -> str:

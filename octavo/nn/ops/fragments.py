@@ -326,7 +326,7 @@ def _rows_source(plan: RowsPlan, form: Form, dtype: torch.dtype, *, gated: bool)
     depth = 2 if form.group == _SMALL_GROUP else plan.depth  # there are enough registers for their scales then
     sizes = {"ROWS": plan.rows, "DEPTH": depth, "STAGES": plan.stages, "BLOCKS": plan.blocks, "GATED": int(gated)}
     before = nvrtc.source_of("integers.cuh", "codes.cuh", "barriers.cuh")
-    return before + _multiply(plan.rows, dtype) + nvrtc.source_of("rows.cu"), {**macros_of(form, dtype), **sizes}
+    return before + multiply_source(plan.rows, dtype) + nvrtc.source_of("rows.cu"), {**macros_of(form, dtype), **sizes}
 
 
 def compile_row_ahead(matrix: Fragments, dtype: torch.dtype, fused: RowForm) -> None:
@@ -389,7 +389,7 @@ def _units(form: Form) -> int:
     return {_SMALL_GROUP: 4, 32: 2}.get(form.group, 1)
 
 
-def _multiply(rows: int, dtype: torch.dtype) -> str:
+def multiply_source(rows: int, dtype: torch.dtype) -> str:
     """Return the source of `multiply`: acc [64, rows] += values [64, 16] @ rows^T, by the matrix units of a warp group.
 
     https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma

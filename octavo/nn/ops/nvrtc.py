@@ -29,7 +29,7 @@ _HOPPER = (9, 0)
 """From here on, launches can begin before the previous one ends, and there are instructions of one chip only."""
 _CLUSTER, _OVERLAP = 4, 6
 _SHARED_MEMORY, _LARGE_CLUSTERS = 8, 14
-_TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+_TENSOR_TYPES = {torch.int16: 1, torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128 = 3
 _PROMOTE_128 = 2
 _MAP_ALIGNMENT = 64

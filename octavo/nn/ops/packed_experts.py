@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import expert_launch as launch
-from octavo.nn.ops import floats
+from octavo.nn.ops import floats, packed_expert_tiles
 from octavo.nn.ops.expert_weights import PackedMatrices, gate_arguments
 from octavo.nn.ops.routing import Routing
 from octavo.nn.ops.tables import PLANES, numbers_in, planes_in
@@ -36,6 +36,7 @@ class Tiling(NamedTuple):
         height, width, depth: choices, outputs (of gate and operand each) and codes of a tile.
         side_by_side, turned, copies, copies_rows: see `packed_grouped_kernel`.
         rounds: round the rows to 8 bits.
+        stays: computed by `packed_expert_tiles.multiply`, which reads only `height` and `side_by_side`.
     """
 
     height: int
@@ -48,6 +49,7 @@ class Tiling(NamedTuple):
     copies: bool = True
     copies_rows: bool = False
     rounds: bool = False
+    stays: bool = False
 
 
 class RowPlan(NamedTuple):
@@ -72,6 +74,10 @@ def multiply(
     first: bool,
 ) -> None:
     """See `multiply` in `expert_products.py`."""
+    if tiling.stays:
+        top_k, size = routing.experts.shape[1], {"height": tiling.height, "beside": tiling.side_by_side}
+        packed_expert_tiles.multiply(x, matrices, bias, form, top_k, order, tiles, out, first=first, **size)
+        return
     outputs = out.shape[1]
     alpha, limit, activation = gate_arguments(form)
     rounded = _rounded(x, matrices) if tiling.rounds else None
@@ -209,9 +215,15 @@ def row_plan(matrices: PackedMatrices, *, first: bool) -> RowPlan:
     return RowPlan(2, 2048, 4) if first else RowPlan(4, 1024, 4)
 
 
-def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, *, first: bool, gated: bool) -> Tiling:
+def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, form: ExpertsForm, *, first: bool) -> Tiling:
     """Return how programs divide a product, by the mean number of an expert's rows."""
     rounds = matrices.rounds and len(x) > MOST_UNROUNDED
+    height = next((height for most, height in _HEIGHTS.items() if mean <= most), 128)
+    # Rounded rows are multiplied faster, except where large tiles aren't full and sums have several scales.
+    rounded = rounds and (matrices.whole or height < 128 or mean > 128)
+    if not rounded and packed_expert_tiles.serves(x, matrices, form, first=first):
+        return Tiling(height, 256, 64, 12, 1, side_by_side=packed_expert_tiles.BESIDE, stays=True)
+    gated = first and form.gated
     most = matrices.words if matrices.fields > 1 else _DEPTH
     depth = most if matrices.scales.shape[1] == 1 else min(most, matrices.group)
     if x.device.type != "cuda":
@@ -228,7 +240,6 @@ def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, *, first: bool,
         return Tiling(
             16 if mean <= 16 else 64, 32, depth if matrices.fields > 1 else min(depth, 32), 4, 2, copies=False
         )
-    height = next((height for most, height in _HEIGHTS.items() if mean <= most), 128)
     if height == 128 and rounds:
         width = (128 if gated else 256) if matrices.whole else (64 if gated else 128)
         return Tiling(128, width, depth, 8, 4 if copies else 3, 4, False, copies, copies_rows, True)
@@ -238,6 +249,12 @@ def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, *, first: bool,
     copies_rows = copies_rows and not (height == 128 and depth < 64)
     width, stages = 64 if gated else 128, 4 if height <= 32 else 3
     return Tiling(height, width, depth, warps, stages if hopper else 2, 1, True, copies, copies_rows, rounds)
+
+
+def sorts_few(x: Tensor, matrices: PackedMatrices, form: ExpertsForm) -> bool:
+    """Return whether sorting choices by expert is faster for two tokens than multiplying tokens one by one."""
+    words = matrices.fields > 1 and matrices.kind == "integers"
+    return words and packed_expert_tiles.serves(x, matrices, form, first=True)
 
 
 def aligned(matrices: PackedMatrices) -> bool:

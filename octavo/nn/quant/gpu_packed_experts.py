@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import expert_tiles
+from octavo.nn.ops import expert_tiles, packed_expert_tiles
 from octavo.nn.ops.expert_products import linear
 from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeights
 from octavo.nn.ops.floats import Floats
@@ -175,12 +175,23 @@ class PackedStack(DeviceExperts):
         self.gate_up, self.down = (
             ExpertMatrices(len(form.owned), dtype, device, online, rounds=rounds) for _ in range(2)
         )
+        self._began = False
 
     def prepare(
         self, expert: int, gate_up: Sequence[Mapping[str, Stored]], down: Sequence[Mapping[str, Stored]]
     ) -> None:
         self.gate_up.take(expert, gate_up)
         self.down.take(expert, down)
+        if not self._began:
+            self._began = True
+            self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        x = torch.empty(1, 1, dtype=self.dtype, device=self.device)
+        for product in self.both:
+            if isinstance(product.matrices, PackedMatrices):
+                first = product is self.gate_up
+                packed_expert_tiles.compile_ahead(x, product.matrices, product.bias, self.form, first=first)
 
     def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
         bias = self.gate_up.bias

@@ -10,14 +10,15 @@
 // Few registers and little shared memory are used, so that the next launch finds room while this one merges.
 //
 // Macros: HALF: numbers are float16, else bfloat16; D channels of a head, a multiple of 32; SHARING query heads of a kv
-// head, at most 8; PAGE tokens of a block; SPLITS x WARPS = 32; DEPTH tiles of a warp in shared memory; NORMED; WINDOW, 0
+// head, at most 8; PAGE tokens of a block; SPLITS x WARPS a multiple of 32; DEPTH tiles of a warp in shared memory; NORMED; WINDOW, 0
 // for none, CHUNKED; CAPPED; SINKS; SLOPES; TABLE_ROWS: as in triton_decode.py.
 
 #define TILE 16
 #define CHUNKS (D / 8)           // copies of 16 bytes of a key
 #define ROW (D + 8)              // numbers of a key in shared memory: 8 keys' parts are in different banks
 #define STAGE (2 * TILE * ROW)   // numbers of a tile's keys and values
-#define TURN (SPLITS * WARPS)    // tiles that all warps of a cluster take at once
+#define LOTS (SPLITS * WARPS / 32)  // parts of a lane
+#define MANY_TILES 96            // of which the other warps take theirs, too; merging more parts takes longer
 #define KEY 8                    // rows of `heads`: queries, the key, the value
 #define VALUE 9
 #define OWN ((SHARING + 2 + WARPS - 1) / WARPS)
@@ -83,13 +84,14 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
   begin = max(0, CHUNKED ? own / WINDOW * WINDOW : own - WINDOW + 1);
 #endif
   const int first = begin / TILE, tiles = own < 0 ? 0 : own / TILE + 1 - first, mine = warp * SPLITS + split;
-  const int count = tiles > mine ? (tiles - mine - 1) / TURN + 1 : 0;
-  const bool owner = tiles > 0 && (tiles - 1) % TURN == mine;
+  const int turn = LOTS > 1 && tiles <= MANY_TILES ? 32 : LOTS * 32;  // tiles that a cluster's warps take at once
+  const int count = mine < min(tiles, turn) ? (tiles - mine - 1) / turn + 1 : 0;
+  const bool owner = tiles > 0 && (tiles - 1) % turn == mine;
   const int* const table = tables + (u64)(TABLE_ROWS ? table_rows[row] : row) * table_stride;
   const u16* const keys = cache + (u64)kv_head * kv_head_stride;
   u16* const ring = (u16*)memory + warp * (DEPTH * STAGE);
 
-  auto key_of = [&](int i) { return (first + mine + i * TURN) * TILE + lane % TILE; };
+  auto key_of = [&](int i) { return (first + mine + i * turn) * TILE + lane % TILE; };
   auto block_of = [&](int i) { return i < count && key_of(i) < own ? table[key_of(i) / PAGE] : 0; };
   auto take = [&](int i, int block) {
     if (i < count) {
@@ -187,7 +189,7 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
     await();
     __syncwarp();
     u16* const tile = ring + i % DEPTH * STAGE;
-    const int from = (first + mine + i * TURN) * TILE;
+    const int from = (first + mine + i * turn) * TILE;
     if (owner && i == count - 1) {
       const long long slot = slots[token];
       u16* const cell = cache + (u64)kv_head * kv_head_stride + slot / PAGE * block_stride + slot % PAGE * cell_stride;
@@ -250,23 +252,38 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
     }
   }
   meet();
-  const int active = min(tiles, TURN);  // part p is of warp p / SPLITS in block p % SPLITS
-  for (int e = split * (WARPS * 32) + threadIdx.x; e < SHARING * D; e += TURN * 32) {
+  const int active = min(tiles, turn);  // part p is of warp p / SPLITS in block p % SPLITS
+  for (int e = split * (WARPS * 32) + threadIdx.x; e < SHARING * D; e += LOTS * 1024) {
     const int h = e / D;
-    const bool valid = lane < active;
-    const float own_peak = valid ? of_block(&peaks[lane / SPLITS][h], lane % SPLITS) : NONE;
-    const float own_total = valid ? of_block(&totals[lane / SPLITS][h], lane % SPLITS) : 0.f;
-    float top = largest(own_peak, 1), all = 0.f;
+    float weight[LOTS], top = NONE, all = 0.f, y = 0.f;
+#pragma unroll
+    for (int j = 0; j < LOTS; j++) {
+      const int p = j * 32 + lane;
+      weight[j] = p < active ? of_block(&peaks[p / SPLITS][h], p % SPLITS) : NONE;
+      top = fmaxf(top, weight[j]);
+    }
+    top = largest(top, 1);
 #if SINKS
     const float sink = sinks[kv_head * SHARING + h] * LOG2_E;
-    top = fmaxf(top, sink), all = exp2_of(sink - top);
+    top = fmaxf(top, sink);
 #endif
-    const float weight = own_peak == NONE ? 0.f : exp2_of(own_peak - top);
-    all += sum(weight * own_total, 1);
-    float y = 0.f;
+#pragma unroll
+    for (int j = 0; j < LOTS; j++) {
+      const int p = j * 32 + lane;
+      const float own_total = p < active ? of_block(&totals[p / SPLITS][h], p % SPLITS) : 0.f;
+      weight[j] = weight[j] == NONE ? 0.f : exp2_of(weight[j] - top);
+      all += weight[j] * own_total;
+    }
+    all = sum(all, 1);
+#if SINKS
+    all += exp2_of(sink - top);
+#endif
+#pragma unroll
+    for (int j = 0; j < LOTS; j++) {
 #pragma unroll 8
-    for (int p = 0; p < active; p++)
-      y += __shfl_sync(0xffffffffu, weight, p) * of_block(&parts[p / SPLITS][h][e % D], p % SPLITS);
+      for (int p = j * 32; p < min(active, j * 32 + 32); p++)
+        y += __shfl_sync(0xffffffffu, weight[j], p % 32) * of_block(&parts[p / SPLITS][h][e % D], p % SPLITS);
+    }
     out[((u64)token * kv_heads + kv_head) * (SHARING * D) + e] = (u16)narrow2(all > 0.f ? y / all : 0.f, 0.f);
   }
   meet();  // no block's memory is read any more

@@ -9,8 +9,8 @@
 // places in the order. Otherwise x [choices, K] has the rows of these places, w is [experts, N, K], and results are at
 // the choices themselves.
 //
-// Macros: FIRST; HALF for float16, else bfloat16; SIDE_BY_SIDE tiles that consecutive blocks take before the
-// next outputs; STAGES of inputs in shared memory. `multiply` is defined by nn/ops/expert_tiles.py.
+// Macros: those of expert_tiles.cuh; FIRST; HALF for float16, else bfloat16; STAGES of inputs in shared memory.
+// `multiply` is defined by nn/ops/expert_tiles.py.
 
 typedef unsigned short u16;
 
@@ -28,33 +28,10 @@ typedef unsigned short u16;
 #define PARTS (FIRST ? 2 : 1)
 #define WARPS 8                      // that multiply
 
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, u32 barrier, int k, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-               ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row) : "memory");
-}
-
 __device__ __forceinline__ u32 narrow2(float low, float high) {
   u32 d;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
-}
-
-// A tile as `sort_kernel` lists it, and the first of its outputs. After the last tile, `more` is 0.
-struct Tile {
-  int expert, start, rows, n, more;
-};
-
-__device__ __forceinline__ Tile tile_at(int index, const int* tiles, int num_tiles, int columns) {
-  const int among = index % (SIDE_BY_SIDE * columns), beside = index / (SIDE_BY_SIDE * columns) * SIDE_BY_SIDE;
-  const int number = beside + among % SIDE_BY_SIDE;
-  Tile t = {0, 0, 0, among / SIDE_BY_SIDE * WIDE, 0};
-  if (beside < num_tiles) t.more = tiles[3 * beside + 2];
-  if (number < num_tiles) t.expert = tiles[3 * number], t.start = tiles[3 * number + 1], t.rows = tiles[3 * number + 2];
-  return t;
 }
 
 // Of four lanes' words, give each lane those of its number, in the order of lanes.
@@ -67,16 +44,6 @@ __device__ __forceinline__ uint4 across(int lane, u32 a, u32 b, u32 c, u32 d) {
   const u32 far0 = __shfl_xor_sync(~0u, high ? low0 : high0, 2), far1 = __shfl_xor_sync(~0u, high ? low1 : high1, 2);
   return high ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
 }
-
-struct Place {
-  int stage;
-  u32 parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
-#define REGISTERS(how, count) asm volatile("setmaxnreg." how ".sync.aligned.u32 " #count ";")
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const u16* x,
@@ -97,8 +64,8 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
   __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   int index = blockIdx.x;
-  Tile next = tile_at(index, tiles, num_tiles, columns);
-  Place at = {0, 0};
+  Tile next = tile_at<WIDE>(index, tiles, num_tiles, columns);
+  Place<STAGES> at = {0, 0};
 
   if (group == 0) {
     REGISTERS("dec", 56);
@@ -106,7 +73,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
     const int chunk = thread % 8, line = thread / 8;
     const u32 target = line * ROW_BYTES + ((chunk ^ (line & 7)) << 4);
     auto choice_of = [&](const Tile& t, int j) { return t.rows ? order[t.start + min(line + 16 * j, t.rows - 1)] : 0; };
-    Tile second = tile_at(index + gridDim.x, tiles, num_tiles, columns);
+    Tile second = tile_at<WIDE>(index + gridDim.x, tiles, num_tiles, columns);
     int choice[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
@@ -119,11 +86,11 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
 #pragma unroll
       for (int j = 0; j < 8; j++) from[j] = (u32)(choice[j] / top_k) * K + chunk * 8;
       next = second;
-      second = tile_at(index + gridDim.x, tiles, num_tiles, columns);
+      second = tile_at<WIDE>(index + gridDim.x, tiles, num_tiles, columns);
 #pragma unroll
       for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
 #else
-      next = tile_at(index, tiles, num_tiles, columns);
+      next = tile_at<WIDE>(index, tiles, num_tiles, columns);
 #endif
       if (!t.rows) continue;
       const int row = t.expert * PARTS * N + t.n;
@@ -159,7 +126,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
   while (next.more) {
     const Tile t = next;
     index += gridDim.x;
-    next = tile_at(index, tiles, num_tiles, columns);
+    next = tile_at<WIDE>(index, tiles, num_tiles, columns);
     if (!t.rows) continue;
     if (t.rows <= 64 * half) {
       for (int i = 0; i < steps; i++, at.next()) {

@@ -18,6 +18,12 @@ typedef unsigned long long u64;
 #define SCALED (4 / SCALES)                             // fragments of 16 inputs in one of them
 #define EACH (SCALES * (1 + MINIMA))  // pairs of scales and minima of a thread for 64 inputs: they lie together
 
+// A number that is known when a lambda which takes it is compiled.
+template <int I>
+struct At {
+  static constexpr int value = I;
+};
+
 // Let the next launch begin. Before Hopper, launches follow each other.
 __device__ __forceinline__ void overlap() {
 #if __CUDA_ARCH__ >= 900

@@ -15,11 +15,6 @@
 #define SPAN (GATED ? ROWS / 2 : ROWS)  // rows whose results a half of the block writes
 #define NEAR 8  // tiles of rows whose blocks run at a time, so that they find each other's rows and codes in the cache
 
-template <int I>
-struct At {
-  static constexpr int value = I;
-};
-
 __device__ __forceinline__ void copy(u32 to, const TensorMap* map, u32 barrier, int k, int m) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(STAGE) : "memory");
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
