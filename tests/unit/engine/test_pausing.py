@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from octavo.cache.cache import KVCache
@@ -15,6 +16,7 @@ from octavo.core.request import GenerateRequest, answers_to
 from octavo.engine.executor import FixedWorker
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 
@@ -41,17 +43,25 @@ class Dormitory(FixedWorker):
         return ToyDevice(BLOCKS, BLOCK)
 
 
-def make_loop(*, depth=0, sleeper=None):
+class Refusing(EngineHook):
+    """A feature that refuses each request for it, but only once it is queued."""
+
+    name = "refusing"
+
+    def namespace(self, spec):
+        raise InvalidRequestError("no", param="refusing")
+
+
+def make_loop(*, depth=0, sleeper=None, hooks=()):
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=120, max_ahead=depth + 1)
-    scheduler = Scheduler(KVCache(BLOCKS, BLOCK), limits, make_policy("fcfs"))
+    scheduler = Scheduler(KVCache(BLOCKS, BLOCK), limits, make_policy("fcfs"), hooks=hooks)
     return EngineLoop(scheduler, ToyDevice(BLOCKS, BLOCK), depth, worker=sleeper)
 
 
-def ask(name, *, length=10, **params):
+def ask(name, *, length=10, options=None, **params):
     prompt = [ord(char) for char in name] * 3
-    return GenerateRequest(
-        id=name, tokens=prompt, params=SamplingParams(seed=0, max_tokens=length, ignore_eos=True, **params)
-    )
+    params = SamplingParams(seed=0, max_tokens=length, ignore_eos=True, **params)
+    return GenerateRequest(id=name, tokens=prompt, params=params, options=options or {})
 
 
 def expected(request):
@@ -145,6 +155,32 @@ def test_who_waits_at_the_gate_may_leave_and_is_checked():
     story.take(loop.resume())
     story.finish()
     assert story.tokens == {"stays": expected(ask("stays"))}
+
+
+def test_a_held_request_that_would_be_refused_can_be_aborted():
+    loop = make_loop(hooks=[Refusing()])
+    loop.pause(PauseMode.KEEP)
+    loop.add(ask("a", n=2, options={"refusing": msgspec.Raw(b"\x90")}))
+    assert [(delta.index, delta.finish) for delta in loop.abort("a")] == [
+        (0, FinishReason.ABORT),
+        (1, FinishReason.ABORT),
+    ]
+    assert loop.stats().num_waiting == 0
+    assert loop.resume() == []
+
+
+def test_a_choice_of_a_held_request_ends_alone_and_the_others_wait_for_the_end_of_the_pause():
+    loop = make_loop()
+    story = Story(loop)
+    loop.pause(PauseMode.ABORT)
+    loop.add(ask("a", n=2))
+    assert [(delta.index, delta.finish) for delta in loop.abort("a", 1)] == [(1, FinishReason.ABORT)]
+    assert loop.abort("a", 1) == []
+    assert (loop.busy, loop.stats().num_waiting) == (False, 1)
+    story.take(loop.resume())
+    assert not story.ends
+    story.finish()
+    assert story.tokens["a"] == expected(ask("a"))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
