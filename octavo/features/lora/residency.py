@@ -147,7 +147,8 @@ class Residency:
         """Drop the copy in the host's memory, if there is one and no load reads it."""
         if weights.on_host and weights.state is not State.LOADING:
             weights.on_host = False
-            self._pages.call("drop", {"uid": weights.uid})
+            if weights.state is State.DEVICE:
+                self._pages.call("drop", {"uid": weights.uid})
         if weights.state is State.HOST:
             weights.state = State.DISK
         self._tidy(weights)
@@ -244,7 +245,6 @@ class Residency:
         weights.version = ", ".join(sorted(f"{one.machine} {one.version}" for one in ranks))
         if len(ranks) == len({one.machine for one in ranks}):
             return None
-        self._pages.call("drop", {"uid": weights.uid})
         return ModelFileError(f"The files of the adapter {weights.label} changed while they were read. Ask again.")
 
     def _fail(self, weights: AdapterWeights, error: OctavoError) -> None:
@@ -343,6 +343,8 @@ class Residency:
         lease.release()
 
     def _tidy(self, weights: AdapterWeights) -> None:
+        """Forget an adapter that is only on disk."""
         if weights.state is State.DISK and not weights.on_host:
-            self._all.pop(weights.uid, None)
             self._placeless.pop(weights, None)
+            if self._all.pop(weights.uid, None) is not None:
+                self._pages.call("forget", {"uid": weights.uid})

@@ -73,7 +73,7 @@ class House:
         self.scheduler = Scheduler(KVCache(num_blocks, 4), limits, make_policy("fcfs"), hooks=[self.hook])
         self.device = Recording(num_blocks, 4, mover=self.worker.mover(latency=1.0))
         self.device.plans = []
-        self.device.prepare(self.uid_in)
+        self.device.prepare(self.uid_in, self.worker)
         sleepy = SleepyWorker()
         sleepy.device = self.device
         self.loop = EngineLoop(self.scheduler, self.device, depth, worker=sleepy)
@@ -218,6 +218,19 @@ def test_the_least_recently_used_adapter_leaves_first_and_a_pinned_one_last(path
         house.run()
     states = {one["name"]: one["state"] for one in house.call("list")["adapters"]}
     assert states == {"a": "device", "b": "host", "c": "device", "head": "disk", "gain": "disk"}
+
+
+def test_the_worker_half_knows_a_pinned_adapter_that_no_step_has_used(paths: dict[str, str]) -> None:
+    house = House(paths, max_loras=2, max_cpu_loras=1)
+    house.call("pin", name="a")
+    for name in ("b", "c", "b", "head"):
+        house.ask(name, name)
+        house.run()
+    uids = {one.label: one.uid for one in house.hook._residency.everything}
+    assert set(uids) == {"a", "head"}
+    assert house.worker.known == set(uids.values())
+    house.ask("late", "a")
+    assert house.run() == ["late"]
 
 
 def test_quiet_adapters_make_room_before_anybody_is_preempted(paths: dict[str, str]) -> None:
