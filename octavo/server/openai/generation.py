@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from msgspec import UNSET, UnsetType
 
 from octavo.core.errors import is_internal
-from octavo.core.output import BAD_LOGITS, RequestOutput, RequestTimes, VerifiedDrafts
+from octavo.core.output import BAD_LOGITS, FinishReason, RequestOutput, RequestTimes, VerifiedDrafts
 from octavo.core.params import SamplingParams
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.core.structured import UNFOLLOWED
@@ -118,6 +118,8 @@ async def _tracked(
                     observe(output)
                     ctx.admission.begun(job.request)
                     _check(output, job.params)
+                    if ctx.background:
+                        check_not_aborted(output)
                     yield number, output
     finally:
         if transcript is not None:
@@ -129,6 +131,16 @@ def _check(output: RequestOutput, params: SamplingParams) -> None:
     for choice in output.outputs:
         if choice.finish_reason == "error":
             raise _failure(str(choice.stop_reason), params)
+
+
+def check_not_aborted(output: RequestOutput) -> None:
+    """Raise ApiError, upon which clients send the request again, if the engine aborted a choice."""
+    if any(choice.finish_reason == FinishReason.ABORT for choice in output.outputs):
+        raise ApiError(
+            503,
+            "The server aborted this request before its answer was complete, as for a pause, a sleep or a shutdown. "
+            "Send it again.",
+        )
 
 
 def _failure(reason: str, params: SamplingParams) -> ApiError:
