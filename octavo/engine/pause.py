@@ -119,6 +119,8 @@ class SleepState:
         self.level = AWAKE
         self._worker = worker
         self._asleep: set[SleepTag] = set()
+        self._freed = False
+        """The worker has freed the memory of all parts that sleep; not if that failed."""
         self.empty = False
 
     def check(self, level: int) -> None:
@@ -142,17 +144,23 @@ class SleepState:
             )
 
     def sleep(self, level: int) -> None:
-        """Sleep at this level, or stay at a deeper one. From level 1 on, nothing may hold the executor."""
+        """Sleep at this level, or stay at a deeper one. From level 1 on, nothing may hold the executor.
+
+        If the worker fails to free its memory, the engine sleeps all the same: the executor is gone, so only a wake-up
+        repairs it.
+        """
         self.check(level)
-        if level <= self.level:
+        if not level:
+            if self.level == AWAKE:
+                self._asleep, self.level = {SleepTag.SCHEDULING}, level
             return
-        if level:
-            self.empty = True
-            self._asleep = {SleepTag.WEIGHTS, SleepTag.KV_CACHE}
-            self._worker.sleep(level)
-        else:
-            self._asleep = {SleepTag.SCHEDULING}
-        self.level = level
+        level = max(level, self.level) if SleepTag.WEIGHTS in self._asleep else level
+        parts = {SleepTag.WEIGHTS, SleepTag.KV_CACHE}
+        if self._freed and (level, parts) == (self.level, self._asleep):
+            return
+        self.empty, self._asleep, self.level, self._freed = True, parts, level, False
+        self._worker.sleep(level)
+        self._freed = True
 
     def wake_up(self, parts: Iterable[SleepTag]) -> AnyExecutor | None:
         """Wake these parts. Return a new executor if the old one was freed and no part sleeps any more."""

@@ -24,14 +24,18 @@ BLOCKS, BLOCK = 64, 4
 
 
 class Dormitory(FixedWorker):
-    """A worker that sleeps and comes back with an empty KV cache. `broken` parts can't be had again."""
+    """A worker that sleeps and comes back with an empty KV cache. `broken` parts can't be had again, and a `sleepless`
+    worker fails to sleep."""
 
     can_sleep = True
 
     def __init__(self):
         self.slept, self.woken, self.broken = [], [], set()
+        self.sleepless = False
 
     def sleep(self, level):
+        if self.sleepless:
+            raise OSError("no memory is left on the host")
         self.slept.append(level)
 
     def wake_up(self, part):
@@ -241,6 +245,57 @@ def test_a_wake_up_that_fails_can_be_tried_again():
         loop.wake_up(SleepTag)
     assert loop.stats().sleep_level == 2
     sleeper.broken = set()
+    loop.wake_up(SleepTag)
+    assert loop.stats().sleep_level == AWAKE
+
+
+def test_a_wake_up_repairs_what_a_sleep_that_failed_left_behind():
+    sleeper = Dormitory()
+    loop = make_loop(sleeper=sleeper)
+    story = Story(loop)
+    loop.add(ask("a"))
+    story.step(2)
+    story.take(loop.pause(PauseMode.KEEP))
+    story.settle()
+    sleeper.sleepless = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="no memory"):
+            loop.sleep(1)
+        assert (loop.stats().sleep_level, loop.stats().paused) == (1, True)
+    with pytest.raises(EngineStateError, match="sleeps"):
+        loop.resume()
+    story.take(loop.wake_up(SleepTag))
+    story.finish()
+    assert story.tokens["a"] == expected(ask("a"))
+
+
+def test_a_sleep_that_failed_can_be_tried_again():
+    sleeper = Dormitory()
+    loop = make_loop(sleeper=sleeper)
+    loop.pause(PauseMode.ABORT)
+    sleeper.sleepless = True
+    with pytest.raises(OSError, match="no memory"):
+        loop.sleep(1)
+    sleeper.sleepless = False
+    loop.sleep(1)
+    loop.sleep(1)
+    assert sleeper.slept == [1]
+
+
+@pytest.mark.parametrize(
+    ("part", "again", "level"),
+    [(SleepTag.WEIGHTS, 2, 2), (SleepTag.WEIGHTS, 1, 1), (SleepTag.KV_CACHE, 2, 2), (SleepTag.KV_CACHE, 1, 2)],
+)
+def test_a_part_that_was_woken_sleeps_again(part, again, level):
+    sleeper = Dormitory()
+    loop = make_loop(sleeper=sleeper)
+    loop.pause(PauseMode.ABORT)
+    loop.sleep(2)
+    loop.wake_up([part])
+    loop.sleep(again)
+    assert (sleeper.slept, loop.stats().sleep_level) == ([2, level], level)
+    loop.wake_up([part])
+    assert loop.stats().sleep_level == level
     loop.wake_up(SleepTag)
     assert loop.stats().sleep_level == AWAKE
 
