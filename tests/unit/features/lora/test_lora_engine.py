@@ -287,6 +287,24 @@ def test_an_unload_waits_for_its_requests(paths: dict[str, str]) -> None:
         house.call("unload", name="a")
 
 
+@pytest.mark.parametrize(
+    ("method", "args", "changed"),
+    [
+        ("list", {}, False),
+        ("find", {"name": "a"}, False),
+        ("find", {"name": "nobody"}, False),
+        ("unload", {"name": "a"}, True),
+        ("pin", {"name": "a"}, True),
+    ],
+)
+def test_calls_that_only_read_change_nothing(
+    paths: dict[str, str], method: str, args: dict[str, Any], changed: bool
+) -> None:
+    house = House(paths)
+    house.call(method, **args)
+    assert house.loop.stats().feature_changed == (NAME if changed else "")
+
+
 def test_of_two_loads_of_a_name_the_first_to_arrive_counts(paths: dict[str, str]) -> None:
     house = House(paths)
     calls = [
