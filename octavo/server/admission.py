@@ -64,7 +64,7 @@ class Admission:
         self._tokens[request.id] = len(request.tokens)
 
     def begun(self, request: GenerateRequest) -> None:
-        """Count a request as no longer waiting: its first token has arrived."""
+        """Count a request as no longer waiting: its first output has arrived."""
         tokens = self._tokens.pop(request.id, None)
         if tokens is not None:
             self._board.add(Count.QUEUED, -1)

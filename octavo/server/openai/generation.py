@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 from msgspec import UNSET, UnsetType
@@ -112,11 +113,13 @@ async def _tracked(
                 if transcript is not None:
                     transcript.add(output)
 
-            outputs = ctx.frontend.generate(job.request, job.text, ender=job.ender, on_early_end=observe)
+            begun = partial(ctx.admission.begun, job.request)
+            outputs = ctx.frontend.generate(
+                job.request, job.text, ender=job.ender, on_begin=begun, on_early_end=observe
+            )
             async with aclosing(cast("AsyncGenerator[RequestOutput, None]", outputs)):
                 async for output in outputs:
                     observe(output)
-                    ctx.admission.begun(job.request)
                     _check(output, job.params)
                     if ctx.background:
                         check_not_aborted(output)

@@ -100,6 +100,29 @@ def test_waiting_tokens_are_bounded_but_one_request_always_fits() -> None:
     asyncio.run(visit())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_waits_until_its_first_token_arrives(stream: bool) -> None:
+    async def visit() -> None:
+        gate, steps = asyncio.Event(), 0
+
+        async def pace() -> None:
+            nonlocal steps
+            steps += 1
+            if steps > 3:
+                await gate.wait()
+
+        house = make_house(saying("many words"), ServerConfig(max_num_queued_tokens=20), pace=pace)
+        body = {"prompt": "x" * 50, "stream": stream}
+        visitors = [Visitor(house.app, "/v1/completions", body)]
+        await eventually(lambda: steps > 3)
+        visitors.append(Visitor(house.app, "/v1/completions", body))
+        await eventually(lambda: len(house.engine.running) == 2 or visitors[1].answer.status == 429)
+        gate.set()
+        assert [(await one.whole()).status for one in visitors] == [200, 200]
+
+    asyncio.run(visit())
+
+
 def test_unknown_fields_are_refused_if_asked_to() -> None:
     body = HELLO | {"temprature": 1}
     (warning,) = ask_now(make_house(saying("x")).app, CHAT, body).json()["warnings"]
