@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from page_kit import PageDevice, PageMover
 
-from octavo.core.errors import ModelFileError
-from octavo.core.futures import done
+from octavo.core.errors import EngineStateError, ModelFileError
+from octavo.core.futures import done, failed
 from octavo.core.plan import StepPlan
 from octavo.engine.toy import VOCAB, ToyStep
 from octavo.features.lora import names
@@ -68,6 +68,7 @@ class ToyWorker:
         failures: probability that it fails.
         host: uids of the copies.
         known: uids of the adapters that steps can use.
+        asleep: calls fail, as in a sleep of the engine.
         ranks: machine of each rank, and the version of the files that it reads there.
     """
 
@@ -76,6 +77,7 @@ class ToyWorker:
     failures: float = 0.0
     host: set[int] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
+    asleep: bool = False
     pending: list[tuple[int, Future[Any]]] = field(default_factory=list)
     reads: list[list[str]] = field(default_factory=list)
     most_on_host: int = 0
@@ -83,6 +85,8 @@ class ToyWorker:
 
     def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
         assert feature == NAME
+        if self.asleep:
+            return failed(EngineStateError("The engine sleeps."))
         args = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
         if method == "targets":
             return done([msgspec.to_builtins(RankTargets((LAYER, HEAD), (0, 1), 1, SLICE_BYTES, 4))])

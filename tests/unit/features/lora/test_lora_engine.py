@@ -50,12 +50,14 @@ class SleepyWorker(FixedWorker):
 
     can_sleep = True
     device: Recording
+    host: ToyWorker
 
     def executor(self) -> Any:
+        self.host.asleep = False
         return self.device
 
     def sleep(self, level: int) -> None:
-        pass
+        self.host.asleep = True
 
     def wake_up(self, part: SleepTag) -> None:
         pass
@@ -75,7 +77,7 @@ class House:
         self.device.plans = []
         self.device.prepare(self.uid_in, self.worker)
         sleepy = SleepyWorker()
-        sleepy.device = self.device
+        sleepy.device, sleepy.host = self.device, self.worker
         self.loop = EngineLoop(self.scheduler, self.device, depth, worker=sleepy)
         self.scheduler.attach(self.worker.call)
         self.ends: list[str] = []
@@ -419,6 +421,43 @@ def test_names_can_be_loaded_in_a_sleep_and_adapters_come_back_after_it(paths: d
         house.step()
     assert pinned.result() == {}
     assert house.last["2"].finish is FinishReason.LENGTH
+
+
+def test_a_pin_in_a_sleep_ends_no_frozen_request_of_the_adapter(paths: dict[str, str]) -> None:
+    house = House(paths, max_cpu_loras=1, max_loras=2)
+    house.ask("frozen", "a", max_tokens=20)
+    while not house.scheduler.stats().generation_tokens:
+        house.worker.turn()
+        house.step()
+    house.ask("other", "b")
+    while "other" not in house.ends:
+        house.worker.turn()
+        house.step()
+    house.loop.pause(PauseMode.KEEP)
+    while not house.loop.settled:
+        house.step()
+    house.loop.sleep(1)
+    pinned = house.loop.call(NAME, "pin", {"name": "a"})
+    house.step(3)
+    house.loop.wake_up(list(SleepTag))
+    house.run()
+    assert house.last["frozen"].finish is FinishReason.LENGTH
+    assert pinned.result() == {}
+
+
+def test_adapters_that_a_sleep_replaces_are_forgotten_after_it(paths: dict[str, str]) -> None:
+    house = House({"a": paths["a"]})
+    house.ask("1", "a")
+    house.run()
+    assert len(house.worker.host) == 1
+    house.loop.pause(PauseMode.KEEP)
+    house.loop.sleep(1)
+    house.call("load", name="a", path=paths["a"], in_place=True)
+    house.loop.wake_up(list(SleepTag))
+    house.step()
+    assert house.worker.host == house.worker.known == set()
+    house.ask("2", "a")
+    assert house.run() == ["2"]
 
 
 def test_other_weights_outdate_adapters_that_depend_on_them(paths: dict[str, str]) -> None:
