@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from octavo.core.errors import is_internal
 from octavo.core.output import BAD_LOGITS, FinishReason, RequestOutput, RequestTimes, VerifiedDrafts
 from octavo.core.params import SamplingParams
-from octavo.core.request import BACKGROUND, GenerateRequest
+from octavo.core.request import GenerateRequest
 from octavo.core.structured import UNFOLLOWED
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import ApiError
@@ -67,7 +67,7 @@ async def prepare(
         prompt,
         params,
         request_id=engine_id(response_id),
-        priority=BACKGROUND if ctx.background else body.priority or 0,
+        priority=ctx.priority(body.priority),
         namespace=body.cache_salt or "",
         truncate=body.truncate_prompt_tokens,
         side=body.truncation_side or "left",

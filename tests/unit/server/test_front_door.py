@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
+from octavo.core.request import BACKGROUND
 from octavo.server.process.keys import with_key_file
 
 CHAT = "/v1/chat/completions"
@@ -146,6 +148,27 @@ def test_a_priority_that_nobody_asks_for_says_so() -> None:
     assert ask_now(strict, CHAT, HELLO | {"priority": 0}).status == 200
     house = make_house(saying("x"), ServerConfig(strict_params=True), scheduling_policy="priority")
     assert "warnings" not in ask_now(house.app, CHAT, body).json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", HELLO | {"model": "toy", "max_tokens": 5}),
+        ("/v1/responses", {"input": "x"}),
+        ("/inference/v1/generate", {"token_ids": [5]}),
+    ],
+)
+def test_clients_have_no_background_priority(path: str, body: dict[str, Any]) -> None:
+    house = make_house(saying("x"), scheduling_policy="priority")
+    answer = ask_now(house.app, path, body | {"priority": BACKGROUND})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "priority")
+    assert answer.json()["error"]["message"].startswith(f"priority must be less than {BACKGROUND}")
+    assert ask_now(house.app, path, body | {"priority": BACKGROUND - 1}).status == 200
+    refusal = ask_now(house.app, CHAT, HELLO, headers={"X-Vllm-Priority": str(BACKGROUND)}).error()
+    assert (refusal["code"], refusal["param"]) == (400, "X-Vllm-Priority")
+    assert len(house.engine.requests) == 1
 
 
 def test_a_header_may_say_the_priority() -> None:

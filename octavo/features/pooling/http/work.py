@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.request import BACKGROUND, GenerateRequest
+from octavo.core.request import GenerateRequest
 from octavo.features.pooling.http.answers import VectorUsage
 from octavo.features.pooling.http.protocol import InputBody, VectorBody
 from octavo.features.pooling.params import Pooled, PooledOutput, PoolingSpec
@@ -93,7 +93,7 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: PoolingReply) -> Ca
             prompt,
             params,
             request_id=engine_id(reply.id),
-            priority=BACKGROUND if ctx.background else body.priority or 0,
+            priority=ctx.priority(body.priority),
             namespace=body.cache_salt or "",
             add_special_tokens=body.add_special_tokens is not False,
             truncate=body.truncate_prompt_tokens,
