@@ -61,7 +61,7 @@ class Residency:
         self._all: dict[int, AdapterWeights] = {}
         """Uid -> what is not only on disk, or is on its way."""
         self._reading: list[AdapterWeights] = []
-        self._unsaid: list[tuple[str, int]] = []
+        self._unsent: list[tuple[str, int]] = []
         """Methods of the worker half that are to be called with these uids after a sleep, in order."""
         self._uses = self._turns = 0
         self._roomless: list[AdapterWeights] = []
@@ -99,7 +99,7 @@ class Residency:
     def poll(self) -> None:
         """Take in what was read since the last call; called once before each plan."""
         self._turns += 1
-        self._say_rest()
+        self._send_unsent()
         ended = [one for one in self._reading if one.reading is not None and one.reading.done()]
         for weights in ended:
             self._reading.remove(weights)
@@ -114,7 +114,7 @@ class Residency:
         self._begin_to_read(weights)
 
     def _begin_to_read(self, weights: AdapterWeights) -> None:
-        self._say_rest()
+        self._send_unsent()
         weights.error = None
         reading = Reading(weights.uid, weights.sources, weights.manifest)
         weights.reading = self._pages.call("read", msgspec.to_builtins(reading))
@@ -152,7 +152,7 @@ class Residency:
         if weights.on_host and weights.state is not State.LOADING:
             weights.on_host = False
             if weights.state is State.DEVICE:
-                self._say("drop", weights.uid)
+                self._notify("drop", weights.uid)
         if weights.state is State.HOST:
             weights.state = State.DISK
         self._tidy(weights)
@@ -351,16 +351,16 @@ class Residency:
         if weights.state is State.DISK and not weights.on_host:
             self._placeless.pop(weights, None)
             if self._all.pop(weights.uid, None) is not None:
-                self._say("forget", weights.uid)
+                self._notify("forget", weights.uid)
 
-    def _say(self, method: str, uid: int) -> None:
+    def _notify(self, method: str, uid: int) -> None:
         """Tell the worker half that something of an adapter is no longer needed, after the sleep if there is one."""
-        self._unsaid.append((method, uid))
-        self._say_rest()
+        self._unsent.append((method, uid))
+        self._send_unsent()
 
-    def _say_rest(self) -> None:
+    def _send_unsent(self) -> None:
         if not self._pages.awake:
             return
-        unsaid, self._unsaid = self._unsaid, []
-        for method, uid in unsaid:
+        unsent, self._unsent = self._unsent, []
+        for method, uid in unsent:
             self._pages.call(method, {"uid": uid})
