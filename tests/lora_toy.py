@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from page_kit import PageDevice, PageMover
 
-from octavo.core.errors import ModelFileError
-from octavo.core.futures import done
+from octavo.core.errors import EngineStateError, ModelFileError
+from octavo.core.futures import done, failed
 from octavo.core.plan import StepPlan
 from octavo.engine.toy import VOCAB, ToyStep
 from octavo.features.lora import names
@@ -67,6 +67,8 @@ class ToyWorker:
         latency: probability that a read ends in a turn.
         failures: probability that it fails.
         host: uids of the copies.
+        known: uids of the adapters that steps can use.
+        asleep: calls fail, as in a sleep of the engine.
         ranks: machine of each rank, and the version of the files that it reads there.
     """
 
@@ -74,6 +76,8 @@ class ToyWorker:
     latency: float = 1.0
     failures: float = 0.0
     host: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
+    asleep: bool = False
     pending: list[tuple[int, Future[Any]]] = field(default_factory=list)
     reads: list[list[str]] = field(default_factory=list)
     most_on_host: int = 0
@@ -81,11 +85,17 @@ class ToyWorker:
 
     def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
         assert feature == NAME
+        if self.asleep:
+            return failed(EngineStateError("The engine sleeps."))
         args = msgspec.msgpack.decode(msgspec.msgpack.encode(args))
         if method == "targets":
             return done([msgspec.to_builtins(RankTargets((LAYER, HEAD), (0, 1), 1, SLICE_BYTES, 4))])
         if method == "drop":
             self.host.remove(args["uid"])
+            return done([{}])
+        if method == "forget":
+            self.host.discard(args["uid"])
+            self.known.discard(args["uid"])
             return done([{}])
         if method == "replaced":
             return done([{}])
@@ -104,6 +114,7 @@ class ToyWorker:
                     one[1].set_exception(ModelFileError("the file is gone"))
                 else:
                     self.host.add(one[0])
+                    self.known.add(one[0])
                     self.most_on_host = max(self.most_on_host, len(self.host))
                     one[1].set_result([{"machine": machine, "version": version} for machine, version in self.ranks])
 
@@ -115,9 +126,10 @@ class LoraDevice(PageDevice):
     """Keeps the worker's tables, and checks the adapter of every row that a step has. Cells represent the adapter of
     each token, too, if it changes the token's KV."""
 
-    def prepare(self, names_of: Any) -> None:
+    def prepare(self, names_of: Any, worker: ToyWorker) -> None:
         """`names_of`: slot -> uid that the row must have, the position where it begins, and whether it changes KV; None
         for none."""
+        self.worker = worker
         self.tables: dict[int, tuple[int, list[int]]] = {}
         self.rows: list[int] = []
         self.wanted = names_of
@@ -132,6 +144,7 @@ class LoraDevice(PageDevice):
         if payload is not None:
             self.payloads += 1
             for entry in payload.entries:
+                assert entry.uid in self.worker.known, "an adapter was forgotten"
                 self.tables[entry.index] = entry.uid, entry.blocks
             if payload.rows is not None:
                 self.rows = payload.rows

@@ -48,6 +48,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         step_prompt_tokens: prompt tokens among `step_tokens`.
         step_sampled: rows of steps that got a new token.
         plan_s, launch_s, retire_s: the loop's seconds; on a CPU, launching includes the forward pass.
+        feature_changed: name of a feature of which `EngineHook.changed` is true; "" if none.
         features: gauges and counters of features.
         waits: request id -> what a feature makes it wait for, for some of the waiting requests.
         idle_s: seconds for which an asynchronous device waited for the host between two steps.
@@ -71,6 +72,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     paused: bool = False
     sleep_level: int = AWAKE
     weight_version: str = "default"
+    feature_changed: str = ""
     # counters
     num_steps: int = 0
     prompt_tokens: int = 0

@@ -70,6 +70,8 @@ class CoreClient:
         self._ready: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, Inbox] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._long: set[int] = set()
+        """Numbers of the long commands that the core has not answered, even if nothing here waits for the answer."""
         self._numbers = itertools.count()
         self._stats = EngineStats()
         self._dead: str | None = None
@@ -190,8 +192,11 @@ class CoreClient:
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
+        message = command(number)
+        if isinstance(message, wire.LONG):
+            self._long.add(number)
         try:
-            self._send(command(number))
+            self._send(message)
             return await answer
         finally:
             del self._calls[number]
@@ -205,6 +210,8 @@ class CoreClient:
     def health(self) -> Health:
         if self._dead is not None:
             return Health(ok=False, final=True, reason=self._dead)
+        if self.commanded:
+            return Health(ok=True)
         now = time.monotonic()
         silent = now - self._heard_at - self._stood_still(now)
         # Requests of all clients, as of the core's last update; it may not have counted this client's newest ones yet.
@@ -226,8 +233,8 @@ class CoreClient:
 
     @property
     def commanded(self) -> bool:
-        """Whether the core has yet to answer a command. While it executes one, it may send nothing for minutes."""
-        return bool(self._calls)
+        """Whether the core has yet to answer a command during which it may send nothing for minutes."""
+        return bool(self._long)
 
     @property
     def stopped(self) -> bool:
@@ -312,6 +319,7 @@ class CoreClient:
                 self._ready.set_exception(failure.error("could not start"))
 
     def _answer(self, done: wire.Done) -> None:
+        self._long.discard(done.call)
         call = self._calls.get(done.call)
         if call is None or call.done():
             return

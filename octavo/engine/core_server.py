@@ -231,7 +231,7 @@ class CoreServer:
             case wire.Add(request) if self._loop is not None:
                 self._add(self._loop, client, request)
             case wire.Abort(request_id, index) if self._loop is not None:
-                self._send_news(self._loop.abort(request_id, index))
+                self._abort(self._loop, request_id, index)
             case wire.Reset() if self._loop is not None:
                 self._loop.reset_prefix_cache()
             case wire.Shutdown():
@@ -282,8 +282,17 @@ class CoreServer:
         if names is not None:
             ended = [one for one in ended if any(answers_to(one, name) for name in names)]
         for request_id in ended:
-            self._send_news(loop.abort(request_id))
+            self._abort(loop, request_id)
         return len(ended)
+
+    def _abort(self, loop: Loop, request_id: str, index: int | None = None) -> None:
+        """End a request, or one choice of it. An error is logged, since it must not end the other requests."""
+        try:
+            news = loop.abort(request_id, index)
+        except Exception:
+            log.exception("the request %s could not be aborted", request_id)
+            return
+        self._send_news(news)
 
     def _answer_calls(self) -> bool:
         """Send the results of features' calls that have one by now; return whether there are any."""
@@ -367,7 +376,7 @@ class CoreServer:
             self._clients.remove(client)
         for request_id in [request_id for request_id, owner in self._owner.items() if owner == client]:
             if self._loop is not None:
-                self._send_news(self._loop.abort(request_id))
+                self._abort(self._loop, request_id)
 
     def _tell(self, deltas: list[TokenDelta]) -> None:
         """Send deltas together with current stats, since the state has changed."""

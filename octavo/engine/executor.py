@@ -157,7 +157,10 @@ class WorkerPort(Protocol):
         ...
 
     def sleep(self, level: int) -> None:
-        """Free the memory that this level, 1 or 2, frees, and the executor. Nothing else may hold the executor."""
+        """Free the memory that this level, 1 or 2, frees, and the executor. Nothing else may hold the executor.
+
+        On any error, which is raised, `wake_up` brings everything back, and `sleep` can be tried again.
+        """
         ...
 
     def wake_up(self, part: SleepTag) -> None:

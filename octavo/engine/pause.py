@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.core.errors import EngineStateError, InvalidRequestError
@@ -14,6 +15,19 @@ from octavo.core.spans import Spans
 from octavo.engine.executor import AnyExecutor, LaunchedStep, WorkerPort
 from octavo.schedule.limits import checked_max_tokens
 from octavo.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request that a pause holds, and the indices of its choices that were aborted meanwhile."""
+
+    request: GenerateRequest
+    aborted: set[int] = field(default_factory=set)
+
+    @property
+    def rest(self) -> list[int]:
+        """Indices of the choices that are to be computed."""
+        return [index for index in range(self.request.params.n) if index not in self.aborted]
 
 
 class PauseState:
@@ -28,12 +42,12 @@ class PauseState:
         self.closed = False
         self.frozen = False
         self._scheduler = scheduler
-        self._held: dict[str, GenerateRequest] = {}
+        self._held: dict[str, _Held] = {}
 
     @property
     def num_held(self) -> int:
         """Number of held choices."""
-        return sum(request.params.n for request in self._held.values())
+        return sum(len(held.rest) for held in self._held.values())
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request, or hold it during a pause. Raise InvalidRequestError if it can never fit."""
@@ -41,12 +55,18 @@ class PauseState:
             self._scheduler.add(request)
             return
         checked_max_tokens(request, self._scheduler.cache, self._scheduler.limits)
-        self._held[request.id] = request
+        self._held[request.id] = _Held(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]:
-        if request_id in self._held:
-            self._scheduler.add(self._held.pop(request_id))
-        return self._scheduler.abort(request_id, index)
+        """End a request, or one choice of it, and return its last deltas. A held request is never queued for this."""
+        held = self._held.get(request_id)
+        if held is None:
+            return self._scheduler.abort(request_id, index)
+        ending = [one for one in held.rest if index in (None, one)]
+        held.aborted.update(ending)
+        if not held.rest:
+            del self._held[request_id]
+        return [TokenDelta(request_id, one, [], finish=FinishReason.ABORT) for one in ending]
 
     def close(self, mode: PauseMode) -> list[TokenDelta]:
         """Start a pause of this mode; return the last deltas of requests that it aborts."""
@@ -56,10 +76,11 @@ class PauseState:
     def open(self) -> list[TokenDelta]:
         """End the pause and queue the held requests; return the last deltas of those that are refused now."""
         self.closed = self.frozen = False
-        held, self._held = self._held, {}
-        return [delta for request in held.values() for delta in self._admit(request)]
+        waiting, self._held = self._held, {}
+        return [delta for held in waiting.values() for delta in self._admit(held)]
 
-    def _admit(self, request: GenerateRequest) -> list[TokenDelta]:
+    def _admit(self, held: _Held) -> list[TokenDelta]:
+        request = held.request
         try:
             self._scheduler.add(request)
         except InvalidRequestError as error:
@@ -67,9 +88,10 @@ class PauseState:
                 TokenDelta(
                     request.id, index, [], finish=FinishReason.ERROR, error=error.message, refused=error.param or ""
                 )
-                for index in range(request.params.n)
+                for index in held.rest
             ]
-        return []
+        ended = [delta for index in held.aborted for delta in self._scheduler.abort(request.id, index)]
+        return [delta for delta in ended if delta.index not in held.aborted]  # the others were sent by `abort`
 
 
 class NoExecutor:
@@ -97,6 +119,8 @@ class SleepState:
         self.level = AWAKE
         self._worker = worker
         self._asleep: set[SleepTag] = set()
+        self._freed = False
+        """The worker has freed the memory of all parts that sleep; not if that failed."""
         self.empty = False
 
     def check(self, level: int) -> None:
@@ -120,17 +144,23 @@ class SleepState:
             )
 
     def sleep(self, level: int) -> None:
-        """Sleep at this level, or stay at a deeper one. From level 1 on, nothing may hold the executor."""
+        """Sleep at this level, or stay at a deeper one. From level 1 on, nothing may hold the executor.
+
+        If the worker fails to free its memory, the engine sleeps all the same: the executor is gone, so only a wake-up
+        repairs it.
+        """
         self.check(level)
-        if level <= self.level:
+        if not level:
+            if self.level == AWAKE:
+                self._asleep, self.level = {SleepTag.SCHEDULING}, level
             return
-        if level:
-            self.empty = True
-            self._asleep = {SleepTag.WEIGHTS, SleepTag.KV_CACHE}
-            self._worker.sleep(level)
-        else:
-            self._asleep = {SleepTag.SCHEDULING}
-        self.level = level
+        level = max(level, self.level) if SleepTag.WEIGHTS in self._asleep else level
+        parts = {SleepTag.WEIGHTS, SleepTag.KV_CACHE}
+        if self._freed and (level, parts) == (self.level, self._asleep):
+            return
+        self.empty, self._asleep, self.level, self._freed = True, parts, level, False
+        self._worker.sleep(level)
+        self._freed = True
 
     def wake_up(self, parts: Iterable[SleepTag]) -> AnyExecutor | None:
         """Wake these parts. Return a new executor if the old one was freed and no part sleeps any more."""

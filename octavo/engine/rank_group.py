@@ -241,7 +241,7 @@ class RankGroup:
 
     def _check_agreed(self, step: int) -> None:
         """Raise DeviceLostError if another rank failed a step that the answering one computed."""
-        for failed in [one for one in self._failures if one <= step]:
+        for failed in [one for one in list(self._failures) if one <= step]:  # threads that listen add to it
             raise self._failed_alone(failed)
 
     def _failed_alone(self, step: int) -> DeviceLostError:

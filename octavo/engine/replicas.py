@@ -15,7 +15,7 @@ import msgspec
 from octavo.core.errors import EngineDeadError, OctavoError
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
-from octavo.core.pausing import PauseMode, SleepTag
+from octavo.core.pausing import AWAKE, PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats, FeatureMetric
 from octavo.engine.balance import Balance
@@ -47,7 +47,10 @@ class ReplicaClient:
         self._owners: dict[str, int] = {}
         self._starting: set[int] = set()
         self._restarts = [deque[float](maxlen=_MOST_RESTARTS) for _ in clients]
-        self._changed = self._halted = ""
+        self._changed = ""
+        """Why a replica that starts now would have other weights; "" if it would not."""
+        self._commands = 0
+        """Commands that are being executed and may set apart a replica that starts meanwhile."""
         self._closing = False
         self._info = clients[0].info
         self._watching = asyncio.create_task(self._watch())
@@ -124,22 +127,17 @@ class ReplicaClient:
         await self._all(lambda client: client.reset_prefix_cache())
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
-        self._halted = "the engine is paused"
         await self._all(lambda client: client.pause(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         await self._all(lambda client: client.resume())
-        self._halted = ""
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        self._halted = "the engine sleeps"
         await self._all(lambda client: client.sleep(level, mode))
 
     async def wake_up(self, parts: Iterable[SleepTag]) -> None:
         given = list(parts)
         await self._all(lambda client: client.wake_up(given))
-        if not self.stats().paused:
-            self._halted = ""
 
     async def abort_named(self, names: Iterable[str] | None) -> int:
         given = None if names is None else list(names)
@@ -178,9 +176,7 @@ class ReplicaClient:
 
     async def call(self, feature: str, method: str, args: Mapping[str, Any]) -> Any:
         """Call the feature in all replicas; return the first one's result."""
-        return (
-            await self._all(lambda client: client.call(feature, method, args), f"{feature} was called since the start")
-        )[0]
+        return (await self._all(lambda client: client.call(feature, method, args)))[0]
 
     @property
     def _first(self) -> CoreClient:
@@ -190,10 +186,24 @@ class ReplicaClient:
         """Run a command in all replicas that live; return their results, or raise the first error.
 
         Args:
-            change: why a replica that starts later would differ from the others; "" if it would not.
+            change: why a replica that starts later would differ from the others; "" if it would not, or if statistics
+                show it.
         """
-        self._changed = change or self._changed
-        return list(await asyncio.gather(*(command(self._clients[number]) for number in self._alive())))
+        clients = [self._clients[number] for number in self._alive()]
+        self._commands += 1
+        try:
+            found = await asyncio.gather(*(command(client) for client in clients), return_exceptions=True)
+        except asyncio.CancelledError:
+            self._changed = change or self._changed  # it is executed all the same
+            raise
+        finally:
+            self._commands -= 1
+        if any(not _refused(client, one) for client, one in zip(clients, found, strict=True)):
+            self._changed = change or self._changed
+        results = [one for one in found if not isinstance(one, BaseException)]
+        if len(results) < len(found):
+            raise next(one for one in found if isinstance(one, BaseException))
+        return results
 
     def stats(self) -> EngineStats:
         """Return the sums over the replicas."""
@@ -241,7 +251,7 @@ class ReplicaClient:
                 if client.dead is None and (why := _hanging(client, looks_stopped[number])):
                     log.error("replica %d is ended: %s", number, why)
                     await client.end(f"Replica {number} was ended: {why}")
-                if client.dead is None or number in self._starting or number in given_up:
+                if client.dead is None or self._commands or number in self._starting or number in given_up:
                     continue
                 if (reason := self._reason_against(number)) is not None:
                     log.error("replica %d has died and is not started again: %s", number, reason)
@@ -253,12 +263,23 @@ class ReplicaClient:
                 task.add_done_callback(self._tasks.discard)
 
     def _reason_against(self, number: int) -> str | None:
-        if why := self._halted or self._changed:
+        if why := self._changed or self._difference(number):
             return f"{why}, so that it would differ from the others; restart the server"
         times = self._restarts[number]
         if len(times) == _MOST_RESTARTS and time.monotonic() - times[0] < _WITHIN_S:
             return f"it was started again {_MOST_RESTARTS} times in the last {_WITHIN_S / 60:.0f} minutes"
         return None
+
+    def _difference(self, number: int) -> str:
+        """Return how a replica that starts now would differ from those that live, or from the former one if none does;
+        "" if it would not."""
+        living = [client.stats() for client in self._clients if client.dead is None]
+        for stats in living or [self._clients[number].stats()]:
+            if stats.paused:
+                return "the engine is paused" if stats.sleep_level == AWAKE else "the engine sleeps"
+            if stats.feature_changed:
+                return f"calls have changed {stats.feature_changed} since the start"
+        return ""
 
     async def _restart(self, number: int) -> None:
         log.warning("replica %d has died and is started again: %s", number, self._clients[number].dead)
@@ -272,6 +293,16 @@ class ReplicaClient:
             log.error("replica %d could not be started again: %s", number, error)
         finally:
             self._starting.discard(number)
+
+
+def _refused(client: CoreClient, outcome: object) -> bool:
+    """Whether a command had no effect on a replica: it was refused, or the replica died.
+
+    A command that a bug ended may have had some; its error is of the same class as that of a dead replica.
+    """
+    if isinstance(outcome, EngineDeadError):
+        return client.dead is not None
+    return isinstance(outcome, OctavoError)
 
 
 def _hanging(client: CoreClient, looks_stopped: int) -> str:

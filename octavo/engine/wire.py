@@ -200,6 +200,8 @@ class StepDeltas(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 WeightCommand = UpdateWeights | BeginWeights | ReceiveWeights
 Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand | CallFeature
+LONG = (Sleep, WakeUp, StartProfile, StopProfile, UpdateWeights, BeginWeights, ReceiveWeights)
+"""Commands during which the core may send nothing for minutes."""
 ToCore = Hello | Add | Abort | Reset | Command | Shutdown
 ToClient = Phase | Ready | Failed | Lost | RequestRefused | Done | StepDeltas
 

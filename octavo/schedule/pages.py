@@ -116,6 +116,11 @@ class Pages:
         self._call = call
 
     @property
+    def awake(self) -> bool:
+        """Whether there are blocks, and a worker half that `call` reaches; not while the engine sleeps."""
+        return self._loads.possible
+
+    @property
     def num_blocks(self) -> int:
         """Blocks in the pool, used ones included."""
         return self._cache.num_blocks
@@ -145,7 +150,7 @@ class Pages:
         self._loads.begin(self._feature, names, blocks, loaded)
 
     def call(self, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
-        """Call the worker half in each rank; see `WorkerPort.call_hook`."""
+        """Call the worker half in each rank; see `WorkerPort.call_hook`. Fails unless `awake`."""
         return self._call(self._feature, method, args)
 
 

@@ -481,6 +481,7 @@ class Scheduler:
         running, waiting = self._requests.running, len(self._requests.waiting)
         unfilled = self._turns.unfilled if self._turns.complete else self.counters.unfilled(running)
         stats = self.counters.snapshot(len(running), waiting, len(self._planner.deferred), unfilled)
+        stats.feature_changed = next((hook.name for hook in self._hooks if hook.changed), "")
         stats.features = [metric for hook in self._hooks for metric in measured(hook)]
         head = self._requests.waiting.peek()
         delayed = ([head] if head else []) + self._planner.deferred[:_MOST_WAITS]

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from octavo.core.errors import QueueFullError
+from octavo.core.errors import InvalidRequestError, QueueFullError
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.server.board import Board, Count
 
 _MAX_RETRY_AFTER_S = 60
+
+
+def client_priority(priority: int, param: str) -> int:
+    """Return a priority that a client has chosen. Raise InvalidRequestError if it is one of background work, which is
+    exempt from the limits. `param` is the field or header that it is from."""
+    if priority >= BACKGROUND:
+        text = f"{param} must be less than {BACKGROUND}: from there on, priorities are the server's own. Lower it."
+        raise InvalidRequestError(text, param=param, value=priority)
+    return priority
 
 
 class Admission:
@@ -64,7 +73,7 @@ class Admission:
         self._tokens[request.id] = len(request.tokens)
 
     def begun(self, request: GenerateRequest) -> None:
-        """Count a request as no longer waiting: its first token has arrived."""
+        """Count a request as no longer waiting: its first output has arrived."""
         tokens = self._tokens.pop(request.id, None)
         if tokens is not None:
             self._board.add(Count.QUEUED, -1)

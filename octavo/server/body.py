@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from octavo.core.errors import InvalidRequestError
+from octavo.server.admission import client_priority
 from octavo.server.errors import ApiError
 from octavo.server.validation import explain
 
@@ -49,7 +50,7 @@ def _priority_of(request: Request) -> int | None:
         raise InvalidRequestError(
             f"The header {PRIORITY} must be a whole number, got {given[:40]!r}.", param=PRIORITY, value=given
         )
-    return int(given) if given else None
+    return client_priority(int(given), PRIORITY) if given else None
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

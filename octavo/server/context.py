@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from octavo.config import ServerConfig
 from octavo.core.errors import InvalidRequestError
-from octavo.core.request import GenerateRequest
-from octavo.server.admission import Admission
+from octavo.core.request import BACKGROUND, GenerateRequest
+from octavo.server.admission import Admission, client_priority
 from octavo.server.errors import ApiError, UnknownModelError
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.metrics.requests import RequestRecord
@@ -52,6 +52,14 @@ class ServerContext:
     def model_names(self) -> list[str]:
         """Names of the served model itself; answers to requests without a name carry the first."""
         return self.config.model_names(self.frontend.info.name)
+
+    def priority(self, asked: int | None) -> int:
+        """Return the priority of a request that asks for this one.
+
+        Raises:
+            InvalidRequestError: it is one of background work.
+        """
+        return BACKGROUND if self.background else client_priority(asked or 0, "priority")
 
     async def for_model(self, name: str | None, body: Any = None) -> ServerContext:
         """Return the context for requests to this model. A request without a name means the served model.

@@ -104,6 +104,7 @@ class Frontend:
         prompt_text: str | None = None,
         *,
         ender: Callable[[], Ender | None] | None = None,
+        on_begin: Callable[[], None] | None = None,
         on_early_end: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield items in the form of `params.output_kind`, the last with `finished`.
@@ -113,6 +114,7 @@ class Frontend:
 
         Args:
             ender: creates for each choice a detector of additional ends, whose finish reason is "stop".
+            on_begin: called when the engine's first output arrives, which may be long before the first item.
             on_early_end: called with the tokens that were received and not yielded, if the reader leaves or the engine
                 raises an error before the end.
 
@@ -127,6 +129,9 @@ class Frontend:
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
+                    if on_begin is not None:
+                        on_begin()
+                        on_begin = None
                     if delta.refused is not None:
                         text = delta.error or "The request was refused."
                         raise InvalidRequestError(text, param=delta.refused or None)

@@ -22,13 +22,14 @@ class WorkerSleep:
     def sleep(self, level: int) -> None:
         """Free the weights' memory of this sleep level; the KV cache is freed with the runner.
 
-        At level 1, weights in host memory stay there.
+        At level 1, weights in host memory stay there. If that fails, the weights freed before are kept for the wake-up.
         """
         worker = self._worker
         if level == 2:
             self._kept, worker.model = [], None
         elif worker.device.torch_device.type != "cpu":
-            self._kept = [(storage, _put_away(storage)) for storage in _storages(worker.model)]
+            for storage in _storages(worker.model):
+                self._kept.append((storage, _put_away(storage)))
         gc.collect()
         worker.device.give_back()
 

@@ -51,7 +51,8 @@ class LoraEngine(EngineHook):
         self._clock = clock
         self._names: Names
         self._residency: Residency
-        self._vocabulary = 0
+        self._vocabulary = self._changes_at_start = 0
+        self._any_pinned = False
         self._of: dict[Request, AdapterWeights] = {}
         """The adapter of each request that is not released, and has one."""
         self._starts: dict[Request, int] = {}
@@ -84,6 +85,7 @@ class LoraEngine(EngineHook):
         )
         for module in settings.modules():
             self._names.add(module)
+        self._changes_at_start = self._names.changes
         self._vocabulary = next((one.parts[0].inputs for one in targets if one.embedding), 0)
         info = LoraInfo(
             max_rank=settings.highest_rank,
@@ -95,6 +97,11 @@ class LoraEngine(EngineHook):
         self.info = msgspec.Raw(msgspec.msgpack.encode(info))
 
     # Calls
+
+    @property
+    def changed(self) -> bool:  # type: ignore[override]
+        """Whether names came or went since the start, or one was pinned."""
+        return self._any_pinned or self._names.changes > self._changes_at_start
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
         """See `requests.py`."""
@@ -128,6 +135,7 @@ class LoraEngine(EngineHook):
         if known is None:
             raise not_loaded(name)
         known.weights.pinned = pinned
+        self._any_pinned = True
         if not pinned or known.weights.state is State.DEVICE:
             return {}
         known.weights.error = None

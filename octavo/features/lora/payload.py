@@ -6,9 +6,11 @@
 | `read` | `Reading` | `ReadResult`, once the adapter can be loaded as pages, by `page_names` |
 | `replaced` | | `{}`; the model has other weights now |
 | `drop` | `uid` | `{}`; it can't be loaded any more, and its copy in the host's memory is freed |
+| `forget` | `uid` | `{}`; as `drop`, and it is not in blocks, so that nothing of it is kept |
 
 A uid stands for an adapter that was loaded, or for a weighted sum of several, and is never used again by an engine.
-`read` may be called again for a uid that was dropped; if the files have changed meanwhile, so has the version.
+`read` may be called again for a uid that was dropped and is in no blocks; if the files have changed meanwhile, so has
+the version.
 Errors of `read` are those of files: OSError's become `ModelFileError`, and a shape or value that can't be used is an
 `InvalidRequestError`.
 """

@@ -61,6 +61,8 @@ class Residency:
         self._all: dict[int, AdapterWeights] = {}
         """Uid -> what is not only on disk, or is on its way."""
         self._reading: list[AdapterWeights] = []
+        self._unsent: list[tuple[str, int]] = []
+        """Methods of the worker half that are to be called with these uids after a sleep, in order."""
         self._uses = self._turns = 0
         self._roomless: list[AdapterWeights] = []
         """Adapters that requests wait for and the host has no room for, longest first."""
@@ -97,6 +99,7 @@ class Residency:
     def poll(self) -> None:
         """Take in what was read since the last call; called once before each plan."""
         self._turns += 1
+        self._send_unsent()
         ended = [one for one in self._reading if one.reading is not None and one.reading.done()]
         for weights in ended:
             self._reading.remove(weights)
@@ -106,11 +109,12 @@ class Residency:
 
     def prefetch(self, weights: AdapterWeights) -> None:
         """Begin to read the files, if they are not on the host and there is room."""
-        if weights.state is not State.DISK or not self._may_read(weights, asked=False):
+        if not self._pages.awake or weights.state is not State.DISK or not self._may_read(weights, asked=False):
             return
         self._begin_to_read(weights)
 
     def _begin_to_read(self, weights: AdapterWeights) -> None:
+        self._send_unsent()
         weights.error = None
         reading = Reading(weights.uid, weights.sources, weights.manifest)
         weights.reading = self._pages.call("read", msgspec.to_builtins(reading))
@@ -121,7 +125,7 @@ class Residency:
     def bring(self, weights: AdapterWeights, request: Request | None) -> int:
         """Take the next step to the device for a request that waits; return what `EngineHook.admit` is to return."""
         weights.asked = self._last_asked = self._turns
-        if weights.closed:
+        if weights.closed or not self._pages.awake:
             return 0
         if weights.state is State.DISK and self._may_read(weights, asked=True):
             self._begin_to_read(weights)
@@ -147,7 +151,8 @@ class Residency:
         """Drop the copy in the host's memory, if there is one and no load reads it."""
         if weights.on_host and weights.state is not State.LOADING:
             weights.on_host = False
-            self._pages.call("drop", {"uid": weights.uid})
+            if weights.state is State.DEVICE:
+                self._notify("drop", weights.uid)
         if weights.state is State.HOST:
             weights.state = State.DISK
         self._tidy(weights)
@@ -244,7 +249,6 @@ class Residency:
         weights.version = ", ".join(sorted(f"{one.machine} {one.version}" for one in ranks))
         if len(ranks) == len({one.machine for one in ranks}):
             return None
-        self._pages.call("drop", {"uid": weights.uid})
         return ModelFileError(f"The files of the adapter {weights.label} changed while they were read. Ask again.")
 
     def _fail(self, weights: AdapterWeights, error: OctavoError) -> None:
@@ -343,6 +347,20 @@ class Residency:
         lease.release()
 
     def _tidy(self, weights: AdapterWeights) -> None:
+        """Forget an adapter that is only on disk."""
         if weights.state is State.DISK and not weights.on_host:
-            self._all.pop(weights.uid, None)
             self._placeless.pop(weights, None)
+            if self._all.pop(weights.uid, None) is not None:
+                self._notify("forget", weights.uid)
+
+    def _notify(self, method: str, uid: int) -> None:
+        """Tell the worker half that something of an adapter is no longer needed, after the sleep if there is one."""
+        self._unsent.append((method, uid))
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        if not self._pages.awake:
+            return
+        unsent, self._unsent = self._unsent, []
+        for method, uid in unsent:
+            self._pages.call(method, {"uid": uid})

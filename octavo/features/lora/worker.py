@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import platform
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -63,9 +61,6 @@ _ROOM_BYTES = 16 << 20
 allocating it takes long and stops the GPU."""
 _NAMED = 3
 """Layers that a line of the log names."""
-_LAYOUTS_KEPT = 256
-"""Layouts that are kept of adapters that are neither in host memory nor in the tables: some may be in blocks already,
-and be used for the first time later."""
 
 
 class LoraWorker(WorkerHook):
@@ -82,10 +77,8 @@ class LoraWorker(WorkerHook):
     def __init__(self, max_adapters: int, max_rank: int, added_tokens: int = 0) -> None:
         self.added_tokens = added_tokens
         self._max_adapters, self._max_rank = max_adapters, max_rank
-        self._lock = threading.Lock()
         self._host = Host()
-        self._layouts: OrderedDict[int, Layout] = OrderedDict()
-        self._uids: dict[int, int] = {}
+        self._layouts: dict[int, Layout] = {}
         self._rows: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._logits = self._rows
         self._deltas: dict[Hashable, list[tuple[Projection, Delta | None]]] = {}
@@ -214,7 +207,6 @@ class LoraWorker(WorkerHook):
         self._tables = Tables(targets, geometry, self._max_adapters, most, device)
         most_groups = -(-self._max_rank // RANKS)
         self._batch = Batch(max(max_rows, max_tokens), self._max_adapters, device, most_groups)
-        self._uids.clear()
         self._make_deltas()
         build = self._site.build
         if build.device.type == "cuda" and not self._compiled:
@@ -337,8 +329,7 @@ class LoraWorker(WorkerHook):
         if payload is None:
             return
         for entry in payload.entries:
-            self._uids[entry.index] = entry.uid
-            placed = self._layout(entry.uid)
+            placed = self._layouts[entry.uid]
             self._tables.enter(entry.index, entry.blocks[: placed.num_blocks], placed)
             if any(target in self._unserved for target, _ in placed.spans):
                 self._odd.add(entry.index)
@@ -363,11 +354,6 @@ class LoraWorker(WorkerHook):
             self._batch.logits.fill(self._logits, self._tables.rank_groups)
         else:
             self._batch.logits.fill(np.full(count, self._rows[row], dtype=np.int32), self._tables.rank_groups)
-
-    def _layout(self, uid: int) -> Layout:
-        with self._lock:
-            self._layouts.move_to_end(uid)
-            return self._layouts[uid]
 
     # Host memory
 
@@ -395,6 +381,10 @@ class LoraWorker(WorkerHook):
         if method == "drop":
             self._host.drop(args["uid"])
             return {}
+        if method == "forget":
+            self._host.drop(args["uid"])
+            self._layouts.pop(args["uid"], None)
+            return {}
         raise InvalidRequestError(f"The worker half has no method {method!r}.", param="method", value=method)
 
     def _check(self, reading: Reading) -> None:
@@ -407,12 +397,7 @@ class LoraWorker(WorkerHook):
 
     def _read(self, reading: Reading) -> dict[str, Any]:
         adapter = self._host.read(self._reader, reading)
-        with self._lock:
-            self._layouts[reading.uid] = adapter.layout
-            needed = {*self._host.copies, *self._uids.values()}
-            unneeded = [uid for uid in self._layouts if uid not in needed]
-            for uid in unneeded[: len(unneeded) - _LAYOUTS_KEPT]:
-                del self._layouts[uid]
+        self._layouts[reading.uid] = adapter.layout
         found: dict[str, Any] = msgspec.to_builtins(messages.ReadResult(platform.node(), adapter.version))
         return found
 

@@ -40,6 +40,10 @@ class PoolingFailedError(OctavoError):
     """The engine could not compute the vector; the text gives the reason (HTTP 500)."""
 
 
+class PoolingAbortedError(PoolingFailedError):
+    """The engine ended the request before its vector was made, as for a pause or a shutdown (HTTP 503)."""
+
+
 class PoolingPreparer:
     """Tokenizes and checks inputs. Thread-safe."""
 
@@ -212,7 +216,8 @@ async def pool(engine: EngineClient, request: GenerateRequest) -> PooledOutput:
 
     Raises:
         InvalidRequestError: the engine can't serve it.
-        PoolingFailedError: the engine failed it, or ended it because the server shuts down.
+        PoolingFailedError: the engine failed it.
+        PoolingAbortedError: the engine ended it, as for a pause or because the server shuts down.
         EngineDeadError: the engine has stopped.
     """
     stream = cast("AsyncGenerator[TokenDelta, None]", engine.generate(request))
@@ -227,13 +232,15 @@ def pooled_output(delta: TokenDelta) -> PooledOutput:
     """Return the result in the last update of a request.
 
     Raises:
-        InvalidRequestError, PoolingFailedError: as `pool`.
+        InvalidRequestError, PoolingFailedError, PoolingAbortedError: as `pool`.
     """
+    if delta.finish is FinishReason.ABORT:
+        raise PoolingAbortedError("The request was ended before its vector was made; send it again.")
     if delta.refused is not None:
         raise InvalidRequestError(delta.error or "The request was refused.", param=delta.refused or None)
     data = (delta.found or {}).get(NAME)
     if delta.finish is not FinishReason.STOP or data is None:
-        raise PoolingFailedError(delta.error or "The request was ended before its vector was made; send it again.")
+        raise PoolingFailedError(delta.error or "The engine ended the request without its vector.")
     pooled = msgspec.msgpack.decode(data, type=Pooled)
     return PooledOutput(delta.id, pooled, delta.num_cached, delta.times, delta.num_preemptions)
 

@@ -19,7 +19,7 @@ from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
 from octavo.server.openai.chat import Chat, prepare_chat
-from octavo.server.openai.generation import run
+from octavo.server.openai.generation import check_not_aborted, run
 from octavo.server.openai.routing import AccumulatedMessage
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, named_event, until_disconnect
@@ -117,6 +117,11 @@ class _AnswerEnd:
         self._reason: int | str | None = None
 
     def note(self, output: RequestOutput, choice: CompletionOutput, finish: str | None) -> None:
+        """
+        Raises:
+            ApiError: the engine aborted the answer, for which Anthropic has no stop reason.
+        """
+        check_not_aborted(output)
         self.seen = True
         self.cached = max(self.cached, output.num_cached_tokens)
         self._finish = finish or self._finish

@@ -175,13 +175,19 @@ class BatchService:
             ApiError: 404, there is no such batch; 409, it has ended.
         """
         batch = await self.get(batch_id)
+        store = await self._opened()
+        event = self._cancels.get(batch_id)
+        await self.durably(lambda: self._note_cancel(store, batch))
+        if event is not None:
+            event.set()
+        return batch
+
+    def _note_cancel(self, store: BatchStore, batch: Batch) -> None:
+        """Record that a batch is cancelled. On the disk's thread, where it may have ended since the client asked."""
         if batch.ended or (batch.closing is not None and not batch.cancelled):
             raise ApiError(409, f"The batch is {batch.status} and can no longer be cancelled.", param="batch_id")
         if not batch.cancelled:
-            store = await self._opened()
-            await self.durably(lambda: store.note(batch, record.Cancelling(int(self._now()))))
-            self._cancels[batch_id].set()
-        return batch
+            store.note(batch, record.Cancelling(int(self._now())))
 
     async def delete_file(self, file_id: str) -> None:
         """Delete a file.

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 from msgspec import UNSET, UnsetType
 
 from octavo.core.errors import is_internal
-from octavo.core.output import BAD_LOGITS, RequestOutput, RequestTimes, VerifiedDrafts
+from octavo.core.output import BAD_LOGITS, FinishReason, RequestOutput, RequestTimes, VerifiedDrafts
 from octavo.core.params import SamplingParams
-from octavo.core.request import BACKGROUND, GenerateRequest
+from octavo.core.request import GenerateRequest
 from octavo.core.structured import UNFOLLOWED
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import ApiError
@@ -66,7 +67,7 @@ async def prepare(
         prompt,
         params,
         request_id=engine_id(response_id),
-        priority=BACKGROUND if ctx.background else body.priority or 0,
+        priority=ctx.priority(body.priority),
         namespace=body.cache_salt or "",
         truncate=body.truncate_prompt_tokens,
         side=body.truncation_side or "left",
@@ -112,12 +113,16 @@ async def _tracked(
                 if transcript is not None:
                     transcript.add(output)
 
-            outputs = ctx.frontend.generate(job.request, job.text, ender=job.ender, on_early_end=observe)
+            begun = partial(ctx.admission.begun, job.request)
+            outputs = ctx.frontend.generate(
+                job.request, job.text, ender=job.ender, on_begin=begun, on_early_end=observe
+            )
             async with aclosing(cast("AsyncGenerator[RequestOutput, None]", outputs)):
                 async for output in outputs:
                     observe(output)
-                    ctx.admission.begun(job.request)
                     _check(output, job.params)
+                    if ctx.background:
+                        check_not_aborted(output)
                     yield number, output
     finally:
         if transcript is not None:
@@ -129,6 +134,16 @@ def _check(output: RequestOutput, params: SamplingParams) -> None:
     for choice in output.outputs:
         if choice.finish_reason == "error":
             raise _failure(str(choice.stop_reason), params)
+
+
+def check_not_aborted(output: RequestOutput) -> None:
+    """Raise ApiError, upon which clients send the request again, if the engine aborted a choice."""
+    if any(choice.finish_reason == FinishReason.ABORT for choice in output.outputs):
+        raise ApiError(
+            503,
+            "The server aborted this request before its answer was complete, as for a pause, a sleep or a shutdown. "
+            "Send it again.",
+        )
 
 
 def _failure(reason: str, params: SamplingParams) -> ApiError:

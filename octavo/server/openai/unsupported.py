@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
-from octavo.core.request import BACKGROUND
 from octavo.server.context import ServerContext
 from octavo.server.extras import LEAVE_OUT, Limited, check_undeclared
 from octavo.server.openai.protocol import ChatBody, GenerationBody, Message
@@ -83,7 +82,7 @@ def _described_tools(body: GenerationBody) -> list[str]:
 def _idle_priority(body: GenerationBody, policy: str, *, strict: bool) -> list[str]:
     """Warn about a priority under a policy without priorities."""
     value = body.priority or 0
-    if value == 0 or value >= BACKGROUND or policy in ("", "priority"):
+    if value == 0 or policy in ("", "priority"):
         return []
     why = f"the server runs with --scheduling-policy {policy}. Leave it out, or start the server with priority"
     return [_idle("priority", value, why, strict=strict)]

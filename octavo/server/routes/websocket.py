@@ -105,7 +105,7 @@ class _SocketSession:
             data = message.get("bytes")
             asked = decode_json(data if data is not None else message["text"].encode())
             request_id = _id_of(asked)
-            self._do(request_id, asked)
+            await self._do(request_id, asked)
         except (ApiError, InvalidRequestError) as exc:
             await self._tell(_error(request_id, as_api_error(exc)))
 
@@ -117,10 +117,11 @@ class _SocketSession:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _do(self, request_id: str, asked: Mapping[str, Any]) -> None:
+    async def _do(self, request_id: str, asked: Mapping[str, Any]) -> None:
         match asked.get("type"):
             case "request":
                 self._begin(request_id, asked)
+                await asyncio.sleep(0)  # a task that is cancelled before it begins sends no outcome
             case "cancel":
                 if request_id not in self._running:
                     raise ApiError(404, f"No request {request_id!r} is running on this socket.", param="id")

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
 from octavo.core.params import MAX_LOGPROB_TOKENS
-from octavo.core.request import BACKGROUND
 from octavo.server.body import check_count, parse_body, require
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
@@ -102,7 +101,7 @@ async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Gene
                 tokens + query if body.item_first else query + tokens,
                 params,
                 request_id=engine_id(name),
-                priority=BACKGROUND if ctx.background else body.priority or 0,
+                priority=ctx.priority(body.priority),
                 namespace=body.cache_salt or "",
                 param="items",
                 options=ctx.options,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import pytest
 import uvloop
@@ -271,6 +272,19 @@ def test_requests_of_all_clients_end_by_name(short_path):
             assert not tasks[1].done()
             assert await owner.abort_named(None) == 2
             assert [await task for task in tasks] == [[], [], []]
+
+    run(main())
+
+
+def test_an_abort_that_fails_ends_no_other_request(short_path, caplog):
+    async def main():
+        async with client_of(short_path) as (client, process):
+            stream = client.generate(ask("r", max_tokens=150, ignore_eos=True))
+            await anext(stream)
+            process.loop.abort = Mock(side_effect=RuntimeError("a bug"))
+            await client.abort("r")
+            assert len([token async for delta in stream for token in delta.tokens]) >= 100
+        assert "could not be aborted" in caplog.text
 
     run(main())
 

@@ -13,6 +13,7 @@ from core_kit import ask, client_of, run, tokens_of, until
 from octavo.core.errors import EngineDeadError
 from octavo.core.output import FinishReason
 from octavo.core.params import RepetitionDetection
+from octavo.core.pausing import SleepTag
 from octavo.engine import client as client_module
 from octavo.engine.client import CoreClient
 from octavo.engine.process import CoreElsewhere
@@ -93,6 +94,42 @@ def test_an_idle_core_gives_signs_of_life_and_one_that_gives_none_is_ill(short_p
             assert "has sent no heartbeat for 100 s" in client.health().reason
             assert not client.health().final
             await until(lambda: client.health().ok)
+
+    run(main())
+
+
+def test_a_core_that_executes_a_long_command_is_well(short_path, monkeypatch):
+    """Also if nothing waits for the command's end any more."""
+
+    async def main():
+        gate = threading.Event()
+        async with client_of(short_path, stall_after_s=0.02) as (client, process):
+            monkeypatch.setattr(process.loop, "wake_up", lambda parts: [gate.wait()][1:])
+            waking = asyncio.create_task(client.wake_up([SleepTag.WEIGHTS]))
+            await until(lambda: client.commanded)
+            client._heard_at -= 100
+            assert client.health().ok
+            waking.cancel()
+            await asyncio.wait({waking})
+            client._heard_at -= 100
+            assert client.health().ok
+            gate.set()
+            await until(lambda: not client.commanded)
+
+    run(main())
+
+
+def test_a_core_that_does_not_answer_the_call_of_a_feature_is_ill(short_path, monkeypatch):
+    async def main():
+        gate = threading.Event()
+        async with client_of(short_path, stall_after_s=0.02) as (client, process):
+            monkeypatch.setattr(process.loop, "call", lambda *call: gate.wait())
+            calling = asyncio.create_task(client.call("some", "list", {}))
+            await until(lambda: client._calls)
+            client._heard_at -= 100
+            assert not client.health().ok
+            gate.set()
+            await calling
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from octavo.cache.cache import KVCache
@@ -15,6 +16,7 @@ from octavo.core.request import GenerateRequest, answers_to
 from octavo.engine.executor import FixedWorker
 from octavo.engine.loop import EngineLoop
 from octavo.engine.toy import ToyDevice, toy_generate
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Limits, Scheduler
 
@@ -22,14 +24,18 @@ BLOCKS, BLOCK = 64, 4
 
 
 class Dormitory(FixedWorker):
-    """A worker that sleeps and comes back with an empty KV cache. `broken` parts can't be had again."""
+    """A worker that sleeps and comes back with an empty KV cache. `broken` parts can't be had again, and a `sleepless`
+    worker fails to sleep."""
 
     can_sleep = True
 
     def __init__(self):
         self.slept, self.woken, self.broken = [], [], set()
+        self.sleepless = False
 
     def sleep(self, level):
+        if self.sleepless:
+            raise OSError("no memory is left on the host")
         self.slept.append(level)
 
     def wake_up(self, part):
@@ -41,17 +47,25 @@ class Dormitory(FixedWorker):
         return ToyDevice(BLOCKS, BLOCK)
 
 
-def make_loop(*, depth=0, sleeper=None):
+class Refusing(EngineHook):
+    """A feature that refuses each request for it, but only once it is queued."""
+
+    name = "refusing"
+
+    def namespace(self, spec):
+        raise InvalidRequestError("no", param="refusing")
+
+
+def make_loop(*, depth=0, sleeper=None, hooks=()):
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=120, max_ahead=depth + 1)
-    scheduler = Scheduler(KVCache(BLOCKS, BLOCK), limits, make_policy("fcfs"))
+    scheduler = Scheduler(KVCache(BLOCKS, BLOCK), limits, make_policy("fcfs"), hooks=hooks)
     return EngineLoop(scheduler, ToyDevice(BLOCKS, BLOCK), depth, worker=sleeper)
 
 
-def ask(name, *, length=10, **params):
+def ask(name, *, length=10, options=None, **params):
     prompt = [ord(char) for char in name] * 3
-    return GenerateRequest(
-        id=name, tokens=prompt, params=SamplingParams(seed=0, max_tokens=length, ignore_eos=True, **params)
-    )
+    params = SamplingParams(seed=0, max_tokens=length, ignore_eos=True, **params)
+    return GenerateRequest(id=name, tokens=prompt, params=params, options=options or {})
 
 
 def expected(request):
@@ -147,6 +161,32 @@ def test_who_waits_at_the_gate_may_leave_and_is_checked():
     assert story.tokens == {"stays": expected(ask("stays"))}
 
 
+def test_a_held_request_that_would_be_refused_can_be_aborted():
+    loop = make_loop(hooks=[Refusing()])
+    loop.pause(PauseMode.KEEP)
+    loop.add(ask("a", n=2, options={"refusing": msgspec.Raw(b"\x90")}))
+    assert [(delta.index, delta.finish) for delta in loop.abort("a")] == [
+        (0, FinishReason.ABORT),
+        (1, FinishReason.ABORT),
+    ]
+    assert loop.stats().num_waiting == 0
+    assert loop.resume() == []
+
+
+def test_a_choice_of_a_held_request_ends_alone_and_the_others_wait_for_the_end_of_the_pause():
+    loop = make_loop()
+    story = Story(loop)
+    loop.pause(PauseMode.ABORT)
+    loop.add(ask("a", n=2))
+    assert [(delta.index, delta.finish) for delta in loop.abort("a", 1)] == [(1, FinishReason.ABORT)]
+    assert loop.abort("a", 1) == []
+    assert (loop.busy, loop.stats().num_waiting) == (False, 1)
+    story.take(loop.resume())
+    assert not story.ends
+    story.finish()
+    assert story.tokens["a"] == expected(ask("a"))
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_stands_still_in_a_sleep_is_computed_again(level, depth):
@@ -205,6 +245,57 @@ def test_a_wake_up_that_fails_can_be_tried_again():
         loop.wake_up(SleepTag)
     assert loop.stats().sleep_level == 2
     sleeper.broken = set()
+    loop.wake_up(SleepTag)
+    assert loop.stats().sleep_level == AWAKE
+
+
+def test_a_wake_up_repairs_what_a_sleep_that_failed_left_behind():
+    sleeper = Dormitory()
+    loop = make_loop(sleeper=sleeper)
+    story = Story(loop)
+    loop.add(ask("a"))
+    story.step(2)
+    story.take(loop.pause(PauseMode.KEEP))
+    story.settle()
+    sleeper.sleepless = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="no memory"):
+            loop.sleep(1)
+        assert (loop.stats().sleep_level, loop.stats().paused) == (1, True)
+    with pytest.raises(EngineStateError, match="sleeps"):
+        loop.resume()
+    story.take(loop.wake_up(SleepTag))
+    story.finish()
+    assert story.tokens["a"] == expected(ask("a"))
+
+
+def test_a_sleep_that_failed_can_be_tried_again():
+    sleeper = Dormitory()
+    loop = make_loop(sleeper=sleeper)
+    loop.pause(PauseMode.ABORT)
+    sleeper.sleepless = True
+    with pytest.raises(OSError, match="no memory"):
+        loop.sleep(1)
+    sleeper.sleepless = False
+    loop.sleep(1)
+    loop.sleep(1)
+    assert sleeper.slept == [1]
+
+
+@pytest.mark.parametrize(
+    ("part", "again", "level"),
+    [(SleepTag.WEIGHTS, 2, 2), (SleepTag.WEIGHTS, 1, 1), (SleepTag.KV_CACHE, 2, 2), (SleepTag.KV_CACHE, 1, 2)],
+)
+def test_a_part_that_was_woken_sleeps_again(part, again, level):
+    sleeper = Dormitory()
+    loop = make_loop(sleeper=sleeper)
+    loop.pause(PauseMode.ABORT)
+    loop.sleep(2)
+    loop.wake_up([part])
+    loop.sleep(again)
+    assert (sleeper.slept, loop.stats().sleep_level) == ([2, level], level)
+    loop.wake_up([part])
+    assert loop.stats().sleep_level == level
     loop.wake_up(SleepTag)
     assert loop.stats().sleep_level == AWAKE
 

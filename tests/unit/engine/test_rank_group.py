@@ -112,3 +112,21 @@ def test_no_descriptor_is_left(make: Make) -> None:
     group = make(2)
     group.close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_may_report_a_failure_while_reports_are_read() -> None:
+    """Threads that listen to other ranks add reports."""
+    failures: dict[int, tuple[int, str, float]] = {}
+
+    class Number(int):
+        """A step's number, at whose comparison another report arrives."""
+
+        def __le__(self, other: int) -> bool:
+            failures[10] = 1, "late", 0.0
+            return super().__le__(other)
+
+    failures |= {Number(8): (1, "early", 0.0), Number(9): (1, "early", 0.0)}
+    group = RankGroup.__new__(RankGroup)
+    group._failures = failures
+    group._check_agreed(5)
+    assert 10 in failures

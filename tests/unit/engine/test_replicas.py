@@ -183,11 +183,136 @@ async def test_a_replica_that_executes_a_command_is_not_ended(monkeypatch: pytes
         assert _hanging(busy, looks_stopped=0) == "no step has completed"
 
 
+class Told(CoreClient):
+    """A client of no core: commands succeed, or fail with `error`, and its statistics are what the test sets."""
+
+    info = fake_info()
+    commanded = stopped = False
+    slow_readers = 0
+
+    def __init__(self) -> None:
+        self.current = EngineStats()
+        self.error: Exception | None = None
+        self.death: str | None = None
+
+    @property
+    def dead(self) -> str | None:
+        return self.death
+
+    def stats(self) -> EngineStats:
+        return self.current
+
+    def health(self) -> Health:
+        return Health(ok=self.death is None)
+
+    async def _call(self, command: object) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def two_told() -> AsyncIterator[tuple[ReplicaClient, list[Told]]]:
+    made = [Told(), Told()]
+
+    async def start(number: int) -> CoreClient:
+        return made[number]
+
+    client = await ReplicaClient.start(start, 2)
+    try:
+        yield client, made
+    finally:
+        await client.close()
+
+
+COMMANDS: dict[str, Callable[[ReplicaClient], Coroutine[Any, Any, Any]]] = {
+    "weights": lambda client: client.update_weights("new"),
+    "pause": lambda client: client.pause(PauseMode.KEEP),
+    "sleep": lambda client: client.sleep(1, PauseMode.ABORT),
+    "call": lambda client: client.call("some", "list", {}),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 @in_loop
-async def test_one_that_would_differ_stays_dead(caplog: pytest.LogCaptureFixture) -> None:
-    async with replicas() as (client, made):
+async def test_a_command_that_was_refused_sets_no_replica_apart(
+    command: Callable[[ReplicaClient], Coroutine[Any, Any, Any]],
+) -> None:
+    async with two_told() as (client, made):
+        for one in made:
+            one.error = UnsupportedError("no")
         with pytest.raises(UnsupportedError):
-            await client.pause(PauseMode.KEEP)
+            await command(client)
+        assert client._reason_against(1) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kept"),
+    [
+        (None, None, False),
+        (None, UnsupportedError("no"), False),
+        (EngineDeadError("The engine core failed at this: a bug"), UnsupportedError("no"), False),
+        (UnsupportedError("no"), UnsupportedError("no"), True),
+    ],
+)
+@in_loop
+async def test_weights_that_any_replica_may_have_replaced_do(
+    one: Exception | None, other: Exception | None, kept: bool
+) -> None:
+    async with two_told() as (client, made):
+        made[0].error, made[1].error = one, other
+        await asyncio.gather(client.update_weights("new"), return_exceptions=True)
+        assert (client._reason_against(1) is None) == kept
+
+
+@pytest.mark.parametrize(
+    ("stats", "reason"),
+    [
+        (EngineStats(), None),
+        (EngineStats(paused=True), "the engine is paused"),
+        (EngineStats(paused=True, sleep_level=1), "the engine sleeps"),
+        (EngineStats(feature_changed="some"), "calls have changed some"),
+    ],
+)
+@in_loop
+async def test_what_the_living_replicas_have_become_sets_a_new_one_apart(
+    stats: EngineStats, reason: str | None
+) -> None:
+    async with two_told() as (client, made):
+        made[1].death, made[1].current = "killed", EngineStats(paused=True)
+        made[0].current = stats
+        found = client._reason_against(1)
+        assert found is None if reason is None else str(found).startswith(reason)
+
+
+@in_loop
+async def test_a_replica_is_not_started_while_a_command_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.engine.replicas._LOOK_S", 0)
+    async with two_told() as (client, made):
+        gate = asyncio.Event()
+        monkeypatch.setattr(made[0], "_call", lambda command: gate.wait())
+        command = asyncio.create_task(client.resume())
+        await asyncio.sleep(0)
+        made[1].death = "killed"
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not client._restarts[1]
+        gate.set()
+        await command
+        async with asyncio.timeout(60):
+            while not client._restarts[1]:
+                await asyncio.sleep(0)
+
+
+@in_loop
+async def test_one_that_would_differ_stays_dead(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replicas() as (client, made):
+        monkeypatch.setattr(client._clients[0], "stats", lambda: EngineStats(paused=True))
         os.kill(made[1].pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             while "replica 1 has died and is not started again: the engine is paused" not in caplog.text:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,43 @@ def test_cancelling_keeps_what_was_answered(tmp_path: Path) -> None:
             assert done["error_file_id"] is None
             await eventually(lambda: not house.engine.running)
             assert (await ask(app, f"/v1/batches/{batch_id}/cancel")).error()["code"] == 409
+
+    asyncio.run(run())
+
+
+def test_a_batch_that_ends_while_it_is_cancelled_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        house = house_at(tmp_path, saying("x"))
+        async with running(house.app) as app:
+            service = service_of(app)
+            await service.files()
+            begun, go = threading.Event(), threading.Event()
+            assert service._store is not None
+            finish = service._store.finish
+
+            def late(*args: Any) -> None:
+                begun.set()
+                go.wait()
+                finish(*args)
+
+            monkeypatch.setattr(service._store, "finish", late)
+            durably = service.durably
+
+            async def ending(work: Callable[[], Any]) -> Any:
+                """Let the disk's thread go on once the cancel is queued behind the end."""
+                asyncio.get_running_loop().call_soon(go.set)
+                return await durably(work)
+
+            batch_id = await begin(app, [line("a")])
+            await eventually(begun.is_set)
+            monkeypatch.setattr(service, "durably", ending)
+            refusal = (await ask(app, f"/v1/batches/{batch_id}/cancel")).error()
+            assert (refusal["code"], refusal["param"]) == (409, "batch_id")
+            done = await ended(app, batch_id)
+            assert (done["status"], done["cancelling_at"]) == ("completed", None)
+            await eventually(lambda: not service.active)
 
     asyncio.run(run())
 

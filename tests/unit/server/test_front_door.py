@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
+from octavo.core.request import BACKGROUND
 from octavo.server.process.keys import with_key_file
 
 CHAT = "/v1/chat/completions"
@@ -100,6 +102,29 @@ def test_waiting_tokens_are_bounded_but_one_request_always_fits() -> None:
     asyncio.run(visit())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_waits_until_its_first_token_arrives(stream: bool) -> None:
+    async def visit() -> None:
+        gate, steps = asyncio.Event(), 0
+
+        async def pace() -> None:
+            nonlocal steps
+            steps += 1
+            if steps > 3:
+                await gate.wait()
+
+        house = make_house(saying("many words"), ServerConfig(max_num_queued_tokens=20), pace=pace)
+        body = {"prompt": "x" * 50, "stream": stream}
+        visitors = [Visitor(house.app, "/v1/completions", body)]
+        await eventually(lambda: steps > 3)
+        visitors.append(Visitor(house.app, "/v1/completions", body))
+        await eventually(lambda: len(house.engine.running) == 2 or visitors[1].answer.status == 429)
+        gate.set()
+        assert [(await one.whole()).status for one in visitors] == [200, 200]
+
+    asyncio.run(visit())
+
+
 def test_unknown_fields_are_refused_if_asked_to() -> None:
     body = HELLO | {"temprature": 1}
     (warning,) = ask_now(make_house(saying("x")).app, CHAT, body).json()["warnings"]
@@ -123,6 +148,27 @@ def test_a_priority_that_nobody_asks_for_says_so() -> None:
     assert ask_now(strict, CHAT, HELLO | {"priority": 0}).status == 200
     house = make_house(saying("x"), ServerConfig(strict_params=True), scheduling_policy="priority")
     assert "warnings" not in ask_now(house.app, CHAT, body).json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", HELLO | {"model": "toy", "max_tokens": 5}),
+        ("/v1/responses", {"input": "x"}),
+        ("/inference/v1/generate", {"token_ids": [5]}),
+    ],
+)
+def test_clients_have_no_background_priority(path: str, body: dict[str, Any]) -> None:
+    house = make_house(saying("x"), scheduling_policy="priority")
+    answer = ask_now(house.app, path, body | {"priority": BACKGROUND})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "priority")
+    assert answer.json()["error"]["message"].startswith(f"priority must be less than {BACKGROUND}")
+    assert ask_now(house.app, path, body | {"priority": BACKGROUND - 1}).status == 200
+    refusal = ask_now(house.app, CHAT, HELLO, headers={"X-Vllm-Priority": str(BACKGROUND)}).error()
+    assert (refusal["code"], refusal["param"]) == (400, "X-Vllm-Priority")
+    assert len(house.engine.requests) == 1
 
 
 def test_a_header_may_say_the_priority() -> None:

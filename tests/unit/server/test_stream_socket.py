@@ -168,6 +168,19 @@ def test_several_requests_share_a_socket_and_each_is_cancelled_alone() -> None:
     in_loop(scenario)
 
 
+def test_a_request_and_its_cancel_may_arrive_together() -> None:
+    async def scenario() -> None:
+        house = make_house(saying("never ending"))
+        async with open_socket(house.app) as socket:
+            socket.request("a")
+            socket.say({"type": "cancel", "id": "a"})
+            assert await socket.hear() == {"type": "cancelled", "id": "a"}
+            socket.request("a")
+            assert (await socket.answer("a"))[1] == {"type": "done", "id": "a"}
+
+    in_loop(scenario)
+
+
 def test_who_leaves_frees_all_requests() -> None:
     async def scenario() -> None:
         house = make_house(saying("x"), pace=asyncio.Event().wait)

@@ -12,12 +12,12 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.request import BACKGROUND, GenerateRequest
+from octavo.core.request import GenerateRequest
 from octavo.features.pooling.http.answers import VectorUsage
 from octavo.features.pooling.http.protocol import InputBody, VectorBody
 from octavo.features.pooling.params import Pooled, PooledOutput, PoolingSpec
 from octavo.features.pooling.payload import NAME
-from octavo.features.pooling.requests import Pair, PoolingFailedError, PoolingPreparer, pool
+from octavo.features.pooling.requests import Pair, PoolingAbortedError, PoolingFailedError, PoolingPreparer, pool
 from octavo.features.pooling.text import PoolingText
 from octavo.server.body import check_count, require
 from octavo.server.context import ServerContext, answer_id, engine_id
@@ -93,7 +93,7 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: PoolingReply) -> Ca
             prompt,
             params,
             request_id=engine_id(reply.id),
-            priority=BACKGROUND if ctx.background else body.priority or 0,
+            priority=ctx.priority(body.priority),
             namespace=body.cache_salt or "",
             add_special_tokens=body.add_special_tokens is not False,
             truncate=body.truncate_prompt_tokens,
@@ -181,6 +181,6 @@ async def _tracked(ctx: ServerContext, job: GenerateRequest) -> AsyncGenerator[P
         try:
             output = await pool(ctx.frontend.engine, job)
         except PoolingFailedError as exc:
-            raise ApiError(500, str(exc)) from exc
+            raise ApiError(503 if isinstance(exc, PoolingAbortedError) else 500, str(exc)) from exc
         record.observe_whole(output.times, cached=output.num_cached_tokens, preemptions=output.num_preemptions)
         yield output

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.output import RequestOutput
-from octavo.core.request import BACKGROUND
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext, engine_id
 from octavo.server.errors import json_response
@@ -61,7 +60,7 @@ async def _job(
         text,
         params,
         request_id=engine_id(name),
-        priority=BACKGROUND if ctx.background else 0,
+        priority=ctx.priority(None),
         namespace=body.cache_salt or "",
         add_special_tokens=False,
         param="input",

@@ -31,7 +31,7 @@ RECALLED = "/own/responses"
 """Path for other processes to retrieve a response and its input."""
 _FAILED, _CANCELLED = "failed", "cancelled"
 _PREFIX = "resp_"
-_CUT = {"length": "max_output_tokens", "repetition": "repetition"}
+_CUT = {"length": "max_output_tokens", "repetition": "repetition", "abort": "abort"}
 """Finish reasons of incomplete answers -> the reason in `incomplete_details`."""
 
 

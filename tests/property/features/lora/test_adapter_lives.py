@@ -91,7 +91,7 @@ def adapted(world: World, paths, *, failures=0.0, churn=0.0, read_failures=0.0, 
     world.device.__class__ = LoraDevice
     world.device._mover = worker.mover(latency=rng.choice([0.3, 1.0]), failures=failures)
     world.scheduler.attach(worker.call)
-    world.device.prepare(lambda slot: uid_in(world, driver, slot))
+    world.device.prepare(lambda slot: uid_in(world, driver, slot), worker)
     world.driver = driver
     return world
 
@@ -143,7 +143,7 @@ def settle(world: World) -> Driver:
     for name in [one["name"] for one in driver.call("list", {})["adapters"]]:
         driver.call("unload", {"name": name}).result(0)
     assert residency.everything == []
-    assert driver.worker.host == set()
+    assert driver.worker.host == driver.worker.known == set()
     world.check()
     return driver
 

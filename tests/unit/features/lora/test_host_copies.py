@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.host import HostCopy
-from octavo.features.lora.layout import Geometry, Target, TargetPart
+from octavo.features.lora.layout import Geometry, Manifest, Target, TargetPart
 from octavo.features.lora.payload import Reading, Source, page_names
 from octavo.features.lora.reader import OpenAdapter, Reader
 from octavo.features.lora.targets import Targets
@@ -165,3 +165,15 @@ def test_files_that_are_not_in_the_page_cache_are_read_at_once(
     monkeypatch.setattr("octavo.features.lora.reader._cached", lambda path: False)
     worker.call("read", msgspec.to_builtins(reading(tmp_path))).result(10)
     assert worker._host.copies[1].made
+
+
+def test_a_layout_is_kept_until_the_adapter_is_forgotten(worker: LoraWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter in blocks may have its first step long after its copy in the host's memory was dropped."""
+    monkeypatch.setattr(worker._host, "read", lambda reader, reading: SimpleNamespace(layout=reading.uid, version=""))
+    for uid in range(300):
+        worker.call("read", msgspec.to_builtins(Reading(uid, (), Manifest(())))).result(10)
+        worker.call("drop", {"uid": uid})
+    assert list(worker._layouts) == list(range(300))
+    for uid in range(1, 300):
+        worker.call("forget", {"uid": uid})
+    assert list(worker._layouts) == [0]

@@ -50,12 +50,14 @@ class SleepyWorker(FixedWorker):
 
     can_sleep = True
     device: Recording
+    host: ToyWorker
 
     def executor(self) -> Any:
+        self.host.asleep = False
         return self.device
 
     def sleep(self, level: int) -> None:
-        pass
+        self.host.asleep = True
 
     def wake_up(self, part: SleepTag) -> None:
         pass
@@ -73,9 +75,9 @@ class House:
         self.scheduler = Scheduler(KVCache(num_blocks, 4), limits, make_policy("fcfs"), hooks=[self.hook])
         self.device = Recording(num_blocks, 4, mover=self.worker.mover(latency=1.0))
         self.device.plans = []
-        self.device.prepare(self.uid_in)
+        self.device.prepare(self.uid_in, self.worker)
         sleepy = SleepyWorker()
-        sleepy.device = self.device
+        sleepy.device, sleepy.host = self.device, self.worker
         self.loop = EngineLoop(self.scheduler, self.device, depth, worker=sleepy)
         self.scheduler.attach(self.worker.call)
         self.ends: list[str] = []
@@ -220,6 +222,19 @@ def test_the_least_recently_used_adapter_leaves_first_and_a_pinned_one_last(path
     assert states == {"a": "device", "b": "host", "c": "device", "head": "disk", "gain": "disk"}
 
 
+def test_the_worker_half_knows_a_pinned_adapter_that_no_step_has_used(paths: dict[str, str]) -> None:
+    house = House(paths, max_loras=2, max_cpu_loras=1)
+    house.call("pin", name="a")
+    for name in ("b", "c", "b", "head"):
+        house.ask(name, name)
+        house.run()
+    uids = {one.label: one.uid for one in house.hook._residency.everything}
+    assert set(uids) == {"a", "head"}
+    assert house.worker.known == set(uids.values())
+    house.ask("late", "a")
+    assert house.run() == ["late"]
+
+
 def test_quiet_adapters_make_room_before_anybody_is_preempted(paths: dict[str, str]) -> None:
     house = House(paths, num_blocks=14)
     for name in ("a", "b", "c"):
@@ -272,6 +287,24 @@ def test_an_unload_waits_for_its_requests(paths: dict[str, str]) -> None:
     assert house.worker.host == set()
     with pytest.raises(ModelNotFoundError):
         house.call("unload", name="a")
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "changed"),
+    [
+        ("list", {}, False),
+        ("find", {"name": "a"}, False),
+        ("find", {"name": "nobody"}, False),
+        ("unload", {"name": "a"}, True),
+        ("pin", {"name": "a"}, True),
+    ],
+)
+def test_calls_that_only_read_change_nothing(
+    paths: dict[str, str], method: str, args: dict[str, Any], changed: bool
+) -> None:
+    house = House(paths)
+    house.call(method, **args)
+    assert house.loop.stats().feature_changed == (NAME if changed else "")
 
 
 def test_of_two_loads_of_a_name_the_first_to_arrive_counts(paths: dict[str, str]) -> None:
@@ -388,6 +421,43 @@ def test_names_can_be_loaded_in_a_sleep_and_adapters_come_back_after_it(paths: d
         house.step()
     assert pinned.result() == {}
     assert house.last["2"].finish is FinishReason.LENGTH
+
+
+def test_a_pin_in_a_sleep_ends_no_frozen_request_of_the_adapter(paths: dict[str, str]) -> None:
+    house = House(paths, max_cpu_loras=1, max_loras=2)
+    house.ask("frozen", "a", max_tokens=20)
+    while not house.scheduler.stats().generation_tokens:
+        house.worker.turn()
+        house.step()
+    house.ask("other", "b")
+    while "other" not in house.ends:
+        house.worker.turn()
+        house.step()
+    house.loop.pause(PauseMode.KEEP)
+    while not house.loop.settled:
+        house.step()
+    house.loop.sleep(1)
+    pinned = house.loop.call(NAME, "pin", {"name": "a"})
+    house.step(3)
+    house.loop.wake_up(list(SleepTag))
+    house.run()
+    assert house.last["frozen"].finish is FinishReason.LENGTH
+    assert pinned.result() == {}
+
+
+def test_adapters_that_a_sleep_replaces_are_forgotten_after_it(paths: dict[str, str]) -> None:
+    house = House({"a": paths["a"]})
+    house.ask("1", "a")
+    house.run()
+    assert len(house.worker.host) == 1
+    house.loop.pause(PauseMode.KEEP)
+    house.loop.sleep(1)
+    house.call("load", name="a", path=paths["a"], in_place=True)
+    house.loop.wake_up(list(SleepTag))
+    house.step()
+    assert house.worker.host == house.worker.known == set()
+    house.ask("2", "a")
+    assert house.run() == ["2"]
 
 
 def test_other_weights_outdate_adapters_that_depend_on_them(paths: dict[str, str]) -> None:

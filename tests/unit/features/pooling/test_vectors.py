@@ -344,6 +344,20 @@ def test_a_client_that_leaves_takes_its_requests_along() -> None:
     asyncio.run(scene())
 
 
+def test_a_vector_that_the_engine_aborts_can_be_asked_for_again() -> None:
+    async def scene() -> None:
+        gate = asyncio.Event()
+        app, engine = house(pace=gate.wait)
+        visitor = Visitor(app, "/v1/embeddings", {"input": "a"})
+        await eventually(lambda: len(engine.running) == 1)
+        await engine.abort_named(None)
+        gate.set()
+        answer = await visitor.whole()
+        assert (answer.status, "send it again" in answer.error()["message"]) == (503, True)
+
+    asyncio.run(scene())
+
+
 def test_a_line_of_a_batch_may_ask_for_vectors_in_the_background() -> None:
     """Behind what others ask for."""
     engine = FakeEngine(
