@@ -35,7 +35,8 @@ class GPTQ(Method):
                 f"{', '.join(map(str, BITS))} bits. Serve another checkpoint of the model."
             )
         self._bits = int(bits)
-        self._offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+        self._offset = 0 if (settings.get("checkpoint_format") or settings.get("format")) == "gptq_v2" else 1
+        self._is_symmetric = settings.get("sym") is True
         self._in_order_of_activations = bool(settings.get("desc_act"))
 
     def modules(self, names: Set[str]) -> Set[str]:
@@ -50,7 +51,7 @@ class GPTQ(Method):
         scales = module.stored("scales", SCALE_DTYPES, None, outputs)
         groups = len(scales)
         words = module.stored("qzeros", WORDS, groups, -(-outputs * bits // 32))
-        zeros = unpack(words, bits, outputs) + self._offset & (1 << bits) - 1
+        zeros = self._zeros(unpack(words, bits, outputs), bits)
         values = unpack(module.stored("qweight", WORDS, None, outputs).T, bits, inputs)
         needs_order = self._in_order_of_activations and groups > 1
         order = group_order(module, ("scales", "g_idx"), inputs, groups, needed=needs_order)
@@ -63,6 +64,14 @@ class GPTQ(Method):
             return None
         given = own_groups(module, "g_idx", index[1], self.shape(module)[1], module.shape("scales")[0])
         return None if given is None else module.part(cuts, given)
+
+    def _zeros(self, stored: Tensor, bits: int) -> Tensor:
+        """Return zero points, of those that are stored.
+
+        Some symmetric checkpoints name version 1, but store zero points as version 2 does: all in the middle.
+        """
+        is_version_2 = self._is_symmetric and bool((stored == 1 << (bits - 1)).all())
+        return stored if is_version_2 else stored + self._offset & (1 << bits) - 1
 
     def _bits_of(self, module: Module) -> int:
         """Return a module's number of bits: GPTQModel's setting "dynamic" may give modules numbers of their own."""
@@ -78,6 +87,8 @@ class GPTQ(Method):
 def group_order(module: Module, suffixes: tuple[str, str], inputs: int, groups: int, *, needed: bool) -> Tensor | None:
     """Return each input's group, if groups are not runs of adjacent inputs in ascending order.
 
+    Some tools leave the tensor zero if inputs are in order.
+
     Args:
         suffixes: of the scales, and of the tensor with the groups.
         needed: the checkpoint's configuration says that inputs are in another order.
@@ -91,7 +102,8 @@ def group_order(module: Module, suffixes: tuple[str, str], inputs: int, groups: 
         order = module.tensor(suffix).long()
         if order.shape != (inputs,) or not bool(((order >= 0) & (order < groups)).all()):
             raise module.wrong(suffix, f"does not give one of {groups} groups for each of {inputs} inputs")
-        if not torch.equal(order, torch.arange(inputs) // -(-inputs // groups)):
+        is_unset = not needed and not bool(order.any())
+        if not is_unset and not torch.equal(order, torch.arange(inputs) // -(-inputs // groups)):
             return order
     check_groups(module, scales, inputs, groups)
     return None
