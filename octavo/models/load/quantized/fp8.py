@@ -16,6 +16,16 @@ from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, M
 from octavo.nn.weights import E2M1, Index, InputScale
 
 _TILE = 128
+_ALGORITHMS = (
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_PB_WO",
+    "NVFP4",
+    "NVFP4_AWQ",
+    "W4A16_NVFP4",
+    "MIXED_PRECISION",
+)
+"""ModelOpt's `quant_algo`."""
 
 
 class FP8(Method):
@@ -52,7 +62,7 @@ class FP8(Method):
     def shape(self, module: Module) -> tuple[int, ...]:
         return module.shape("weight")
 
-    def matrix(self, module: Module) -> Codes:
+    def matrix(self, module: Module) -> Codes | Tensor:
         weight = module.stored("weight", FLOATS_8, None, None)
         if module.has("weight_scale_inv"):
             return tiled(module, weight, module.tensor("weight_scale_inv"), "weight_scale_inv", self._tile)
@@ -72,14 +82,18 @@ class FP8(Method):
 
 
 class ModelOpt(FP8):
-    """NVIDIA ModelOpt's: FP8 per matrix, or NVFP4: `weight` [N, K / 2] of pairs, `weight_scale` [N, K / 16] in E4M3,
-    `weight_scale_2` for all."""
+    """NVIDIA ModelOpt's: FP8 per matrix, output or tile, or NVFP4: `weight` [N, K / 2] of pairs, `weight_scale`
+    [N, K / 16] in E4M3, `weight_scale_2` for all. `pre_quant_scale` [K], if there is one, multiplies the inputs."""
 
     name = "ModelOpt"
-    suffixes = (*FP8.suffixes, "weight_scale_2")
+    suffixes = (*FP8.suffixes, "weight_scale_2", "pre_quant_scale")
 
     def __init__(self, settings: Settings) -> None:
+        """Raise ConfigError for other algorithms."""
         super().__init__(settings)
+        _check_algorithm("quant_algo", settings)
+        for name, layer in (settings.get("quantized_layers") or {}).items():
+            _check_algorithm(f"quantized_layers.{name}.quant_algo", layer)
         groups = (settings.get("config_groups") or {}).values()
         self._dynamic = any((group.get("input_activations") or {}).get("dynamic") is True for group in groups)
         self.is_static = settings.get("quant_algo") == "FP8"
@@ -88,9 +102,17 @@ class ModelOpt(FP8):
         rows, columns = module.sizes("weight")
         return (rows, columns * 2) if module.has("weight_scale_2") else (rows, columns)
 
-    def matrix(self, module: Module) -> Codes:
-        if not module.has("weight_scale_2"):
-            return super().matrix(module)
+    def matrix(self, module: Module) -> Codes | Tensor:
+        codes = self._pairs(module) if module.has("weight_scale_2") else super().matrix(module)
+        if not module.has("pre_quant_scale"):
+            return codes
+        factors = module.stored("pre_quant_scale", SCALE_DTYPES, self.shape(module)[1])
+        return (codes.dequantized() if isinstance(codes, Codes) else codes) * factors.float()
+
+    def cut(self, module: Module, index: Index) -> Module | None:
+        return None if module.has("pre_quant_scale") else super().cut(module, index)
+
+    def _pairs(self, module: Module) -> Codes:
         rows, columns = self.shape(module)
         scales = module.stored("weight_scale", (torch.float8_e4m3fn,), rows, columns // 16)
         pairs = module.stored("weight", BYTES, rows, columns // 2)
@@ -101,6 +123,16 @@ class ModelOpt(FP8):
         if self._dynamic or not (self.is_static or module.has("input_scale")):
             return None
         return partial(module.input_scale, "input_scale")
+
+
+def _check_algorithm(key: str, settings: Settings) -> None:
+    """Raise ConfigError for a ModelOpt algorithm that is not read."""
+    algorithm = settings.get("quant_algo")
+    if algorithm and str(algorithm).upper() not in _ALGORITHMS:
+        raise ConfigError(
+            f"quantization_config.{key} is {algorithm!r}; Octavo reads {', '.join(_ALGORITHMS)} of ModelOpt. Serve "
+            "another checkpoint of the model."
+        )
 
 
 def scale_dims(

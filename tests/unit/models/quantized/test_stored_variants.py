@@ -9,9 +9,10 @@ import torch
 from quantized_kit import EXAMPLES, Example, Stored, gptq
 from torch import Tensor
 
-from octavo.models.load.quantized.table import dequantizing
+from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.load.quantized.table import dequantizing, method_of
 from octavo.models.load.tensors import TensorCheckpoint
-from octavo.nn.weights import TensorSpec
+from octavo.nn.weights import Index, TensorSpec
 
 ROWS, COLUMNS = 64, 128
 
@@ -21,11 +22,11 @@ def written(example: Example) -> tuple[Stored, Tensor]:
     return example.write(torch.randn(ROWS, COLUMNS))
 
 
-def values_of(stored: Stored, settings: dict[str, Any]) -> Tensor:
+def values_of(stored: Stored, settings: dict[str, Any], index: Index | None = None) -> Tensor:
     tensors = {f"a.proj.{suffix}": tensor for suffix, tensor in stored.items()}
     view = dequantizing(TensorCheckpoint(tensors), {"quantization_config": settings})
     assert view.names() == {"a.proj.weight"}
-    return view.tensor("a.proj.weight", TensorSpec((ROWS, COLUMNS), torch.float32)).double()
+    return view.tensor("a.proj.weight", TensorSpec((ROWS, COLUMNS), torch.float32), index).double()
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -59,3 +60,44 @@ def test_gptq_groups_that_are_all_zero_are_in_order() -> None:
     stored, exact = written(example)
     stored["g_idx"].zero_()
     torch.testing.assert_close(values_of(stored, example.settings), exact)
+
+
+@pytest.mark.parametrize("part", [None, (slice(0, 32), slice(64, 128))], ids=["whole", "part"])
+@pytest.mark.parametrize("name", ["nvfp4-modelopt", "fp8-modelopt"])
+def test_a_factor_of_inputs_is_part_of_the_weights(name: str, part: Index | None) -> None:
+    """ModelOpt's AWQ divides weights by it."""
+    stored, exact = written(EXAMPLES[name])
+    stored["pre_quant_scale"] = torch.rand(COLUMNS) + 0.5
+    values = values_of(stored, EXAMPLES[name].settings | {"quant_algo": "NVFP4_AWQ"}, part)
+    expected = exact * stored["pre_quant_scale"].double()
+    torch.testing.assert_close(values, expected if part is None else expected[part], rtol=1e-6, atol=1e-9)
+
+
+def test_a_factor_of_inputs_must_have_one_number_for_each() -> None:
+    stored, _ = written(EXAMPLES["nvfp4-modelopt"])
+    stored["pre_quant_scale"] = torch.ones(COLUMNS - 1)
+    with pytest.raises(ModelFileError, match=r"a\.proj\.pre_quant_scale .* is float32 \[127\], not .* \[128\]"):
+        values_of(stored, EXAMPLES["nvfp4-modelopt"].settings)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ModelOpt's integers": (
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+        r"quant_algo is 'W4A16_AWQ'; Octavo reads FP8",
+    ),
+    "ModelOpt's integers in some layers": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a.proj": {"quant_algo": "W4A8_AWQ"}},
+        },
+        r"quantized_layers.a.proj.quant_algo is 'W4A8_AWQ'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_form_that_is_not_read_is_refused(what: str) -> None:
+    settings, says = REFUSED[what]
+    with pytest.raises(ConfigError, match=rf"quantization_config\.{says}.* Serve another checkpoint of the model"):
+        method_of({"quantization_config": settings})
