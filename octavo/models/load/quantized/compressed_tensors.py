@@ -69,6 +69,7 @@ class CompressedTensors(Method):
                 f"quantization_config.format is {unknown[0]!r}; Octavo reads {', '.join(_READ)} of compressed-tensors. "
                 "Serve another checkpoint of the model."
             )
+        _check_rotations(settings)
         blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
         self._tile = tuple(next((block for block in blocks if block), (128, 128)))
         self._groups = list(groups)
@@ -216,6 +217,17 @@ class CompressedTensors(Method):
         classes = [group for group in self._groups if "Linear" in _targets(group)]
         found = named or classes
         return found[0] if found else {}
+
+
+def _check_rotations(settings: Settings) -> None:
+    """Raise ConfigError if activations are to be transformed; transforms of weights are part of the stored ones."""
+    groups = ((settings.get("transform_config") or {}).get("config_groups") or {}).items()
+    for name, location in [(name, one.get("location")) for name, group in groups for one in group.get("apply") or ()]:
+        if location not in ("weight_input", "weight_output"):
+            raise ConfigError(
+                f"quantization_config.transform_config.config_groups.{name} is applied at {location!r}; Octavo has no "
+                "transforms of activations. Serve another checkpoint of the model."
+            )
 
 
 def _has_input_scale(group: Mapping[str, Any]) -> bool:

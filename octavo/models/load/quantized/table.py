@@ -18,13 +18,22 @@ from octavo.models.load.quantized.mxfp4 import MXFP4
 from octavo.models.load.quantized.torchao import TorchAO
 from octavo.models.load.quantized.view import QuantizedCheckpoint
 
+_ROTATIONS = ("rotation_config", "spinquant_config", "transform_config")
+"""AutoRound's settings of rotations."""
+
 
 def _auto_round(settings: Settings) -> Method:
     """AutoRound (https://arxiv.org/abs/2309.05516) writes other methods' layouts.
 
     Raises:
-        ConfigError: the layout is not read.
+        ConfigError: the layout is not read, or activations are to be rotated.
     """
+    for key in _ROTATIONS:
+        if settings.get(key):
+            raise ConfigError(
+                f"quantization_config.{key} is {settings[key]!r}; Octavo has no rotations of activations. Serve "
+                "another checkpoint of the model."
+            )
     layout = settings.get("packing_format", "auto_round:auto_gptq")
     if layout not in _LAYOUTS:
         raise ConfigError(

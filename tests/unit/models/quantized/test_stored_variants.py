@@ -80,6 +80,18 @@ def test_a_factor_of_inputs_must_have_one_number_for_each() -> None:
         values_of(stored, EXAMPLES["nvfp4-modelopt"].settings)
 
 
+def transforms(*locations: str) -> dict[str, Any]:
+    """compressed-tensors' transforms, applied at these locations."""
+    apply = [{"targets": ["re:.*down_proj$"], "location": location} for location in locations]
+    return {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}}
+
+
+def test_transforms_of_weights_are_part_of_the_stored_ones() -> None:
+    stored, exact = written(EXAMPLES["w4a16"])
+    settings = EXAMPLES["w4a16"].settings | transforms("weight_input", "weight_output")
+    torch.testing.assert_close(values_of(stored, settings), exact)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ModelOpt's integers": (
         {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
@@ -92,6 +104,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "quantized_layers": {"a.proj": {"quant_algo": "W4A8_AWQ"}},
         },
         r"quantized_layers.a.proj.quant_algo is 'W4A8_AWQ'",
+    ),
+    "rotations of activations": (
+        EXAMPLES["w4a16"].settings | transforms("weight_input", "input"),
+        r"transform_config.config_groups.R4 is applied at 'input'; Octavo has no transforms of activations",
+    ),
+    "AutoRound's rotations": (
+        EXAMPLES["auto-round"].settings | {"rotation_config": {"hadamard_type": "hadamard"}},
+        r"rotation_config is .*; Octavo has no rotations of activations",
+    ),
+    "AutoRound's SpinQuant": (
+        EXAMPLES["auto-round"].settings | {"spinquant_config": {"r1": True}},
+        r"spinquant_config is .*; Octavo has no rotations",
     ),
 }
 
