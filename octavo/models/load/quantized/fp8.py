@@ -29,10 +29,11 @@ _ALGORITHMS = (
 
 
 class FP8(Method):
-    """`weight` [N, K] in a dtype of 8 bits, with `weight_scale_inv` per tile, or `weight_scale` per matrix or output.
+    """`weight` [N, K] in a dtype of 8 bits, with `weight_scale_inv` or `weight_scale` per matrix, output or tile.
 
-    Both are factors. So is the scale of activations, `input_scale` (AutoFP8) or `activation_scale` (Transformers),
-    which is used if `activation_scheme` is "static", and weights have no tiles.
+    Both are factors. Their shape says which: one number without `weight_block_size`, or [], is for the matrix. So is
+    the scale of activations, `input_scale` (AutoFP8) or `activation_scale` (Transformers), which is used if
+    `activation_scheme` is "static", and weights have no tiles.
     """
 
     name = "FP8"
@@ -47,6 +48,7 @@ class FP8(Method):
 
     def __init__(self, settings: Settings) -> None:
         """Raise ConfigError for tiles of no valid size."""
+        self._states_tiles = bool(settings.get("weight_block_size"))
         tile = settings.get("weight_block_size") or (_TILE, _TILE)
         if not isinstance(tile, Sequence) or len(tile) != 2 or not all(type(size) is int and size > 0 for size in tile):
             raise ConfigError(
@@ -64,10 +66,20 @@ class FP8(Method):
 
     def matrix(self, module: Module) -> Codes | Tensor:
         weight = module.stored("weight", FLOATS_8, None, None)
-        if module.has("weight_scale_inv"):
-            return tiled(module, weight, module.tensor("weight_scale_inv"), "weight_scale_inv", self._tile)
-        codes = coded(weight, per_output(module, weight, module.tensor("weight_scale")))
+        name = _scales_of(module)
+        scales = module.tensor(name)
+        if self._is_tiled(module, name):
+            return tiled(module, weight, _rows_and_columns(scales), name, self._tile)
+        codes = coded(weight, per_output(module, weight, scales, name))
         return replace(codes, input_scale=self._input_scale(module))
+
+    def _is_tiled(self, module: Module, name: str) -> bool:
+        """Return whether scales are those of tiles, by their shape."""
+        stored = module.shape(name)
+        if math.prod(stored) == 1:
+            return name == "weight_scale_inv" and self._states_tiles and len(stored) == 2
+        per_tile = [-(-size // part) for size, part in zip(self.shape(module), self._tile, strict=True)]
+        return name == "weight_scale_inv" or per_tile in ([*stored], [*stored[::2]])
 
     def _input_scale(self, module: Module) -> InputScale | None:
         if not self.is_static:
@@ -75,8 +87,9 @@ class FP8(Method):
         return partial(module.input_scale, "activation_scale" if module.has("activation_scale") else "input_scale")
 
     def cut(self, module: Module, index: Index) -> Module | None:
-        name = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
-        dims = scale_dims(module.shape(name), self.shape(module), self._tile if name == "weight_scale_inv" else None)
+        name = _scales_of(module)
+        tile = self._tile if self._is_tiled(module, name) else None
+        dims = scale_dims(module.shape(name), self.shape(module), tile)
         cuts = None if dims is None else self._cut_evenly(module, index, {"weight": (0, 1), name: dims})
         return None if cuts is None else module.part(cuts, {})
 
@@ -167,16 +180,29 @@ def tiled(module: Module, weight: Tensor, scales: Tensor, suffix: str, tile: tup
     return Codes(weight.view(torch.uint8), rows, tile[1], FLOATS[weight.dtype])
 
 
-def per_output(module: Module, weight: Tensor, scales: Tensor) -> Tensor:
+def per_output(module: Module, weight: Tensor, scales: Tensor, suffix: str = "weight_scale") -> Tensor:
     """Return scales of a matrix, [] or [N, 1].
+
+    Args:
+        scales: [], [1] or [1, 1] for the matrix; [N], [N, 1] or [1, N] for its outputs.
 
     Raises:
         ModelFileError: they are for something else.
     """
     outputs = weight.shape[0]
-    if scales.numel() not in (1, outputs) or scales.dtype not in SCALE_DTYPES:
-        raise module.wrong("weight_scale", _wrong_scales(scales, f"{outputs} outputs have [{outputs}, 1]"))
-    return scales.view(()) if scales.numel() == 1 else scales.view(-1, 1)
+    shapes = ((), (1,), (1, 1), (outputs,), (outputs, 1), (1, outputs))
+    if scales.shape not in shapes or scales.dtype not in SCALE_DTYPES:
+        raise module.wrong(suffix, _wrong_scales(scales, f"{outputs} outputs have [{outputs}, 1]"))
+    return scales.view(()) if scales.numel() == 1 else scales.reshape(-1, 1)
+
+
+def _scales_of(module: Module) -> str:
+    return "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
+
+
+def _rows_and_columns(scales: Tensor) -> Tensor:
+    """Return scales of tiles as [rows, columns], which ModelOpt stores as [rows, 1, columns, 1]."""
+    return scales.flatten(2).flatten(0, 1) if scales.dim() == 4 and scales.shape[1::2] == (1, 1) else scales
 
 
 def _wrong_scales(scales: Tensor, expected: str) -> str:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_kit import EXAMPLES, Example, Stored, gptq
+from quantized_kit import EXAMPLES, INPUT_SCALE, Example, Stored, fp8, gptq
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, ModelFileError
+from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.table import dequantizing, method_of
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.weights import Index, TensorSpec
@@ -22,11 +23,15 @@ def written(example: Example) -> tuple[Stored, Tensor]:
     return example.write(torch.randn(ROWS, COLUMNS))
 
 
-def values_of(stored: Stored, settings: dict[str, Any], index: Index | None = None) -> Tensor:
+def view_of(stored: Stored, settings: dict[str, Any]) -> Checkpoint:
     tensors = {f"a.proj.{suffix}": tensor for suffix, tensor in stored.items()}
     view = dequantizing(TensorCheckpoint(tensors), {"quantization_config": settings})
     assert view.names() == {"a.proj.weight"}
-    return view.tensor("a.proj.weight", TensorSpec((ROWS, COLUMNS), torch.float32), index).double()
+    return view
+
+
+def values_of(stored: Stored, settings: dict[str, Any], index: Index | None = None) -> Tensor:
+    return view_of(stored, settings).tensor("a.proj.weight", TensorSpec((ROWS, COLUMNS), torch.float32), index).double()
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -125,3 +130,41 @@ def test_a_form_that_is_not_read_is_refused(what: str) -> None:
     settings, says = REFUSED[what]
     with pytest.raises(ConfigError, match=rf"quantization_config\.{says}.* Serve another checkpoint of the model"):
         method_of({"quantization_config": settings})
+
+
+def renamed(stored: Stored, names: dict[str, str]) -> Stored:
+    return {names.get(suffix, suffix): tensor for suffix, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_transformers_stores_one_scale_under_the_name_of_tiles(shape: tuple[int, ...]) -> None:
+    stored, exact = written(EXAMPLES["fp8-static"])
+    stored = renamed(stored, {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"})
+    stored["weight_scale_inv"] = stored["weight_scale_inv"].view(shape)
+    settings = EXAMPLES["fp8-static"].settings | {"weight_block_size": None}
+    torch.testing.assert_close(values_of(stored, settings), exact, rtol=1e-6, atol=1e-9)
+    blocks = view_of(stored, settings).blocks("a.proj.weight", codes=True)
+    assert blocks is not None
+    assert blocks.input_scale is not None
+    assert blocks.input_scale() == pytest.approx(INPUT_SCALE)
+
+
+@pytest.mark.parametrize("method", ["fp8", "modelopt"])
+@pytest.mark.parametrize("stored_as", [(2, 128), (2, 1, 128, 1)], ids=str)
+@pytest.mark.parametrize("part", [None, (slice(0, 128), slice(None))], ids=["whole", "part"])
+def test_as_many_scales_of_tiles_as_outputs(method: str, stored_as: tuple[int, ...], part: Index | None) -> None:
+    stored, exact = fp8("tiles", method="modelopt").write(torch.randn(256, 128 * 128))
+    stored["weight_scale"] = stored["weight_scale"].view(stored_as)
+    settings = {"quant_method": method, "quant_algo": "FP8_PB_WO", "weight_block_size": [128, 128]}
+    values = view_of(stored, settings).tensor("a.proj.weight", TensorSpec(tuple(exact.shape), torch.float32), part)
+    torch.testing.assert_close(values.double(), exact if part is None else exact[part], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-compressed"])
+def test_scales_of_outputs_have_a_known_shape(name: str) -> None:
+    stored, exact = written(EXAMPLES[name])
+    stored["weight_scale"] = stored["weight_scale"].view(ROWS)
+    torch.testing.assert_close(values_of(stored, EXAMPLES[name].settings), exact, rtol=1e-6, atol=1e-9)
+    stored["weight_scale"] = stored["weight_scale"].view(8, 8)
+    with pytest.raises(ModelFileError, match=r"a\.proj\.weight_scale .* is float32 \[8, 8\]; "):
+        values_of(stored, EXAMPLES[name].settings)
