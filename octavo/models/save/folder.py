@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.hub.files import ModelFiles
+from octavo.hub.files import QUANTIZATION_FILES, ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ _KEPT = ("*embed*", "*wte", "*wpe", "*lm_head", "output", "*output_layer", "*nor
 _GROUPS = (128, 64, 32)
 _SHARD_BYTES = 5 << 30
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-_NOT_COPIED = ("config.json", "*.index.json", "hf_quant_config.json")
+_NOT_COPIED = ("config.json", "*.index.json", *QUANTIZATION_FILES)
 
 
 @dataclass(frozen=True, slots=True)

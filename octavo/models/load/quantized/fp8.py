@@ -42,6 +42,7 @@ class FP8(Method):
         "weight_scale_inv",
         "weight_scale",
         "input_scale",
+        "input_scale_ub",
         "activation_scale",
         "output_scale",
     )

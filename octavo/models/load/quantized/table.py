@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.core.errors import ConfigError
+from octavo.hub.text_config import quantization_config
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.awq import AWQ
 from octavo.models.load.quantized.bitsandbytes import BitsAndBytes
@@ -75,7 +76,7 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     Raises:
         ConfigError: the method, or a setting of it, is not supported.
     """
-    settings = config.get("quantization_config") or config.get("compression_config")
+    settings = quantization_config(config)
     if not settings:
         return None
     name = settings.get("quant_method") if isinstance(settings, Mapping) else None
@@ -101,7 +102,7 @@ def has_input_scales(config: Mapping[str, Any]) -> bool:
 
 def rounds_activations(config: Mapping[str, Any]) -> bool:
     """Return whether activations are to be rounded to 8 bits, as the weights are, by a checkpoint's configuration."""
-    settings = config.get("quantization_config") or config.get("compression_config") or {}
+    settings = quantization_config(config)
     if settings.get("quant_method") in ("fp8", "modelopt"):
         return True
     groups = (settings.get("config_groups") or {}).values()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.load.quantized.table import dequantizing, method_of
+from octavo.models.load.quantized.table import dequantizing, method_of, rounds_activations
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.nn.weights import Index, TensorSpec
 
@@ -168,3 +168,30 @@ def test_scales_of_outputs_have_a_known_shape(name: str) -> None:
     stored["weight_scale"] = stored["weight_scale"].view(8, 8)
     with pytest.raises(ModelFileError, match=r"a\.proj\.weight_scale .* is float32 \[8, 8\]; "):
         values_of(stored, EXAMPLES[name].settings)
+
+
+@pytest.mark.parametrize("nested", ["text_config", "llm_config"])
+@pytest.mark.parametrize("name", ["fp8-channel", "w8a8"])
+def test_settings_may_be_those_of_the_text_model(name: str, nested: str) -> None:
+    stored, exact = written(EXAMPLES[name])
+    config = {"architectures": ["X"], nested: {"quantization_config": EXAMPLES[name].settings}}
+    view = dequantizing(TensorCheckpoint({f"a.{suffix}": tensor for suffix, tensor in stored.items()}), config)
+    values = view.tensor("a.weight", TensorSpec((ROWS, COLUMNS), torch.float32))
+    torch.testing.assert_close(values.double(), exact, rtol=1e-6, atol=1e-9)
+    assert rounds_activations(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bnb-nf4", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+        ("bnb-int8", {"load_in_8bit": True}),
+        ("fp8-channel", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+        ("auto-round", EXAMPLES["auto-round"].settings | {"quant_method": "intel/auto-round"}),
+    ],
+)
+def test_other_names_of_a_method(name: str, settings: dict[str, Any]) -> None:
+    stored, exact = written(EXAMPLES[name])
+    if name == "fp8-channel":
+        stored["input_scale_ub"] = torch.tensor([1200.0])
+    torch.testing.assert_close(values_of(stored, settings), exact, rtol=1e-6, atol=1e-9)
