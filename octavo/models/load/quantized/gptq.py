@@ -74,14 +74,17 @@ class GPTQ(Method):
         return stored if is_version_2 else stored + self._offset & (1 << bits) - 1
 
     def _bits_of(self, module: Module) -> int:
-        """Return a module's number of bits: GPTQModel's setting "dynamic" may give modules numbers of their own."""
-        if not module.has("g_idx"):
-            return self._bits
-        inputs, (words, _) = math.prod(module.shape("g_idx")), module.sizes("qweight")
-        bits = next((bits for bits in BITS if words * 32 == inputs * bits), 0)
-        if not bits:
-            raise module.wrong("qweight", f"has {words} words for {inputs} inputs, which is no number of bits")
-        return bits
+        """Return a module's number of bits: GPTQModel's "dynamic" and AutoRound's "extra_config" may give modules
+        numbers of their own."""
+        words, outputs = module.sizes("qweight")
+        if module.has("g_idx"):
+            suffix, count = "qweight", math.prod(module.shape("g_idx"))
+        else:
+            suffix, words, count = "qzeros", module.sizes("qzeros")[1], outputs
+        fitting = [bits for bits in BITS if words == -(-count * bits // 32)]
+        if not fitting:
+            raise module.wrong(suffix, f"has {words} words for {count} integers, which is no number of bits")
+        return self._bits if self._bits in fitting else fitting[0]
 
 
 def group_order(module: Module, suffixes: tuple[str, str], inputs: int, groups: int, *, needed: bool) -> Tensor | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_kit import EXAMPLES, INPUT_SCALE, Example, Stored, fp8, gptq
+from quantized_kit import EXAMPLES, INPUT_SCALE, Example, Stored, awq, fp8, gptq
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, ModelFileError
@@ -195,3 +195,27 @@ def test_other_names_of_a_method(name: str, settings: dict[str, Any]) -> None:
     if name == "fp8-channel":
         stored["input_scale_ub"] = torch.tensor([1200.0])
     torch.testing.assert_close(values_of(stored, settings), exact, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("part", [None, (slice(0, 32), slice(64, 128))], ids=["whole", "part"])
+@pytest.mark.parametrize(("bits", "stated"), [(4, 2), (8, 4), (3, 4)])
+def test_a_module_of_other_bits_without_groups_of_inputs(bits: int, stated: int, part: Index | None) -> None:
+    stored, exact = written(gptq(bits, 64))
+    del stored["g_idx"]
+    values = values_of(stored, gptq(stated, 64).settings, part)
+    torch.testing.assert_close(values, exact if part is None else exact[part])
+
+
+def test_zero_points_of_no_number_of_bits() -> None:
+    stored, _ = written(gptq(4, 64))
+    del stored["g_idx"]
+    stored["qzeros"] = stored["qzeros"][:, :-1]
+    with pytest.raises(ModelFileError, match=r"a\.proj\.qzeros .* has 7 words for 64 integers, which is no"):
+        values_of(stored, gptq(4, 64).settings)
+
+
+@pytest.mark.parametrize("part", [None, (slice(0, 32), slice(64, 128))], ids=["whole", "part"])
+def test_an_awq_module_of_another_group_size(part: Index | None) -> None:
+    stored, exact = written(awq(32, "gemm"))
+    values = values_of(stored, awq(64, "gemm").settings, part)
+    torch.testing.assert_close(values, exact if part is None else exact[part])
