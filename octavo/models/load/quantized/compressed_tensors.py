@@ -21,6 +21,7 @@ from octavo.models.load.quantized.integers import Integers, unpack
 from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, WORDS, Method, Module, Settings
 from octavo.nn.weights import E2M1, Index, InputScale
 
+_BITS = (4, 8, 2, 3, 1, 5, 6, 7)
 _PATTERN = "re:"
 _READ = (
     "pack-quantized",
@@ -174,8 +175,10 @@ class CompressedTensors(Method):
             raise module.wrong("weight_scale", f"is {scales.dtype} {list(scales.shape)}, not floating-point numbers")
         scales = scales.view(1, 1) if scales.numel() == 1 else scales
         stated = self._settings_of(module).get("num_bits")
-        bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == packed.shape[1]), 0)
-        fits = bits and stated in (None, bits) and packed.shape[0] == rows
+        # Of few inputs, several numbers of bits fill as many words.
+        possible = [bits for bits in _BITS if stated in (None, bits)]
+        bits = next((bits for bits in possible if -(-columns * bits // 32) == packed.shape[1]), 0)
+        fits = bits and packed.shape[0] == rows
         if not fits or scales.dim() != 2 or scales.shape[0] not in (1, rows):
             raise module.wrong(
                 "weight_packed",

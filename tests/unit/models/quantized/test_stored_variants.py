@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_kit import EXAMPLES, INPUT_SCALE, Example, Stored, awq, fp8, gptq
+from quantized_kit import EXAMPLES, INPUT_SCALE, Example, Stored, awq, fp8, gptq, packed_integers
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, ModelFileError
@@ -219,3 +219,12 @@ def test_an_awq_module_of_another_group_size(part: Index | None) -> None:
     stored, exact = written(awq(32, "gemm"))
     values = values_of(stored, awq(64, "gemm").settings, part)
     torch.testing.assert_close(values, exact if part is None else exact[part])
+
+
+@pytest.mark.parametrize("inputs", [8, 24])
+def test_few_inputs_have_the_bits_that_the_configuration_states(inputs: int) -> None:
+    """8 inputs of 7 and of 8 bits take two words."""
+    example = packed_integers(8, inputs)
+    stored, exact = example.write(torch.randn(ROWS, inputs))
+    values = view_of(stored, example.settings).tensor("a.proj.weight", TensorSpec((ROWS, inputs), torch.float32))
+    torch.testing.assert_close(values.double(), exact)
