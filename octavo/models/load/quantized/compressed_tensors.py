@@ -21,6 +21,7 @@ from octavo.models.load.quantized.integers import Integers, unpack
 from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, WORDS, Method, Module, Settings
 from octavo.nn.weights import E2M1, Index, InputScale
 
+_WIDE = (torch.float16, torch.bfloat16, torch.float32)
 _BITS = (4, 8, 2, 3, 1, 5, 6, 7)
 _PATTERN = "re:"
 _READ = (
@@ -41,6 +42,7 @@ class CompressedTensors(Method):
 
     - `weight_packed` int32: integers of 1 to 8 bits in a stream, with an offset of half their range.
     - `weight_packed` uint8: pairs of E2M1; scales per 16 (NVFP4, divided by `weight_global_scale`) or 32 (MXFP4).
+    - `weight` of 16 bits or more, with scales of no use, in the format "dense".
     - `weight` int8 or of 8-bit floats, with `weight_scale` per matrix, output, group or tile. Floats with one per
       matrix or output also have an `input_scale`, if the configuration's `input_activations` have `dynamic` false.
     """
@@ -70,7 +72,14 @@ class CompressedTensors(Method):
                 f"quantization_config.format is {unknown[0]!r}; Octavo reads {', '.join(_READ)} of compressed-tensors. "
                 "Serve another checkpoint of the model."
             )
+        sparsity = (settings.get("sparsity_config") or {}).get("format")
+        if sparsity not in (None, "dense"):
+            raise ConfigError(
+                f"quantization_config.sparsity_config.format is {sparsity!r}; Octavo reads no sparse weights. Serve "
+                "another checkpoint of the model."
+            )
         _check_rotations(settings)
+        self._is_dense = "dense" in formats
         blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
         self._tile = tuple(next((block for block in blocks if block), (128, 128)))
         self._groups = list(groups)
@@ -96,10 +105,12 @@ class CompressedTensors(Method):
         rows, columns = module.sizes("weight_packed")
         return rows, columns * 2
 
-    def matrix(self, module: Module) -> Integers | Codes:
-        scales = module.tensor("weight_scale")
+    def matrix(self, module: Module) -> Integers | Codes | Tensor:
         if not module.has("weight_packed"):
-            return self._unpacked(module, module.stored("weight", (torch.int8, *FLOATS_8), None, None), scales)
+            kinds = (torch.int8, *FLOATS_8, *(_WIDE if self._is_dense else ()))
+            weight = module.stored("weight", kinds, None, None)
+            return weight if weight.dtype in _WIDE else self._unpacked(module, weight, module.tensor("weight_scale"))
+        scales = module.tensor("weight_scale")
         packed = module.stored("weight_packed", WORDS + BYTES, None, None)
         if packed.dtype == torch.int32:
             return self._integers(module, packed, scales)

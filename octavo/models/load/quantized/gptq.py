@@ -14,6 +14,8 @@ from octavo.models.load.quantized.method import SCALE_DTYPES, WORDS, Method, Mod
 from octavo.nn.weights import Index
 
 BITS = (2, 3, 4, 8)
+_VERSIONS = {"gptq": 1, "gptq_v2": 0}
+"""`checkpoint_format` -> what is added to stored zero points."""
 
 
 class GPTQ(Method):
@@ -27,7 +29,7 @@ class GPTQ(Method):
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, settings: Settings) -> None:
-        """Raise ConfigError for other numbers of bits."""
+        """Raise ConfigError for other numbers of bits and formats."""
         bits = settings.get("bits")
         if bits not in BITS:
             raise ConfigError(
@@ -35,7 +37,13 @@ class GPTQ(Method):
                 f"{', '.join(map(str, BITS))} bits. Serve another checkpoint of the model."
             )
         self._bits = int(bits)
-        self._offset = 0 if (settings.get("checkpoint_format") or settings.get("format")) == "gptq_v2" else 1
+        version = _version(settings)
+        if version not in _VERSIONS:
+            raise ConfigError(
+                f"quantization_config.checkpoint_format is {version!r}; Octavo reads {' and '.join(_VERSIONS)} of "
+                f"{self.name}. Serve another checkpoint of the model."
+            )
+        self._offset = _VERSIONS[version]
         self._is_symmetric = settings.get("sym") is True
         self._in_order_of_activations = bool(settings.get("desc_act"))
 
@@ -85,6 +93,13 @@ class GPTQ(Method):
         if not fitting:
             raise module.wrong(suffix, f"has {words} words for {count} integers, which is no number of bits")
         return self._bits if self._bits in fitting else fitting[0]
+
+
+def _version(settings: Settings) -> str:
+    """Return the name of the layout, which older checkpoints have under other names."""
+    if settings.get("is_marlin_format"):
+        return "marlin"
+    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
 
 
 def group_order(module: Module, suffixes: tuple[str, str], inputs: int, groups: int, *, needed: bool) -> Tensor | None:

@@ -44,6 +44,10 @@ def _auto_round(settings: Settings) -> Method:
     return _LAYOUTS[layout](settings)
 
 
+def _gptq_1(settings: Settings) -> Method:
+    return GPTQ({**settings, "checkpoint_format": "gptq"})
+
+
 def _gptq_2(settings: Settings) -> Method:
     return GPTQ({**settings, "checkpoint_format": "gptq_v2"})
 
@@ -51,7 +55,7 @@ def _gptq_2(settings: Settings) -> Method:
 _LAYOUTS: Mapping[str, Callable[[Settings], Method]] = {
     "auto_round": _gptq_2,
     "auto_round:auto_awq": AWQ,
-    "auto_round:auto_gptq": GPTQ,
+    "auto_round:auto_gptq": _gptq_1,
     "auto_round:gptqmodel": _gptq_2,
     "auto_round:llm_compressor": CompressedTensors,
 }

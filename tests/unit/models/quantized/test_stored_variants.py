@@ -118,6 +118,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         EXAMPLES["auto-round"].settings | {"rotation_config": {"hadamard_type": "hadamard"}},
         r"rotation_config is .*; Octavo has no rotations of activations",
     ),
+    "sparse weights": (
+        EXAMPLES["w8a8"].settings | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        r"sparsity_config.format is 'sparse-24-bitmask'; Octavo reads no sparse weights",
+    ),
+    "Marlin's layout": (
+        EXAMPLES["gptq-4"].settings | {"checkpoint_format": "marlin"},
+        r"checkpoint_format is 'marlin'; Octavo reads gptq and gptq_v2 of GPTQ",
+    ),
+    "Marlin's layout by its older setting": (
+        {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
+        r"checkpoint_format is 'marlin'",
+    ),
     "AutoRound's SpinQuant": (
         EXAMPLES["auto-round"].settings | {"spinquant_config": {"r1": True}},
         r"spinquant_config is .*; Octavo has no rotations",
@@ -228,3 +240,28 @@ def test_few_inputs_have_the_bits_that_the_configuration_states(inputs: int) -> 
     stored, exact = example.write(torch.randn(ROWS, inputs))
     values = view_of(stored, example.settings).tensor("a.proj.weight", TensorSpec((ROWS, inputs), torch.float32))
     torch.testing.assert_close(values.double(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(-1, 1), (1, -1)], ids=str)
+def test_bytes_of_bitsandbytes_in_any_storage(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    stored, exact = written(EXAMPLES["bnb-nf4"])
+    stored["weight"] = stored["weight"].flatten().view(dtype).view(shape)
+    values = values_of(stored, EXAMPLES["bnb-nf4"].settings)
+    torch.testing.assert_close(values, exact, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dense_weights_are_read_as_they_are(dtype: torch.dtype) -> None:
+    example = EXAMPLES["w8a8"]
+    stored, exact = written(example)
+    stored["weight"] = exact.to(dtype)
+    values = values_of(stored, example.settings | {"format": "dense"})
+    assert torch.equal(values, exact.to(dtype).double())
+    with pytest.raises(ModelFileError, match=r"a\.proj\.weight .* not int8"):
+        values_of(stored, example.settings)
+
+
+def test_autoround_has_no_version_of_gptq() -> None:
+    stored, exact = written(EXAMPLES["auto-round"])
+    torch.testing.assert_close(values_of(stored, EXAMPLES["auto-round"].settings | {"checkpoint_format": "x"}), exact)
