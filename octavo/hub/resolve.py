@@ -144,7 +144,7 @@ def _config(folder: Path, *, required: bool) -> dict[str, Any]:
     for file, method in QUANTIZATION_FILES.items():
         older = read_json_if_there(folder / file)
         if older:
-            return {**config, "quantization_config": {"quant_method": method, **older.get("quantization", older)}}
+            return {**config, "quantization_config": {"quant_method": method, **(older.get("quantization") or older)}}
     return config
 
 

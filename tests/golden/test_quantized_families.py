@@ -96,6 +96,31 @@ def quantize(folder: Path, name: str, stored: Callable[[Weights], Weights], pick
     return exact
 
 
+def test_ministral_3_as_published(tmp_path: Path) -> None:
+    """In E4M3, with a scale per matrix under the name of tiles', as the text half of a model with images."""
+    theirs = make_checkpoint("ministral3", tmp_path)
+    exact = quantize(tmp_path, "fp8-static", dict, "_proj.")
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    weights = {f"language_model.{name}": tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    for name in [name for name in weights if name.endswith(tuple(names))]:
+        base, _, suffix = name.rpartition(".")
+        weights[f"{base}.{names[suffix]}"] = weights.pop(name).bfloat16()
+        if suffix == "weight_scale":
+            key = name.removeprefix("language_model.").removesuffix("_scale")
+            exact[key] = weights[f"{base}.weight"].double() * weights[f"{base}.weight_scale_inv"].double()
+    save_file(weights, tmp_path / "model.safetensors")
+    settings(tmp_path, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None})
+    config = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"quantization_config": config["quantization_config"]}))
+    with torch.no_grad():
+        for key, values in exact.items():
+            theirs.get_parameter(key).copy_(values)
+        expected = theirs(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    logits = logits_of(load_model(model_files(tmp_path), ReferenceAttention()))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def settings(folder: Path, quantization: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
