@@ -42,7 +42,7 @@ class CompressedTensors(Method):
 
     - `weight_packed` int32: integers of 1 to 8 bits in a stream, with an offset of half their range.
     - `weight_packed` uint8: pairs of E2M1; scales per 16 (NVFP4, divided by `weight_global_scale`) or 32 (MXFP4).
-    - `weight` of 16 bits or more, with scales of no use, in the format "dense".
+    - `weight` of 16 bits or more in the format "dense", whose scales are not needed.
     - `weight` int8 or of 8-bit floats, with `weight_scale` per matrix, output, group or tile. Floats with one per
       matrix or output also have an `input_scale`, if the configuration's `input_activations` have `dynamic` false.
     """
@@ -109,7 +109,9 @@ class CompressedTensors(Method):
         if not module.has("weight_packed"):
             kinds = (torch.int8, *FLOATS_8, *(_WIDE if self._is_dense else ()))
             weight = module.stored("weight", kinds, None, None)
-            return weight if weight.dtype in _WIDE else self._unpacked(module, weight, module.tensor("weight_scale"))
+            if weight.dtype in _WIDE:
+                return weight.float()
+            return self._unpacked(module, weight, module.tensor("weight_scale"))
         scales = module.tensor("weight_scale")
         packed = module.stored("weight_packed", WORDS + BYTES, None, None)
         if packed.dtype == torch.int32:
