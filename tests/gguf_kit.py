@@ -72,7 +72,8 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
             parts = {_with_suffix(found): _converted(arch, config, name, tensor)}
         for stored_name, part in parts.items():
             stored, kind = part.contiguous().numpy(), None
-            if kinds and part.dim() > 1 and part.shape[-1] % 32 == 0:
+            is_matrix = part.dim() > 1 and not stored_name.endswith(".bias")
+            if kinds and is_matrix and part.shape[-1] % 32 == 0:
                 kind = kinds[len(writer.tensors[0]) % len(kinds)]
                 stored = gguf.quants.quantize(stored, kind)
             writer.add_tensor(stored_name, stored, raw_dtype=kind)
@@ -100,6 +101,9 @@ def random_rows(kind: Kind, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     per_block, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(int(kind))
     raw = random.integers(0, 256, (*shape[:-1], shape[-1] // per_block, size), dtype=np.uint8)
+    if kind == Kind.MXFP4:  # has an exponent instead of a scale
+        raw[..., 0] = 125 - int(math.log2(shape[-1])) // 2 + raw[..., 0] % 2
+        return raw.reshape(*shape[:-1], -1)
     place, factor = _SCALES.get(kind, 0), 1.0
     for _ in range(2):  # the first time to know how large values are with scales of 1
         scales = random.uniform(0.5, 1.5, (*raw.shape[:-1], 1)) * factor

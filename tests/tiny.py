@@ -47,6 +47,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_GROWING = {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3, "factor": 16.0}
 
 Make = Callable[..., Any]
 
@@ -68,6 +69,7 @@ FAMILIES: dict[str, tuple[Make, dict[str, Any]]] = {
         {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 16, "rope_parameters": _YARN | _GROWING}),
     "mistral-wide-heads": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 24}),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2-some-windows": (

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gguf import GGML_QUANT_SIZES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.extend(str(Path(sys.path[0], "tests", folder)) for folder in ("", "golden", "oracle"))
 import test_quantized_support
+from gguf_kit import random_rows
 from quantized_kit import EXAMPLES
 
 from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks
@@ -56,8 +56,7 @@ def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
         cells = _cells(name, view.blocks("a.weight", codes=True), rounds=rounds)
         yield example.settings["quant_method"], f"`{name}`", cells
     for kind in sorted(SUPPORTED & (CODES.keys() | INTEGERS.keys())):
-        per_block, size = GGML_QUANT_SIZES[kind]
-        made = as_blocks(torch.zeros(ROWS, COLUMNS // per_block * size, dtype=torch.uint8), kind)
+        made = as_blocks(torch.from_numpy(random_rows(kind, (ROWS, COLUMNS))), kind)
         yield "GGUF", kind.name, _cells(kind.name, made, rounds=False)
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files with settings that older checkpoints have beside config.json -> the method of those that don't name one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:

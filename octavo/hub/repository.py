@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from octavo.core.errors import ModelNotFoundError
+from octavo.hub.files import QUANTIZATION_FILES
 from octavo.hub.progress import Progress
 
 # If looking up a repository takes longer, the local cache is used instead.
@@ -14,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
-    "hf_quant_config.json",
+    *QUANTIZATION_FILES,
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",

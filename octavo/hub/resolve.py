@@ -11,14 +11,14 @@ from typing import Any
 from octavo.core.errors import ModelFileError, ModelNotFoundError
 from octavo.hub import gguf_config
 from octavo.hub.catalogue import CATALOGUE
-from octavo.hub.files import ModelFiles
+from octavo.hub.files import QUANTIZATION_FILES, ModelFiles
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.json_file import read_json, read_json_if_there
 from octavo.hub.progress import Progress
 from octavo.hub.pull import pull
 from octavo.hub.repository import fetch_repository, looks_like_repository
 from octavo.hub.safetensors_files import INDEX, SINGLE, check_safetensors, safetensors_files
-from octavo.hub.text_config import text_config
+from octavo.hub.text_config import quantization_config, text_config
 
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _TOKENIZER_FILE = "tokenizer.json"
@@ -139,10 +139,12 @@ def _from_folder(name: str, folder: Path, need_weights: bool, tokenizer_only: bo
 def _config(folder: Path, *, required: bool) -> dict[str, Any]:
     path = folder / "config.json"
     config = read_json(path) if required else read_json_if_there(path)
-    # NVIDIA ModelOpt wrote its settings to a file of their own, before config.json had them.
-    older = read_json_if_there(folder / "hf_quant_config.json")
-    if older and "quantization_config" not in config:
-        return {**config, "quantization_config": {"quant_method": "modelopt", **older.get("quantization", {})}}
+    if quantization_config(config):
+        return config
+    for file, method in QUANTIZATION_FILES.items():
+        older = read_json_if_there(folder / file)
+        if older:
+            return {**config, "quantization_config": {"quant_method": method, **(older.get("quantization") or older)}}
     return config
 
 

@@ -24,7 +24,7 @@ from octavo.models.families.lfm2 import lfm2, lfm2_moe
 from octavo.models.families.llama import ernie, helium, internlm2, internlm3, llama, seed_oss, smollm3
 from octavo.models.families.llama4 import llama4
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
-from octavo.models.families.mistral import mistral
+from octavo.models.families.mistral import ministral3, mistral
 from octavo.models.families.moe import (
     dots1,
     ernie_moe,
@@ -93,6 +93,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "MiMoForCausalLM": mimo,
     "MiniCPM3ForCausalLM": minicpm3,
     "MiniCPMForCausalLM": minicpm,
+    "Ministral3ForCausalLM": ministral3,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "NemotronForCausalLM": nemotron,

@@ -320,7 +320,7 @@ class ProgramBuilder:
         group: int = 0,
         norms: tuple[int, int] = (0, 0),
         eps: float = 0.0,
-        temperature: tuple[float, int] | None = None,
+        temperature: tuple[float, int, int] | None = None,
     ) -> None:
         """Add an operation on heads q, k, v, concatenated as float32: rotate q into `output`, and write rotated k and v
         into the cache, as `dtype` or as INT8.
@@ -329,10 +329,10 @@ class ProgramBuilder:
             heads: (query heads, key-value heads, head dimension).
             group: the cache group whose slots give the cells of keys and values.
             norms: the weights of the heads' own norms.
-            temperature: scale and interval of the queries' factors, 1 + scale * ln(1 + floor((position + 1) /
-                interval)); None for none.
+            temperature: scale, interval and first position of the queries' factors, 1 + scale * ln(1 + floor((first +
+                position) / interval)); None for none.
         """
-        scale, interval = temperature or (0.0, 1)
+        scale, interval, first = temperature or (0.0, 1, 0)
         self.add(
             OpKind.ROPE,
             dtype,
@@ -349,6 +349,7 @@ class ProgramBuilder:
             group=group,
             scale=scale,
             window=interval,
+            begin=first,
         )
 
     def attend(

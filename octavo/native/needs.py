@@ -9,8 +9,8 @@ from octavo.native.isa import usable
 INTEGER_KINDS = frozenset({2, 3, 6, 7, 8, 12, 13})
 """ggml's type numbers of the formats kept as integers (Q4_0 to Q8_0, Q4_K, Q5_K); see models/load/gguf_blocks.py."""
 
-CODE_KINDS = frozenset({10, 11, 14, 20, 23})
-"""Those of the formats kept as codes (Q2_K, Q3_K, Q6_K, IQ4_NL, IQ4_XS)."""
+CODE_KINDS = frozenset({10, 11, 14, 20, 23, 39})
+"""Those of the formats kept as codes (Q2_K, Q3_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4)."""
 _NARROW_KINDS = frozenset({1, 30})  # F16, BF16
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

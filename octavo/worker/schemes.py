@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from octavo.core.errors import ConfigError
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_file import read_gguf
+from octavo.hub.text_config import quantization_config
 from octavo.models.load.gguf_blocks import CODES, INTEGERS
 from octavo.models.load.quantized.table import METHODS, rounds_activations
 from octavo.nn.quant.base import Apart, Schemes, everywhere
@@ -205,5 +206,6 @@ def method_name(files: ModelFiles) -> str | None:
     return _settings(files).get("quant_method")
 
 
-def _settings(files: ModelFiles) -> dict[str, Any]:
-    return files.config.get("quantization_config") or files.config.get("compression_config") or {}
+def _settings(files: ModelFiles) -> Mapping[str, Any]:
+    settings: Mapping[str, Any] = quantization_config(files.config)
+    return settings

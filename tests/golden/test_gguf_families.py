@@ -334,10 +334,18 @@ def test_quantized_matrices_are_arranged_as_well(case: str, tmp_path: Path) -> N
     assert torch.cosine_similarity(logits, expected, dim=-1).min() > 0.9
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(Kind.Q8_0, Dtype.INT8), (Kind.Q4_1, Dtype.INT4)])
-def test_experts_stay_quantized_in_a_native_program(kind: Kind, dtype: Dtype, tmp_path: Path) -> None:
-    family, arch, _, metadata = CASES["granitemoe"]
-    theirs = make_checkpoint(family, tmp_path, {"intermediate_size": 64})
+@pytest.mark.parametrize(
+    ("case", "kind", "dtype"),
+    [
+        ("granitemoe", Kind.Q8_0, Dtype.INT8),
+        ("granitemoe", Kind.Q4_1, Dtype.INT4),
+        ("gpt-oss", Kind.MXFP4, Dtype.CODE4),
+    ],
+)
+def test_experts_stay_quantized_in_a_native_program(case: str, kind: Kind, dtype: Dtype, tmp_path: Path) -> None:
+    family, arch, changes, metadata = CASES[case]
+    theirs = make_checkpoint(family, tmp_path, changes | {"intermediate_size": 64})
+    metadata = metadata | ({"expert_feed_forward_length": 64} if "expert_feed_forward_length" in metadata else {})
     files = write_model(tmp_path / "model.gguf", theirs, arch, [kind], **metadata)
     attention = NativeAttention(Pool(2))
     model = NativeDecoder(load_model(files, attention, scheme=BlockQuantized), attention.pool)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 import toy_tokenizers
 from gguf_kit import write_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
 
 from octavo.cli.main import main
@@ -127,6 +129,36 @@ def test_what_can_not_be_quantized(source: Path, tmp_path: Path) -> None:
         quantize(model_files(tmp_path / "b"), ROUNDINGS["fp8"], tmp_path / "c")
     with pytest.raises(ConfigError, match="not empty"):
         quantize(files, ROUNDINGS["fp8"], tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        ("cohere", ["embed_tokens", "self_attn.k_norm", "self_attn.q_norm"]),
+        ("mixtral", ["block_sparse_moe.gate", "embed_tokens", "lm_head"]),
+        ("lfm2-moe", ["embed_tokens", "feed_forward.gate"]),
+        ("nemotron-h-moe", ["embeddings", "lm_head", "mixer.gate"]),
+    ],
+)
+def test_routers_and_norms_of_heads_are_kept(family: str, kept: list[str], tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path / "model")
+    assert kept_matrices(tmp_path / "model", tmp_path / "out") == kept
+
+
+def test_internlm2_has_another_name_of_the_head(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    tensors = load_file(source / WEIGHTS)
+    head = tensors.pop("lm_head.weight")
+    save_file({**tensors, "output.weight": head}, tmp_path / "model" / WEIGHTS)
+    assert kept_matrices(tmp_path / "model", tmp_path / "out") == ["embed_tokens", "output"]
+
+
+def kept_matrices(model: Path, out: Path) -> list[str]:
+    """Quantize a model; return the modules of layers, and those outside, whose matrices stay as they are."""
+    quantize(model_files(model), ROUNDINGS["w8a16"], out)
+    tensors = load_file(out / WEIGHTS).items()
+    kept = [name.removesuffix(".weight") for name, one in tensors if name.endswith(".weight") and one.dim() == 2]
+    return sorted({re.sub(r"^(model|backbone)\.(layers\.\d+\.)?", "", name) for name in kept})
 
 
 @pytest.mark.parametrize(
@@ -247,6 +279,11 @@ class Calls(dict[str, object]):
         self.update(given)
 
 
+def matched(name: str, patterns: list[str]) -> bool:
+    """Whether compressed-tensors would find one of these patterns in a module's name."""
+    return any(re.match(pattern.removeprefix("re:"), f"model.layers.0.{name}") for pattern in patterns)
+
+
 def test_calibration_is_left_to_llm_compressor(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,7 +305,10 @@ def test_calibration_is_left_to_llm_compressor(
     assert oneshot["dataset"] == {"text": ["One sample.", "Another\none."]}
     assert isinstance(oneshot["recipe"], list)
     (recipe,) = oneshot["recipe"]
-    assert recipe["ignore"] == ["lm_head", "re:.*[.]down_proj"]
+    head, *patterns = recipe["ignore"]
+    modules = ("mlp.down_proj", "mlp.gate", "mlp.gate_proj", "mlp.router.layer")
+    kept = [name for name in modules if matched(name, patterns)]
+    assert (head, kept) == ("lm_head", ["mlp.down_proj", "mlp.gate", "mlp.router.layer"])
     assert recipe["config_groups"]["group_0"]["weights"]["group_size"] == 64
     assert main([*command, "gptq"]) == 1
     assert "gptq needs --calibration FILE. --scheme w4a16" in capsys.readouterr().err

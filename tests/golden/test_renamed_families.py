@@ -157,6 +157,7 @@ def nested_inside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ("llama", "LlavaForConditionalGeneration", nested, "text_config", "vision_tower.embeddings"),
         ("llama", "LlavaNextForConditionalGeneration", nested_inside, "text_config", "model.image_newline"),
         ("qwen2", "LlavaOnevisionForConditionalGeneration", nested, "text_config", "image_newline"),
+        ("ministral3", "Mistral3ForConditionalGeneration", nested, "text_config", "vision_tower.ln_pre.weight"),
         ("mistral", "Mistral3ForConditionalGeneration", nested, "text_config", "multi_modal_projector.norm.weight"),
         ("gemma3", "Gemma3ForConditionalGeneration", nested, "text_config", "vision_tower.embeddings"),
         ("qwen2", "Qwen2VLForConditionalGeneration", dict, "", "visual.patch_embed.proj.weight"),

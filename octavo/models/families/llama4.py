@@ -18,6 +18,7 @@ _MODULES = {
     f"{_THEIRS}router": f"{_OURS}gate",
     **{f"{_THEIRS}{name}": f"{_OURS}{name}" for name in _PROJECTIONS},
     **{f"{_THEIRS}shared_expert.{name}": f"{_OURS}shared_expert.{name}" for name in _PROJECTIONS},
+    **{f"{_THEIRS}experts.{{}}.{name}": f"{_OURS}experts.{{}}.{name}" for name in _PROJECTIONS},  # if quantized
 }
 _STACKS = tuple(
     StoredStack(f"{_THEIRS}experts.{name}", tuple(f"{_OURS}experts.{{}}.{part}.weight" for part in parts), True)

@@ -1,9 +1,10 @@
-"""Mistral: Llama with a sliding window on every layer, in the versions that have one."""
+"""Mistral: Llama with a sliding window on every layer, in the versions that have one; Ministral 3."""
 
 from __future__ import annotations
 
-from octavo.models.hf_config import Config, only, whole
+from octavo.models.hf_config import Config, only, require, whole
 from octavo.models.hf_decoder import decoder_spec
+from octavo.models.mixers.spec import SelfAttention, Temperature
 from octavo.models.spec import DecoderSpec
 
 
@@ -15,3 +16,13 @@ def mistral(config: Config) -> DecoderSpec:
     only(config, "layer_types", None)
     window = None if config.get("sliding_window", 4096) is None else whole(config, "sliding_window", 4096)
     return decoder_spec(config, windows=[window] * whole(config, "num_hidden_layers"))
+
+
+def ministral3(config: Config) -> DecoderSpec:
+    """Ministral 3: queries grow with their position (https://arxiv.org/abs/2601.08584)."""
+    only(config, "layer_types", None)
+    layers, rope = whole(config, "num_hidden_layers"), require(config, "rope_parameters")
+    window = None if config.get("sliding_window") is None else whole(config, "sliding_window")
+    scale = rope.get("llama_4_scaling_beta")
+    factors = Temperature(whole(rope, "original_max_position_embeddings"), float(scale), first=0) if scale else None
+    return decoder_spec(config, windows=[window] * layers, mixers=(SelfAttention(temperature=factors),) * layers)

@@ -13,6 +13,7 @@ from octavo.hub.gguf_names import is_gguf
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.gguf_latents import with_joined_latents
 from octavo.models.load.gguf_layout import gguf_names
+from octavo.models.load.quantized.view import QuantizedCheckpoint
 from octavo.models.load.renamed import with_root, with_text_half
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec, StoredModule, StoredNames, StoredStack
@@ -153,6 +154,7 @@ def arranged(checkpoint: Checkpoint, spec: DecoderSpec) -> Checkpoint:
 
 def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> Iterator[tuple[str, _Selection]]:
     names = source.names()
+    quantized = source.quantized if isinstance(source, QuantizedCheckpoint) else frozenset()
     modules = {module.name: module for module in stored.modules}
     stacks = {stack.name: stack for stack in stored.stacks}
     roots = (f"{stored.root}.", f"{stored.root.rpartition('.')[2]}.")
@@ -176,7 +178,8 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
             shift = rule.shift if suffix == "weight" else 0.0
             order = rotated_order(full, spec)
             run = sum(rule.sizes)
-            yield full, _Selection(name, rule.transposed, begin, end, run, *order, shift, form=rule.form)
+            transposed = rule.transposed and name not in quantized
+            yield full, _Selection(name, transposed, begin, end, run, *order, shift, form=rule.form)
 
 
 def stored_module(name: str, spec: DecoderSpec) -> tuple[str, tuple[int, int, int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import logging
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ from torch import Tensor
 from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_families import is_paired
 from octavo.hub.gguf_file import GGUFTensor, read_gguf
-from octavo.models.load.gguf_blocks import CODES, INTEGERS, SUPPORTED, as_blocks, dequantize
+from octavo.models.load.gguf_blocks import CODES, EXPANDED, INTEGERS, SUPPORTED, as_blocks, dequantize
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec, part_of
+
+log = logging.getLogger(__name__)
 
 
 class GGUFCheckpoint:
@@ -30,6 +33,7 @@ class GGUFCheckpoint:
         self._tensors = file.tensors
         for tensor in self._tensors.values():
             _check_kind(tensor, path)
+        _log_expanded(self._tensors.values())
         self._path = path
         self._heads = _permuted_heads(file.metadata, path)
 
@@ -86,6 +90,13 @@ def _check_kind(tensor: GGUFTensor, path: Path) -> None:
             f"Tensor {tensor.name} in {path} is stored as {kind.name}; Octavo decodes {known}. "
             "Get the model in one of those."
         )
+
+
+def _log_expanded(tensors: Iterable[GGUFTensor]) -> None:
+    kinds = [GGMLQuantizationType(tensor.kind) for tensor in tensors]
+    expanded = [kind.name for kind in kinds if kind in EXPANDED]
+    if expanded:
+        log.info("expanded %d of %d tensors: types %s", len(expanded), len(kinds), ", ".join(sorted(set(expanded))))
 
 
 def _permuted_heads(metadata: Mapping[str, object], path: Path) -> dict[str, int]:

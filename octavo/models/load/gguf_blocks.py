@@ -12,7 +12,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
-from octavo.nn.weights import Codebook, QuantizedBlocks
+from octavo.models.load.quantized.floats import from_e8m0
+from octavo.nn.weights import E2M1, Codebook, QuantizedBlocks
 
 _PIECE = 1 << 19
 
@@ -243,6 +244,7 @@ CODES: dict[GGMLQuantizationType, Callable[[Tensor], _Codes]] = {
     GGMLQuantizationType.Q6_K: _q6_k_codes,
     GGMLQuantizationType.IQ4_NL: lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None, _NONLINEAR),
     GGMLQuantizationType.IQ4_XS: _iq4_xs_codes,
+    GGMLQuantizationType.MXFP4: lambda b: (_nibbles(b[:, 1:]), from_e8m0(b[:, :1]), None, E2M1),
 }
 
 _DECODERS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
@@ -256,4 +258,19 @@ _DECODERS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
     GGMLQuantizationType.Q6_K: _q6_k,
 }
 
-SUPPORTED: frozenset[GGMLQuantizationType] = frozenset({*_PLAIN, *_DECODERS, *CODES})
+EXPANDED = frozenset(
+    {
+        GGMLQuantizationType.IQ1_S,
+        GGMLQuantizationType.IQ1_M,
+        GGMLQuantizationType.IQ2_XXS,
+        GGMLQuantizationType.IQ2_XS,
+        GGMLQuantizationType.IQ2_S,
+        GGMLQuantizationType.IQ3_XXS,
+        GGMLQuantizationType.IQ3_S,
+        GGMLQuantizationType.TQ1_0,
+        GGMLQuantizationType.TQ2_0,
+    }
+)
+"""Formats that no kernel multiplies with."""
+
+SUPPORTED: frozenset[GGMLQuantizationType] = frozenset({*_PLAIN, *_DECODERS, *CODES, *EXPANDED})

@@ -51,7 +51,7 @@ def make_head_norm(b: Build, part: int, spec: DecoderSpec) -> Norm | None:
 
 def _factors(positions: Tensor, temperature: Temperature) -> Tensor:
     """Return the factors of queries at these positions, float32."""
-    steps = torch.floor((positions.float() + 1.0) / temperature.interval)
+    steps = torch.floor((positions.float() + temperature.first) / temperature.interval)
     return torch.log1p(steps) * temperature.scale + 1.0
 
 
@@ -130,7 +130,8 @@ class Attention(Mixer):
             for own, begin, values in ((self.q_norm, 0, queries), (self.k_norm, queries, keys)):
                 if own is not None:
                     own.emit_in_place(b, heads, begin, values)
-        tempered = None if self.temperature is None else (self.temperature.scale, self.temperature.interval)
+        how = self.temperature
+        tempered = None if how is None else (how.scale, how.interval, how.first)
         self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin, tempered)
         if self.gate is not None:
             gates = b.scratch("attention gates", sum(self.gate.sizes) * 4)

@@ -42,11 +42,12 @@ class MixerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / interval)), so that attention stays sharp in
-    long contexts (https://arxiv.org/abs/2501.19399)."""
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + first) / interval)), so that attention stays sharp
+    in long contexts (https://arxiv.org/abs/2501.19399)."""
 
     interval: int
     scale: float
+    first: int = 1
 
 
 @dataclass(frozen=True, slots=True)

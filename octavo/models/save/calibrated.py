@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.quantized.table import method_of
-from octavo.models.save.folder import check_ignored, group_size_of
+from octavo.models.save.folder import ROUTERS, check_ignored, group_size_of
 from octavo.models.save.places import check_folder, check_source, new_place
 
 _MODIFIERS = "llmcompressor.modifiers"
@@ -41,7 +42,7 @@ def calibrate(
         scheme: a name of `METHODS`.
         text: samples in UTF-8, separated by blank lines.
         group_size: inputs of a group; None for the largest of 128, 64 and 32 that divides all matrices.
-        ignore: patterns of names of modules that are not quantized, in addition to the head.
+        ignore: patterns of names of modules that are not quantized, in addition to the head and routers.
 
     Raises:
         ConfigError: llm-compressor is not installed or needs a GPU, the model is no folder of unquantized safetensors,
@@ -61,7 +62,7 @@ def calibrate(
     check_ignored(checkpoint.names(), ignore)
     size = group_size_of(checkpoint, group_size, ignore)
     weights = {"num_bits": 4, "type": "int", "symmetric": scheme == "gptq", "strategy": "group", "group_size": size}
-    patterns = [f"re:{pattern.replace('.', '[.]').replace('*', '.*')}" for pattern in ignore]
+    patterns = [f"re:{fnmatch.translate(pattern)}" for pattern in (*ROUTERS, *ignore)]
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     recipe = [*(one() for one in scaling), rounding(config_groups=groups, ignore=["lm_head", *patterns])]
     with new_place(folder, folder=True):

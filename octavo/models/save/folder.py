@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.hub.files import ModelFiles
+from octavo.hub.files import QUANTIZATION_FILES, ModelFiles
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
@@ -28,12 +28,14 @@ from octavo.nn.weights import TensorSpec
 OnProgress = Callable[[str, int, int], None]
 """Called with a phase, and the bytes done and in total."""
 
-_KEPT = ("*embed*", "*lm_head", "*wte", "*wpe", "*mlp.gate", "*router*", "*shared_expert_gate")
-"""Modules that are no linear layers, or lose most: embeddings, the head, routers of experts."""
+ROUTERS = ("*.gate", "*router*", "*shared_expert_gate")
+"""Modules that choose experts."""
+_KEPT = ("*embed*", "*wte", "*wpe", "*lm_head", "output", "*output_layer", "*norm", *ROUTERS)
+"""Modules that are no linear layers, or lose most: embeddings, the head, norms with a weight per head, routers."""
 _GROUPS = (128, 64, 32)
 _SHARD_BYTES = 5 << 30
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-_NOT_COPIED = ("config.json", "*.index.json", "hf_quant_config.json")
+_NOT_COPIED = ("config.json", "*.index.json", *QUANTIZATION_FILES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ void put_bytes(const OctavoOp& op, int64_t slot, int head, int block_size, const
 
 // Returns the factor of queries that keeps attention sharp in long contexts (https://arxiv.org/abs/2501.19399).
 float temperature(const OctavoOp& op, int64_t position) {
-    return 1.0f + op.scale * (float)std::log1p((double)((position + 1) / op.window));
+    return 1.0f + op.scale * (float)std::log1p((double)((position + op.begin) / op.window));
 }
 
 template <class T>

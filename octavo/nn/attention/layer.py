@@ -72,7 +72,7 @@ class PagedAttention(nn.Module):
         dtype: torch.dtype,
         norms: Norms | None,
         cos_sin: Tensor,
-        temperature: tuple[float, int] | None = None,
+        temperature: tuple[float, int, int] | None = None,
     ) -> None:
         """Add the layer to a native program; see `NativeAttention.emit`."""
         assert isinstance(self.backend, NativeAttention)

@@ -98,7 +98,7 @@ class NativeAttention(NativeBackend):
         cos_sin: Tensor,
         group: int = 0,
         sinks: Tensor | None = None,
-        temperature: tuple[float, int] | None = None,
+        temperature: tuple[float, int, int] | None = None,
     ) -> None:
         """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
 

@@ -60,6 +60,24 @@ def test_folder(folder: Path) -> None:
     assert eos_token_ids(files) == [5, 2]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "method"),
+    [
+        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8", "bits": 4}}, "modelopt"),
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
+        ("quant_config.json", {"bits": 4, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_settings_of_quantization_beside_the_config(
+    name: str, content: dict[str, object], method: str, folder: Path
+) -> None:
+    (folder / name).write_text(json.dumps(content))
+    settings = resolve(str(folder)).config["quantization_config"]
+    assert (settings["quant_method"], settings["bits"]) == (method, 4)
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "hqq"}}')
+    assert resolve(str(folder)).config["quantization_config"] == {"quant_method": "hqq"}
+
+
 def test_gguf_file_and_folder_with_one(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "toy.gguf")
     for name in (path, tmp_path):

@@ -35,6 +35,14 @@ HALVES = {
     Kind.Q6_K: [208],
     Kind.IQ4_NL: [0],
     Kind.IQ4_XS: [0],
+    Kind.IQ1_S: [0],
+    Kind.IQ2_XXS: [0],
+    Kind.IQ2_XS: [0],
+    Kind.IQ2_S: [0],
+    Kind.IQ3_XXS: [0],
+    Kind.IQ3_S: [0],
+    Kind.TQ1_0: [52],
+    Kind.TQ2_0: [64],
 }
 PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16}
 
@@ -51,6 +59,10 @@ def random_raw(kind: Kind, shape: tuple[int, int] = SHAPE) -> np.ndarray:
     for at in HALVES.get(kind, []):
         halves = random.standard_normal(blocks.shape[:2]).astype(np.float16)
         blocks[:, :, at : at + 2] = halves.view(np.uint8).reshape(*halves.shape, 2)
+    if kind == Kind.IQ1_M:
+        blocks[:, :, 55] &= 0xBF  # the highest bit of the scale's exponent
+    if kind == Kind.MXFP4:
+        blocks[:, :, 0] %= 200  # the exponent
     return blocks.reshape(shape[0], -1)
 
 
@@ -119,9 +131,19 @@ def test_rows_of_q_and_k_come_back_in_half_rotation_order(tmp_path: Path) -> Non
 
 
 def test_an_undecodable_type_is_named_with_those_that_work(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": (Kind.IQ3_S, random_raw(Kind.IQ3_S))})
-    with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight in .*m\.gguf is stored as IQ3_S.*Q4_K.*Q8_0"):
+    path = write(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": (Kind.Q8_K, random_raw(Kind.Q8_K))})
+    with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight in .*m\.gguf is stored as Q8_K.*Q4_K.*Q8_0"):
         GGUFCheckpoint(path)
+
+
+def test_types_without_kernels_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = {"up": Kind.IQ3_S, "down": Kind.IQ2_XS, "gate": Kind.Q8_0}
+    tensors = {f"blk.0.ffn_{name}.weight": (kind, random_raw(kind)) for name, kind in kinds.items()}
+    path = write(tmp_path / "m.gguf", tensors)
+    with caplog.at_level("INFO", "octavo"):
+        checkpoint = GGUFCheckpoint(path)
+    assert caplog.messages[-1:] == ["expanded 2 of 3 tensors: types IQ2_XS, IQ3_S"]
+    assert checkpoint.blocks("blk.0.ffn_up.weight", codes=True) is None
 
 
 def test_a_truncated_file_names_the_tensor_cut_off(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Set
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.models.load.quantized.gptq import check_groups
 from octavo.models.load.quantized.integers import Integers, unpack
 from octavo.models.load.quantized.method import SCALE_DTYPES, WORDS, Method, Module, Settings
 from octavo.nn.weights import Index
@@ -16,7 +17,8 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AWQ(Method):
-    """Four bits. "gemm": `qweight` [K, N / 8] and `qzeros` [G, N / 8] are packed along outputs, in another order.
+    """Four bits. "gemm": `qweight` [K, N / 8] and `qzeros` [G, N / 8] are packed along outputs, in another order. The
+    rows of `scales` [G, N] say how many groups there are: AutoRound's "extra_config" may give modules their own sizes.
     "gemv": `qweight` [N, K / 8] and `qzeros` [N, ...] are packed along inputs and groups, padded; `scales` likewise."""
 
     name = "AWQ"
@@ -48,13 +50,10 @@ class AWQ(Method):
 
     def matrix(self, module: Module) -> Integers:
         outputs, inputs = self.shape(module)
-        # A rank's part may have some inputs of a single group.
-        size = max(1, inputs if self._group == -1 else min(self._group, inputs))
-        if inputs % size:
-            raise module.wrong("qweight", f"has {inputs} inputs, which groups of {self._group} don't divide")
-        groups = inputs // size
         words, zeros = module.stored("qweight", WORDS, None, None), module.stored("qzeros", WORDS, None, None)
         scales = module.stored("scales", SCALE_DTYPES, None, None)
+        groups = self._groups_of_rows(module, inputs) if self._by_rows else len(scales)
+        check_groups(module, "scales", inputs, groups)
         if self._by_rows:
             values, zeros, scales = unpack(words, 4), unpack(zeros, 4)[:, :groups], scales[:, :groups]
         else:
@@ -63,6 +62,13 @@ class AWQ(Method):
             if given.shape != (outputs, groups):
                 raise module.wrong(suffix, f"is for {list(given.shape)} outputs and groups, not [{outputs}, {groups}]")
         return Integers(values, scales, zeros, 4)
+
+    def _groups_of_rows(self, module: Module, inputs: int) -> int:
+        """Return the number of groups of the layout "gemv", whose scales are padded."""
+        size = max(1, inputs if self._group == -1 else min(self._group, inputs))
+        if inputs % size:
+            raise module.wrong("qweight", f"has {inputs} inputs, which groups of {self._group} don't divide")
+        return inputs // size
 
     def cut(self, module: Module, index: Index) -> Module | None:
         if self._by_rows:  # its groups are padded

@@ -20,8 +20,9 @@ _MOST = 127  # of INT8: `SCB` is the largest magnitude of an output's weights
 
 
 class BitsAndBytes(Method):
-    """4 bits: `weight` [N * K / 2, 1] of pairs, the first in the high half, indices of `quant_map` [16] times
-    `absmax` per block (https://arxiv.org/abs/2305.14314). 8 bits: `weight` int8 [N, K] and `SCB` [N]."""
+    """4 bits: `weight` of bytes, in any shape and dtype ("bnb_4bit_quant_storage"), each of two indices of `quant_map`
+    [16], the first in the high half, times `absmax` per block (https://arxiv.org/abs/2305.14314). 8 bits: `weight` int8
+    [N, K] and `SCB` [N]."""
 
     name = "bitsandbytes"
     suffixes = (
@@ -48,12 +49,13 @@ class BitsAndBytes(Method):
 
     def matrix(self, module: Module) -> Integers | Codes | Tensor:
         if not module.has("SCB"):
-            return self._blocks(module, module.stored("weight", BYTES, None, 1).flatten(), _state(module))
+            return self._blocks(module, module.tensor("weight").flatten(), _state(module))
         weight = module.stored("weight", (torch.int8,), None, None)
         scales = (module.stored("SCB", SCALE_DTYPES, len(weight)).float() / _MOST)[:, None]
         return Integers((weight.short() + 128).to(torch.uint8), scales, torch.full_like(scales, 128), 8)
 
-    def _blocks(self, module: Module, pairs: Tensor, state: dict[str, Any]) -> Codes | Tensor:
+    def _blocks(self, module: Module, stored: Tensor, state: dict[str, Any]) -> Codes | Tensor:
+        pairs = stored.view(torch.uint8)
         size, count = state["blocksize"], math.prod(state["shape"])
         scales = module.stored("weight.absmax", BYTES if "nested_blocksize" in state else SCALE_DTYPES, None)
         if "nested_blocksize" in state:
@@ -62,7 +64,7 @@ class BitsAndBytes(Method):
             steps = module.stored("weight.nested_quant_map", SCALE_DTYPES, 256).float()[scales.long()]
             outer = nested.repeat_interleave(block)[: len(scales)]
             scales = steps * outer + state["nested_offset"]
-        if len(pairs) * 2 < count or len(scales) != -(-count // size):
+        if not 0 <= len(pairs) * 2 - count < 2 * stored.itemsize or len(scales) != -(-count // size):
             raise module.wrong("weight", f"has {len(pairs)} bytes and {len(scales)} scales for {count} weights")
         indices = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
         book = Codebook("table", module.stored("weight.quant_map", SCALE_DTYPES, 16).float())

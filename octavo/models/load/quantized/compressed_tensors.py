@@ -21,6 +21,8 @@ from octavo.models.load.quantized.integers import Integers, unpack
 from octavo.models.load.quantized.method import BYTES, FLOATS_8, SCALE_DTYPES, WORDS, Method, Module, Settings
 from octavo.nn.weights import E2M1, Index, InputScale
 
+_WIDE = (torch.float16, torch.bfloat16, torch.float32)
+_BITS = (4, 8, 2, 3, 1, 5, 6, 7)
 _PATTERN = "re:"
 _READ = (
     "pack-quantized",
@@ -40,6 +42,7 @@ class CompressedTensors(Method):
 
     - `weight_packed` int32: integers of 1 to 8 bits in a stream, with an offset of half their range.
     - `weight_packed` uint8: pairs of E2M1; scales per 16 (NVFP4, divided by `weight_global_scale`) or 32 (MXFP4).
+    - `weight` of 16 bits or more in the format "dense", whose scales are not needed.
     - `weight` int8 or of 8-bit floats, with `weight_scale` per matrix, output, group or tile. Floats with one per
       matrix or output also have an `input_scale`, if the configuration's `input_activations` have `dynamic` false.
     """
@@ -69,6 +72,14 @@ class CompressedTensors(Method):
                 f"quantization_config.format is {unknown[0]!r}; Octavo reads {', '.join(_READ)} of compressed-tensors. "
                 "Serve another checkpoint of the model."
             )
+        sparsity = (settings.get("sparsity_config") or {}).get("format")
+        if sparsity not in (None, "dense"):
+            raise ConfigError(
+                f"quantization_config.sparsity_config.format is {sparsity!r}; Octavo reads no sparse weights. Serve "
+                "another checkpoint of the model."
+            )
+        _check_rotations(settings)
+        self._is_dense = "dense" in formats
         blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
         self._tile = tuple(next((block for block in blocks if block), (128, 128)))
         self._groups = list(groups)
@@ -94,10 +105,14 @@ class CompressedTensors(Method):
         rows, columns = module.sizes("weight_packed")
         return rows, columns * 2
 
-    def matrix(self, module: Module) -> Integers | Codes:
-        scales = module.tensor("weight_scale")
+    def matrix(self, module: Module) -> Integers | Codes | Tensor:
         if not module.has("weight_packed"):
-            return self._unpacked(module, module.stored("weight", (torch.int8, *FLOATS_8), None, None), scales)
+            kinds = (torch.int8, *FLOATS_8, *(_WIDE if self._is_dense else ()))
+            weight = module.stored("weight", kinds, None, None)
+            if weight.dtype in _WIDE:
+                return weight.float()
+            return self._unpacked(module, weight, module.tensor("weight_scale"))
+        scales = module.tensor("weight_scale")
         packed = module.stored("weight_packed", WORDS + BYTES, None, None)
         if packed.dtype == torch.int32:
             return self._integers(module, packed, scales)
@@ -173,8 +188,10 @@ class CompressedTensors(Method):
             raise module.wrong("weight_scale", f"is {scales.dtype} {list(scales.shape)}, not floating-point numbers")
         scales = scales.view(1, 1) if scales.numel() == 1 else scales
         stated = self._settings_of(module).get("num_bits")
-        bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == packed.shape[1]), 0)
-        fits = bits and stated in (None, bits) and packed.shape[0] == rows
+        # Of few inputs, several numbers of bits fill as many words.
+        possible = [bits for bits in _BITS if stated in (None, bits)]
+        bits = next((bits for bits in possible if -(-columns * bits // 32) == packed.shape[1]), 0)
+        fits = bits and packed.shape[0] == rows
         if not fits or scales.dim() != 2 or scales.shape[0] not in (1, rows):
             raise module.wrong(
                 "weight_packed",
@@ -216,6 +233,17 @@ class CompressedTensors(Method):
         classes = [group for group in self._groups if "Linear" in _targets(group)]
         found = named or classes
         return found[0] if found else {}
+
+
+def _check_rotations(settings: Settings) -> None:
+    """Raise ConfigError if activations are to be transformed; transforms of weights are part of the stored ones."""
+    groups = ((settings.get("transform_config") or {}).get("config_groups") or {}).items()
+    for name, location in [(name, one.get("location")) for name, group in groups for one in group.get("apply") or ()]:
+        if location not in ("weight_input", "weight_output"):
+            raise ConfigError(
+                f"quantization_config.transform_config.config_groups.{name} is applied at {location!r}; Octavo has no "
+                "transforms of activations. Serve another checkpoint of the model."
+            )
 
 
 def _has_input_scale(group: Mapping[str, Any]) -> bool:

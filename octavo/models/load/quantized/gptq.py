@@ -14,6 +14,8 @@ from octavo.models.load.quantized.method import SCALE_DTYPES, WORDS, Method, Mod
 from octavo.nn.weights import Index
 
 BITS = (2, 3, 4, 8)
+_VERSIONS = {"gptq": 1, "gptq_v2": 0}
+"""`checkpoint_format` -> what is added to stored zero points."""
 
 
 class GPTQ(Method):
@@ -27,7 +29,7 @@ class GPTQ(Method):
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, settings: Settings) -> None:
-        """Raise ConfigError for other numbers of bits."""
+        """Raise ConfigError for other numbers of bits and formats."""
         bits = settings.get("bits")
         if bits not in BITS:
             raise ConfigError(
@@ -35,7 +37,14 @@ class GPTQ(Method):
                 f"{', '.join(map(str, BITS))} bits. Serve another checkpoint of the model."
             )
         self._bits = int(bits)
-        self._offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+        version = _version(settings)
+        if version not in _VERSIONS:
+            raise ConfigError(
+                f"quantization_config.checkpoint_format is {version!r}; Octavo reads {' and '.join(_VERSIONS)} of "
+                f"{self.name}. Serve another checkpoint of the model."
+            )
+        self._offset = _VERSIONS[version]
+        self._is_symmetric = settings.get("sym") is True
         self._in_order_of_activations = bool(settings.get("desc_act"))
 
     def modules(self, names: Set[str]) -> Set[str]:
@@ -50,7 +59,7 @@ class GPTQ(Method):
         scales = module.stored("scales", SCALE_DTYPES, None, outputs)
         groups = len(scales)
         words = module.stored("qzeros", WORDS, groups, -(-outputs * bits // 32))
-        zeros = unpack(words, bits, outputs) + self._offset & (1 << bits) - 1
+        zeros = self._zeros(unpack(words, bits, outputs), bits)
         values = unpack(module.stored("qweight", WORDS, None, outputs).T, bits, inputs)
         needs_order = self._in_order_of_activations and groups > 1
         order = group_order(module, ("scales", "g_idx"), inputs, groups, needed=needs_order)
@@ -64,19 +73,39 @@ class GPTQ(Method):
         given = own_groups(module, "g_idx", index[1], self.shape(module)[1], module.shape("scales")[0])
         return None if given is None else module.part(cuts, given)
 
+    def _zeros(self, stored: Tensor, bits: int) -> Tensor:
+        """Return zero points, of those that are stored.
+
+        Some symmetric checkpoints name version 1, but store zero points as version 2 does: all in the middle.
+        """
+        is_version_2 = self._is_symmetric and bool((stored == 1 << (bits - 1)).all())
+        return stored if is_version_2 else stored + self._offset & (1 << bits) - 1
+
     def _bits_of(self, module: Module) -> int:
-        """Return a module's number of bits: GPTQModel's setting "dynamic" may give modules numbers of their own."""
-        if not module.has("g_idx"):
-            return self._bits
-        inputs, (words, _) = math.prod(module.shape("g_idx")), module.sizes("qweight")
-        bits = next((bits for bits in BITS if words * 32 == inputs * bits), 0)
-        if not bits:
-            raise module.wrong("qweight", f"has {words} words for {inputs} inputs, which is no number of bits")
-        return bits
+        """Return a module's number of bits: GPTQModel's "dynamic" and AutoRound's "extra_config" may give modules
+        numbers of their own."""
+        words, outputs = module.sizes("qweight")
+        if module.has("g_idx"):
+            suffix, count = "qweight", math.prod(module.shape("g_idx"))
+        else:
+            suffix, words, count = "qzeros", module.sizes("qzeros")[1], outputs
+        fitting = [bits for bits in BITS if words == -(-count * bits // 32)]
+        if not fitting:
+            raise module.wrong(suffix, f"has {words} words for {count} integers, which is no number of bits")
+        return self._bits if self._bits in fitting else fitting[0]
+
+
+def _version(settings: Settings) -> str:
+    """Return the name of the layout, which older checkpoints have under other names."""
+    if settings.get("is_marlin_format"):
+        return "marlin"
+    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
 
 
 def group_order(module: Module, suffixes: tuple[str, str], inputs: int, groups: int, *, needed: bool) -> Tensor | None:
     """Return each input's group, if groups are not runs of adjacent inputs in ascending order.
+
+    Some tools leave the tensor zero if inputs are in order.
 
     Args:
         suffixes: of the scales, and of the tensor with the groups.
@@ -91,7 +120,8 @@ def group_order(module: Module, suffixes: tuple[str, str], inputs: int, groups: 
         order = module.tensor(suffix).long()
         if order.shape != (inputs,) or not bool(((order >= 0) & (order < groups)).all()):
             raise module.wrong(suffix, f"does not give one of {groups} groups for each of {inputs} inputs")
-        if not torch.equal(order, torch.arange(inputs) // -(-inputs // groups)):
+        is_unset = not needed and not bool(order.any())
+        if not is_unset and not torch.equal(order, torch.arange(inputs) // -(-inputs // groups)):
             return order
     check_groups(module, scales, inputs, groups)
     return None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.core.errors import ConfigError
+from octavo.hub.text_config import quantization_config
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.awq import AWQ
 from octavo.models.load.quantized.bitsandbytes import BitsAndBytes
@@ -18,13 +19,22 @@ from octavo.models.load.quantized.mxfp4 import MXFP4
 from octavo.models.load.quantized.torchao import TorchAO
 from octavo.models.load.quantized.view import QuantizedCheckpoint
 
+_ROTATIONS = ("rotation_config", "spinquant_config", "transform_config")
+"""AutoRound's settings of rotations."""
+
 
 def _auto_round(settings: Settings) -> Method:
     """AutoRound (https://arxiv.org/abs/2309.05516) writes other methods' layouts.
 
     Raises:
-        ConfigError: the layout is not read.
+        ConfigError: the layout is not read, or activations are to be rotated.
     """
+    for key in _ROTATIONS:
+        if settings.get(key):
+            raise ConfigError(
+                f"quantization_config.{key} is {settings[key]!r}; Octavo has no rotations of activations. Serve "
+                "another checkpoint of the model."
+            )
     layout = settings.get("packing_format", "auto_round:auto_gptq")
     if layout not in _LAYOUTS:
         raise ConfigError(
@@ -34,6 +44,10 @@ def _auto_round(settings: Settings) -> Method:
     return _LAYOUTS[layout](settings)
 
 
+def _gptq_1(settings: Settings) -> Method:
+    return GPTQ({**settings, "checkpoint_format": "gptq"})
+
+
 def _gptq_2(settings: Settings) -> Method:
     return GPTQ({**settings, "checkpoint_format": "gptq_v2"})
 
@@ -41,7 +55,7 @@ def _gptq_2(settings: Settings) -> Method:
 _LAYOUTS: Mapping[str, Callable[[Settings], Method]] = {
     "auto_round": _gptq_2,
     "auto_round:auto_awq": AWQ,
-    "auto_round:auto_gptq": GPTQ,
+    "auto_round:auto_gptq": _gptq_1,
     "auto_round:gptqmodel": _gptq_2,
     "auto_round:llm_compressor": CompressedTensors,
 }
@@ -66,7 +80,7 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     Raises:
         ConfigError: the method, or a setting of it, is not supported.
     """
-    settings = config.get("quantization_config") or config.get("compression_config")
+    settings = quantization_config(config)
     if not settings:
         return None
     name = settings.get("quant_method") if isinstance(settings, Mapping) else None
@@ -92,7 +106,7 @@ def has_input_scales(config: Mapping[str, Any]) -> bool:
 
 def rounds_activations(config: Mapping[str, Any]) -> bool:
     """Return whether activations are to be rounded to 8 bits, as the weights are, by a checkpoint's configuration."""
-    settings = config.get("quantization_config") or config.get("compression_config") or {}
+    settings = quantization_config(config)
     if settings.get("quant_method") in ("fp8", "modelopt"):
         return True
     groups = (settings.get("config_groups") or {}).values()

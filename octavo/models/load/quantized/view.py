@@ -18,6 +18,9 @@ class QuantizedCheckpoint:
     """A view of `source` in which each quantized module has a tensor `weight` instead of its stored tensors.
 
     `blocks` returns the stored integers, if layers can keep them; `tensor` computes values.
+
+    Attributes:
+        quantized: names of these tensors, which are [outputs, inputs] also in families that store [inputs, outputs].
     """
 
     def __init__(self, source: Checkpoint, method: Method) -> None:
@@ -26,6 +29,7 @@ class QuantizedCheckpoint:
         self._method = method
         modules = method.modules(source.names())
         self._modules = {name + method.weight: Module(source, name, method.joint) for name in modules}
+        self.quantized: Set[str] = self._modules.keys()
         stored = {name + method.joint + suffix for name in modules for suffix in method.suffixes}
         self._names = (source.names() - stored) | self._modules.keys()
 
@@ -65,6 +69,11 @@ class QuantizedCheckpoint:
 
     def _without_scale(self, name: str, tensor: Tensor) -> ModelFileError:
         """Return the error for values of 8 bits that would be taken for weights as they are."""
+        if not name.endswith("weight"):
+            return ModelFileError(
+                f"Tensor {name} in {self.origin} is {tensor.dtype} and has the matrices of several experts, whose "
+                "scales are not read. Get a checkpoint that has each expert's matrices as tensors of their own."
+            )
         scale = name.removesuffix("weight") + self._method.scale
         return ModelFileError(
             f"Tensor {name} in {self.origin} is {tensor.dtype}, but {self.origin} lacks its scale, {scale}. Get the "

@@ -394,7 +394,8 @@ def test_numbers_of_8_bits_need_a_quantization_config(tmp_path: Path) -> None:
     ("name", "settings", "kept", "says"),
     [
         ("gptq-4", {}, 7, "Tensor a.proj.scales in what was sent has 7 groups, which don't divide 256 inputs"),
-        ("awq-gemm", {"group_size": 96}, 8, "has 256 inputs, which groups of 96 don't divide"),
+        ("awq-gemm", {}, 7, "Tensor a.proj.scales in what was sent has 7 groups, which don't divide 256 inputs"),
+        ("awq-gemv", {"group_size": 96}, 8, "has 256 inputs, which groups of 96 don't divide"),
         ("w4a16", {}, 7, "a.proj.weight_scale in what was sent has 7 groups, which don't divide 256 inputs"),
     ],
 )
