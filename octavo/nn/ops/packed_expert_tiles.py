@@ -8,6 +8,7 @@ runs while other values are multiplied, and other warps copy ahead across tiles.
 from __future__ import annotations
 
 import functools
+import itertools
 from ctypes import c_float, c_int
 from typing import NamedTuple
 
@@ -72,18 +73,18 @@ def serves(x: Tensor, matrices: PackedMatrices, form: ExpertsForm, *, first: boo
     plain = form.gated and not form.on_inputs and (form.activation == "silu" or form.clamped is not None)
     if first and not plain:
         return False
-    _, outputs, width = matrices.codes.shape
+    outputs, codes, scales = matrices.codes.shape[1] // (2 if first else 1), matrices.codes, matrices.scales
     lines = (
         matrices.inputs * x.element_size(),
-        width * matrices.codes.element_size(),
-        outputs // (2 if first else 1) * matrices.scales.element_size(),
-        outputs // (2 if first else 1) * x.element_size(),
+        codes.shape[2] * codes.element_size(),
+        outputs * scales.element_size(),
+        outputs * x.element_size(),
     )
-    whole = matrices.codes.is_contiguous() and not any(line % _LINE for line in lines)
-    same = matrices.minima is None or matrices.minima.dtype == matrices.scales.dtype
-    # Scales are rounded to the rows' dtype; float16 may not have those that are float32.
-    fine = x.dtype != torch.float16 or matrices.whole or matrices.scales.dtype == torch.float16
-    return whole and same and fine and x.dtype.itemsize == 2 and usable(x.device)
+    copied = codes.is_contiguous() and scales.is_contiguous() and not any(line % _LINE for line in lines)
+    alike = matrices.minima is None or matrices.minima.dtype == scales.dtype
+    # Scales are rounded to the rows' dtype; float16 may not have those of others.
+    in_range = x.dtype != torch.float16 or matrices.whole or scales.dtype == torch.float16
+    return copied and alike and in_range and x.dtype.itemsize == 2 and usable(x.device)
 
 
 @functools.cache
@@ -221,10 +222,13 @@ def _deviations(device: torch.device) -> list[float]:
     order = torch.arange(sum(rows), dtype=torch.int32, device=device).flip(0)
     places = [(0, 0, 64), (0, 64, 24), (1, 88, 52), (0, 0, 0)]
     tiles = torch.tensor(places, device=device, dtype=torch.int32)
-    deviations = []
-    for bits in (4, 8):
-        gate_up, down = (_random(bits, *shape, generator, device) for shape in ((2 * size, hidden), (hidden, size)))
-        x = torch.randn(sum(rows), hidden, generator=generator).to(device, torch.bfloat16)
+    x = torch.randn(sum(rows), hidden, generator=generator).to(device, torch.bfloat16)
+    sizes, deviations = ((2 * size, hidden), (hidden, size)), []
+    trials = [[_random(bits, *shape, generator, device) for shape in sizes] for bits in (4, 8)]
+    for (one, _), first in itertools.product(trials, (True, False)):
+        source, macros, _ = source_of(_form_of(x.dtype, one, form, None, first=first, height=64, beside=BESIDE))
+        nvrtc.compile_ahead(source, macros)
+    for gate_up, down in trials:
         inner, got = (torch.full((len(x), n), float("nan"), dtype=x.dtype, device=device) for n in (size, hidden))
         multiply(x, gate_up, None, form, 1, order, tiles, inner, first=True, height=64)
         multiply(inner, down, None, form, 1, order, tiles, got, first=False, height=64)
