@@ -139,7 +139,7 @@ packed_experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ 
     return;
   }
 
-#if GROUPS == 3
+#if GROUPS == 3  // no more than the launch has for all: it would wait for ever
   REGISTERS("inc", 152);
 #else
   REGISTERS("inc", 104);
