@@ -136,7 +136,7 @@ class Trial:
 
     def candidates(self, *, first: bool) -> list[Tiling]:
         chosen = self.tilings[0 if first else 1]
-        return candidates(chosen, first=first) if isinstance(chosen, Tiling) else []
+        return candidates(chosen, first=first) if isinstance(chosen, Tiling) and not chosen.stays else []
 
     def sweep(self, *, first: bool) -> list[Any]:
         found: list[tuple[float, Any]] = []

@@ -52,6 +52,10 @@ class Tiling(NamedTuple):
     stays: bool = False
 
 
+_STAYING = Tiling(128, 0, 0, 0, 0, side_by_side=packed_expert_tiles.BESIDE, stays=True)
+"""Of the CUDA kernel, which divides the rest itself."""
+
+
 class RowPlan(NamedTuple):
     """How programs divide a product of single rows: outputs of a program, and codes of a pass for each."""
 
@@ -222,7 +226,7 @@ def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, form: ExpertsFo
     # Rounded rows are multiplied faster, except where large tiles aren't full and sums have several scales.
     rounded = rounds and (matrices.whole or height < 128 or mean > 128)
     if not rounded and packed_expert_tiles.serves(x, matrices, form, first=first):
-        return Tiling(height, 256, 64, 12, 1, side_by_side=packed_expert_tiles.BESIDE, stays=True)
+        return _STAYING._replace(height=height)
     gated = first and form.gated
     most = matrices.words if matrices.fields > 1 else _DEPTH
     depth = most if matrices.scales.shape[1] == 1 else min(most, matrices.group)
