@@ -47,7 +47,7 @@ def exaone4(config: Config) -> DecoderSpec:
     """EXAONE 4: norms after each part; layers without a window have no rotary positions
     (https://arxiv.org/abs/2507.11407)."""
     window = whole(config, "sliding_window", 4096) if config.get("sliding_window", 4096) else None
-    types = layer_types(config, whole(config, "sliding_window_pattern", 4) if window else 0)
+    types = layer_types(config, _pattern(config) if window else 0)
     norm, rope = rms_norm(config, default=1e-5), rope_spec(config, head_size(config))
     plain = no_rope(head_size(config), rope.max_position)
     return decoder_spec(
@@ -59,3 +59,11 @@ def exaone4(config: Config) -> DecoderSpec:
         rope=rope,
         ropes=tuple(plain if window and kind == "full_attention" else rope for kind in types),
     )
+
+
+def _pattern(config: Config) -> int:
+    """Return the number of layers per full layer; the 32B's config spells the layers of a period: "LLLG"."""
+    pattern = config.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern and pattern == "L" * (len(pattern) - 1) + "G":
+        return len(pattern)
+    return whole(config, "sliding_window_pattern", 4)
