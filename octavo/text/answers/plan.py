@@ -68,6 +68,7 @@ class OutputPlan:
             tools=self.format if self.calls else None,
             kinds=self._kinds(),
             forced=self.tools is not None and self.tools.forced,
+            apart=self.content is not None,
             once=self.ends_at_repetition,
             reasoning=self.reasoning,
             inside=self.inside,

@@ -42,6 +42,7 @@ class Router:
         tools: how calls are written; None routes none.
         kinds: function -> argument -> how its value is written, for formats that write arguments one by one.
         forced: the output consists of calls.
+        apart: the output is either content or calls; content may contain the marks of calls.
         reasoning: how reasoning is marked; None routes none.
         once: a call that is identical to an earlier one (name, and arguments as written) ends the list of calls, and is
             left out together with all that follows it.
@@ -54,6 +55,7 @@ class Router:
         tools: ToolFormat | None = None,
         kinds: Kinds | None = None,
         forced: bool = False,
+        apart: bool = False,
         once: bool = False,
         reasoning: ReasoningFormat | None = None,
         inside: bool = False,
@@ -64,6 +66,7 @@ class Router:
         self._tools = tools
         self._kinds = kinds or {}
         self._forced = forced
+        self._apart = apart
         self._reasoning = reasoning
         self._text = ""
         self._pieces: list[AnswerPiece] = []
@@ -138,12 +141,23 @@ class Router:
             self._step = self._plain
         elif self._forced:
             self._expect(tools.opening)
+        elif self._apart:
+            return self._content_or_calls(tools.opening, end)
         elif tools.trigger:
             self._step = self._content
         elif not self._text:
             return False
         elif self._text.startswith(tools.opening[0]):
             self._expect(tools.opening)
+        else:
+            self._step = self._plain
+        return True
+
+    def _content_or_calls(self, opening: str, end: bool) -> bool:
+        if self._text.startswith(opening):
+            self._expect(opening)
+        elif opening.startswith(self._text) and not end:
+            return False
         else:
             self._step = self._plain
         return True

@@ -206,3 +206,16 @@ def test_a_call_is_held_back_only_while_it_may_be_a_repetition() -> None:
     assert router.push("}")[0].text == "}"
     router.push(second.partition("}")[2] + "\n" + first[: first.index("1")])
     assert [piece.name for piece in router.flush()] == ["f", None]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.trigger], ids=lambda form: form.name)
+def test_content_in_a_required_form_may_contain_the_marks_of_calls(form: ToolFormat) -> None:
+    text = json.dumps({"a": f"x {form.trigger} y"}, ensure_ascii=False)
+    for pieces in ([text], list(text)):
+        assert read(Router(tools=form, apart=True), pieces) == ("", text, [])
+
+
+def test_calls_beside_a_required_form_begin_the_answer() -> None:
+    text, calls = written(HERMES, [("f", {"a": 1})])
+    for pieces in ([text], list(text)):
+        assert read(Router(tools=HERMES, apart=True), pieces) == ("", "", calls)
