@@ -41,7 +41,7 @@ from octavo.hub.resolve import eos_token_ids
 from octavo.hub.sentence_transformers import is_sentence_transformer
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.feed_forwards.spec import ExpertsSpec
-from octavo.models.hf_config import CLASSIFIER
+from octavo.models.hf_config import has_language_head
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.overrides import blamed
 from octavo.models.spec import DecoderSpec
@@ -302,7 +302,7 @@ def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
         ConfigError: the settings require text, but the model has no language-model head.
     """
     asked, embeds = config.model.runner, config.model.convert == "embed"
-    bare = str((files.config.get("architectures") or ["unknown"])[0]).endswith(("Model", CLASSIFIER))
+    bare = not has_language_head(str((files.config.get("architectures") or ["unknown"])[0]))
     if asked == "generate" and (bare or embeds):
         why = (
             "--convert embed turns it into an embedding model"

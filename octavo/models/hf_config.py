@@ -59,6 +59,11 @@ SCORE_TOKENS = "classifier_from_token"
 """Field of tokens, by number, whose logits a reranker's score is made from."""
 
 
+def has_language_head(architecture: str) -> bool:
+    """Return whether an architecture's name is neither a bare model's nor a classifier's."""
+    return architecture.endswith("LMHeadModel") or not architecture.endswith(("Model", CLASSIFIER))
+
+
 def num_labels(config: Config) -> int:
     """Return the number of outputs of the classification head, if any; Transformers' default is two."""
     if not str((config.get("architectures") or [""])[0]).endswith(CLASSIFIER):

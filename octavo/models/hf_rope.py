@@ -61,8 +61,9 @@ def local_rope(config: Config, head_dim: int, base: str, theta: float = 10000.0)
     Args:
         base: their field in older configs.
     """
-    params = value_or(config, "rope_parameters", {}).get("sliding_attention") or {}
-    theta = float(params.get("rope_theta") or value_or(config, base, theta))
+    params = value_or(config, "rope_parameters", {})
+    own = (params.get("sliding_attention") or {}).get("rope_theta")
+    theta = float(own or params.get(base) or value_or(config, base, theta))
     return RopeSpec(head_dim, whole(config, "max_position_embeddings"), theta)
 
 

@@ -43,7 +43,7 @@ from octavo.models.families.qwen2 import mimo, qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.qwen3_next import qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
-from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, num_labels
+from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, has_language_head, num_labels
 from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
 from octavo.models.text_half import text_half
@@ -145,7 +145,7 @@ def is_own(config: Config) -> bool:
 
 def _with_head(name: str) -> str:
     """Return the architecture with a language-model head of a bare model's or a classifier's, or the name itself."""
-    if name in ARCHITECTURES or not name.endswith(("Model", CLASSIFIER)):
+    if name in ARCHITECTURES or has_language_head(name):
         return name
     family = name.removesuffix(CLASSIFIER).removesuffix("Model")
     heads = [family + head for head in ("ForCausalLM", "LMHeadModel")]

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError
+from octavo.core.structured import StructuredOutputsParams
 from octavo.text.answers.formats import AnswerFormats
+from octavo.text.answers.plan import OutputPlan
 from octavo.text.answers.reasoning import GRANITE, THINK, detect_reasoning, reasoning_format
 from octavo.text.answers.router import Router
 from octavo.text.tools.formats import FORMATS, HERMES, JSON, LLAMA3, MISTRAL, ToolFormat, detect_format, tool_format
+from octavo.text.tools.tool import Tool, ToolUse
 
 # Arguments that are written one by one have tests of their own.
 WITH_JSON = [form for form in FORMATS.values() if form.keyed is None]
@@ -219,3 +222,12 @@ def test_calls_beside_a_required_form_begin_the_answer() -> None:
     text, calls = written(HERMES, [("f", {"a": 1})])
     for pieces in ([text], list(text)):
         assert read(Router(tools=HERMES, apart=True), pieces) == ("", "", calls)
+
+
+def test_an_answer_with_a_required_form_is_routed_as_content_or_calls() -> None:
+    text = json.dumps({"a": HERMES.trigger})
+    form = StructuredOutputsParams(json={"type": "object"})
+    offered = [Tool(name="f")]
+    tools = ToolUse(offered=offered, callable=offered, mode="auto")
+    router = OutputPlan(format=HERMES, tools=tools, content=form).router()
+    assert read(router, [text]) == ("", text, [])
