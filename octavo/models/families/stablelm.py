@@ -11,7 +11,7 @@ from octavo.models.spec import PARALLEL, PRE, DecoderSpec, StoredModule, StoredN
 
 
 def stablelm(config: Config) -> DecoderSpec:
-    """StableLM 2 and StableLM 3B (https://arxiv.org/abs/2402.17834)."""
+    """StableLM 2 1.6B and StableLM 3B (https://arxiv.org/abs/2402.17834)."""
     only(config, "qk_layernorm", False)
     return decoder_spec(
         config,
