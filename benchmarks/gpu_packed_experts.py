@@ -69,8 +69,7 @@ def random_matrices(form: str, experts: int, outputs: int, inputs: int) -> Packe
         return PackedMatrices(words, scales(64, half, 0.6), None, inputs, 64, 16, "table", False, dtype, book)
     made = scales(128, half, 5)
     minima = made / 2 if form == "w4a16-minima" else None
-    width = 16 if minima is None else 64  # as `quant/pack_experts.py` has them
-    return PackedMatrices(words, made, minima, inputs, 128, width, "integers", False, dtype)
+    return PackedMatrices(words, made, minima, inputs, 128, 64, "integers", False, dtype)
 
 
 class PackedLayer(Layer):

@@ -48,7 +48,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         step_prompt_tokens: prompt tokens among `step_tokens`.
         step_sampled: rows of steps that got a new token.
         plan_s, launch_s, retire_s: the loop's seconds; on a CPU, launching includes the forward pass.
-        feature_changed: name of a feature of which `EngineHook.changed` is true; "" if none.
+        feature_changed: a feature that calls have changed since the start (`EngineHook.changed`); "" for none.
         features: gauges and counters of features.
         waits: request id -> what a feature makes it wait for, for some of the waiting requests.
         idle_s: seconds for which an asynchronous device waited for the host between two steps.

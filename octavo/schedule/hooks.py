@@ -91,14 +91,17 @@ class EngineHook:
     """Most draft tokens that the worker half proposes after one sampled token; 0 for none. Buffers are sized by it."""
     writes_ahead: bool = False
     """The worker half writes to the KV blocks of the tokens that it proposes, so they are reserved with the drafts."""
-    changed: bool = False
-    """Calls have changed what an engine that starts with the same settings does not know. Replicas that die are not
-    started again then, since they would differ from the others."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether calls have changed what an engine that starts with the same settings does not know. Then a replica
+        that dies is not started again, since it would differ from the others."""
+        return False
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any | Future[Any]:
         """Do what another part of the feature asks for, through `EngineClient.call`. Called between steps.
 
-        Set `changed` if other engines must not lack what this changes.
+        If other engines must not lack what this changes, `changed` must be true from then on.
 
         Returns:
             A value of built-in types, or a future of one. This must not wait: work that takes long goes to a thread.

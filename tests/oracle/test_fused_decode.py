@@ -51,8 +51,8 @@ COMPILED = [
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not HOPPER:
         monkeypatch.setattr(fused_decode, "_usable", lambda device: True)
-        monkeypatch.setattr(fused_decode, "_MOST", {})
-        monkeypatch.setattr(fused_decode, "_MANY", fused_decode.Division(1, 32, 2))
+        monkeypatch.setattr(fused_decode, "_LARGE", {})
+        monkeypatch.setattr(fused_decode, "_SMALL", fused_decode.Division(1, 32, 2))
         monkeypatch.setattr(EmulatedKernel, "folder", tmp_path, raising=False)
         monkeypatch.setattr(EmulatedKernel, "late", (False, True))
         monkeypatch.setattr(

@@ -302,6 +302,17 @@ def test_experts_of_different_forms(second: str) -> None:
         assert off(scheme.down_of(expert, x), x.cpu().double() @ value_of(down).T) < TOLERANCE
 
 
+@pytest.mark.parametrize("usable", [False, True], ids=["Triton", "CUDA"])
+def test_blocks_of_integers_do_not_depend_on_minima(usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else experts of a layer would have different forms, and be expanded."""
+    monkeypatch.setattr(packed_expert_tiles, "usable", lambda device: usable)
+    made = [
+        pack_expert([blocks_of(4, 128, minima, 64, 256)], torch.device("cpu"), rounds=False) for minima in (False, True)
+    ]
+    first, second = (one.words for one in made if one is not None)
+    assert first == second
+
+
 @pytest.mark.parametrize("second", ["tiny scales", "another table"])
 def test_experts_in_tables(second: str) -> None:
     """Scales keep the precision of the expert that needs most; experts of different tables are expanded."""

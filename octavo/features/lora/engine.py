@@ -99,7 +99,7 @@ class LoraEngine(EngineHook):
     # Calls
 
     @property
-    def changed(self) -> bool:  # type: ignore[override]
+    def changed(self) -> bool:
         """Whether names came or went since the start, or one was pinned."""
         return self._any_pinned or self._names.changes > self._changes_at_start
 

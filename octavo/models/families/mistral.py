@@ -19,7 +19,7 @@ def mistral(config: Config) -> DecoderSpec:
 
 
 def ministral3(config: Config) -> DecoderSpec:
-    """Ministral 3: queries grow with their position (https://arxiv.org/abs/2601.08584)."""
+    """Ministral 3: queries are scaled up with their position (https://arxiv.org/abs/2601.08584)."""
     only(config, "layer_types", None)
     layers, rope = whole(config, "num_hidden_layers"), require(config, "rope_parameters")
     window = None if config.get("sliding_window") is None else whole(config, "sliding_window")

@@ -47,11 +47,12 @@ class Division(NamedTuple):
     depth: int
 
 
-_FEW, _SOME, _MANY = Division(8, 8, 2), Division(4, 8, 2), Division(16, 2, 2)
-_MOST = {8: _FEW, 16: _SOME}
-"""Clusters -> the division that was fastest on an H200, for any length of context; `_MANY` for more of them."""
-_MOST_DIM = 128
-"""Of heads, for the others than `_MANY`, whose tiles take four times the shared memory."""
+_LARGE = {8: Division(8, 8, 2), 16: Division(4, 8, 2)}
+"""Most clusters -> the division that is fastest on an H200 for any length of context, if heads have `_LARGE_DIM`."""
+_LARGE_DIM = 128
+"""Most channels of a head with which tiles of eight warps fit into shared memory."""
+_SMALL = Division(16, 2, 2)
+"""Of more clusters, and larger heads."""
 
 
 class DecodeForm(NamedTuple):
@@ -111,9 +112,8 @@ def form_of(
     sinks: Tensor | None,
 ) -> DecodeForm:
     """Return the form of a layer's launch for `count` rows."""
-    clusters = count * spec.num_kv_heads if spec.head_dim <= _MOST_DIM else _MOST_HEADS
     return DecodeForm(
-        division=next((division for most, division in _MOST.items() if clusters <= most), _MANY),
+        division=_division_of(count * spec.num_kv_heads, spec.head_dim),
         dtype=qkv.dtype,
         dim=spec.head_dim,
         sharing=spec.num_heads // spec.num_kv_heads,
@@ -126,6 +126,11 @@ def form_of(
         slopes=spec.slopes is not None,
         table_rows=step.table_rows is not None,
     )
+
+
+def _division_of(clusters: int, dim: int) -> Division:
+    fitting = _LARGE.items() if dim <= _LARGE_DIM else ()
+    return next((division for most, division in fitting if clusters <= most), _SMALL)
 
 
 def attend(

@@ -111,23 +111,24 @@ def _four_bits(
     inputs = codes.shape[1]
     block = inputs // parts[0].scales.shape[1]
     group = min(largest_group(part, _sizes(inputs)) for part in parts) if kind == "integers" else block
-    scales, minima = _factors(parts, group, device)
-    widths = _widths(kind, group, device, minima=minima is not None)
+    widths = _widths(kind, group, device)
     words = next((words for words in widths if _fills(inputs, 4 * words) and group % words == 0), 0)
     if not words:
         return None
+    scales, minima = _factors(parts, group, device)
     if kind == "e2m1" and torch.equal(scales.bfloat16().float(), scales.float()):
         scales = scales.bfloat16()  # MXFP4's, which are powers of two
     stored = codes_of_words(codes, 4, words).flatten(1)
     return PackedMatrix(stored, scales, minima, inputs, group, words, kind=kind, rounds=False)
 
 
-def _widths(kind: Kind, group: int, device: torch.device, *, minima: bool) -> Sequence[int]:
-    """Return the words that a block of 4-bit codes may have, from the fastest on."""
-    if packed_expert_tiles.usable(device) and kind != "e2m1" and not minima:
-        return (16, 32, 64)  # its threads load such a block's words once; with minima, single rows lose more
+def _widths(kind: Kind, group: int, device: torch.device) -> Sequence[int]:
+    """Return the words that a block of 4-bit codes may have, from the fastest on. They must not depend on what experts
+    of a layer may differ in, such as minima."""
     if kind != "table":
         return (64, 32, 16)
+    if packed_expert_tiles.usable(device):
+        return (16,)  # a thread looks up all fields of its words at once
     # A table's numbers take registers and shared memory: Triton's kernels spill with larger blocks, or if each field of
     # a block has a scale of its own.
     return (32, 16) if group > 32 else (16,)

@@ -12,6 +12,15 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, u32 barr
                ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row) : "memory");
 }
 
+// Prepare the barriers of a ring, by one thread: `filled` arrivals fill a stage, and `emptied` empty it.
+template <int SIZE>
+__device__ __forceinline__ void prepare(u64 (&full)[SIZE], u64 (&empty)[SIZE], int filled, int emptied) {
+  for (int s = 0; s < SIZE; s++) {
+    init(shared(&full[s]), filled);
+    init(shared(&empty[s]), emptied);
+  }
+}
+
 // A tile as `sort_kernel` lists it, and the first of its outputs. After the last tile, `more` is 0.
 struct Tile {
   int expert, start, rows, n, more;

@@ -55,10 +55,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
   const int steps = K / STEP, columns = (N + WIDE - 1) / WIDE, thread = threadIdx.x & 127, group = threadIdx.x / 128;
   asm volatile("griddepcontrol.launch_dependents;");
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      init(shared(&full[s]), FIRST ? 129 : 1);
-      init(shared(&empty[s]), WARPS);
-    }
+    prepare(full, empty, FIRST ? 129 : 1, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

@@ -57,14 +57,8 @@ packed_experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ 
   const int thread = threadIdx.x & 127, group = threadIdx.x / 128;
   overlap();
   if (threadIdx.x == 0) {
-    for (int s = 0; s < X_STAGES; s++) {
-      init(shared(&x_full[s]), FIRST ? 128 : 1);
-      init(shared(&x_empty[s]), 4 * GROUPS);
-    }
-    for (int s = 0; s < W_STAGES; s++) {
-      init(shared(&w_full[s]), 1);
-      init(shared(&w_empty[s]), 4 * GROUPS);
-    }
+    prepare(x_full, x_empty, FIRST ? 128 : 1, 4 * GROUPS);
+    prepare(w_full, w_empty, 1, 4 * GROUPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
