@@ -120,6 +120,7 @@ inline float exp2_of(float x) { return std::exp2(x); }
 inline float reciprocal_of(float x) { return 1.f / x; }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 
 inline void overlap() {}
@@ -136,12 +137,6 @@ inline u32 half2(float low, float high) { return emulated::rounded(low, true) | 
 inline u32 low_nibbles(u32 w) { return (w & 0x000F000F) | 0x64006400; }
 inline u32 high_nibbles(u32 w) { return (w & 0x00F000F0) | 0x64006400; }
 inline u32 byte_pair(u32 w) { return (w & 0x00FF00FF) ^ 0x64806480; }
-template <int HIGH>
-inline u32 pair8(u32 w) {  // of integers
-  const unsigned char a = w >> (HIGH ? 16 : 0), b = w >> (HIGH ? 24 : 8);
-  return half2((int)a - 128, (int)b - 128);
-}
-
 inline u32 permuted(u32 low, u32 high, u32 selection) {
   const u64 bytes = (u64)high << 32 | low;
   u32 found = 0;
@@ -160,6 +155,13 @@ inline u32 float8_pair(u32 w) {  // of E4M3, as float16
   return half2(values[0], values[1]);
 }
 inline void float8_halves(u32 w, u32* to) { to[0] = float8_pair(w), to[1] = float8_pair(w >> 16); }
+template <int HIGH>
+inline u32 pair8(u32 w) {
+  if (HIGH) w >>= 16;
+  if (FORM == 0) return float8_pair(w);
+  if (FORM == 1) return (w << 8 & 0xFF00) | (w << 16 & 0xFF000000);  // the upper halves of float16
+  return half2((int)(unsigned char)w - 128, (int)(unsigned char)(w >> 8) - 128);
+}
 
 inline u32 in_shared(const void* at) { return (const unsigned char*)at - emulated_shared; }
 inline void copy(u32 to, const void* from, int bytes = 16) {

@@ -20,7 +20,7 @@ from octavo.models.load.quantized.codes import FLOATS
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
 from octavo.nn.ops import floats, packed_expert_tiles, packed_experts
 from octavo.nn.ops.expert_products import linear, mix_stacked, mix_tiles, route_on_device, tilings_for
-from octavo.nn.ops.expert_rows import add_rows, gate_rows, row_plans
+from octavo.nn.ops.expert_rows import add_rows, gate_rows
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.experts import mix_reference
 from octavo.nn.ops.routing import Routing
@@ -341,16 +341,6 @@ def test_one_product_is_packed_and_the_other_plain(plain: str) -> None:
         routing = case.routed()
         got = mix_stacked(case.x, routing, mixed, case.form, case.added)
         assert off(got, case.expected(case.x, routing) + case.added.cpu().double()) < case.limit
-
-
-def test_no_product_reads_experts_ahead_behind_a_packed_one() -> None:
-    """Launches of packed products let the next one begin before the experts are chosen."""
-    case = Case(FORMS["4 bits, groups of 128"], 1)
-    form = replace(case.form, size=64)
-    plain = StackedWeights(torch.empty(0), torch.empty(0))
-    packed = replace(plain, gate_up=case.stacked.gate_up)
-    assert row_plans(form, case.routed(), plain, DEVICE)[1].held
-    assert not row_plans(form, case.routed(), packed, DEVICE)[1].held
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)

@@ -155,9 +155,7 @@ def summands(
     """Return the sum of `mix_stacked`, or what remains to be summed, if that is faster."""
     if not x.shape[0]:
         return torch.empty_like(x)
-    packed = stacked.gate_up if isinstance(stacked.gate_up, PackedMatrices) else None
-    few = 1 if packed is not None and packed_experts.sorts_few(x, packed, form) else _FEW
-    if x.shape[0] <= few:
+    if x.shape[0] <= _FEW:
         return mix_rows(x, routing, stacked, form, added)
     tilings = tilings_for(x, routing.experts.shape[1], stacked, form)
     return mix_tiles(x, routing, stacked, form, tilings, added)

@@ -48,7 +48,7 @@ def mix_rows(
     Args:
         plans: of the product before the gate and of the one behind it; None for the fastest.
     """
-    before, behind = plans or row_plans(form, routing, stacked, x.device)
+    before, behind = plans or row_plans(form, routing, x.device)
     inner = gate_rows(x, None, routing, stacked, form, before)
     return _sum_rows(inner, routing, stacked, form, behind, torch.empty_like(x), added)
 
@@ -70,7 +70,7 @@ def gate_rows(
     if isinstance(stacked.gate_up, PackedMatrices):
         return packed_experts.gate_rows(x, norm, routing, stacked.gate_up, stacked.gate_up_bias, stacked.begin, form)
     scale, eps = norm if norm is not None else (x, 0.0)
-    plan = plan or row_plans(form, routing, stacked, x.device)[0]
+    plan = plan or row_plans(form, routing, x.device)[0]
     choices = routing.experts.numel()
     inner = torch.empty(choices, form.size, dtype=stacked.gate_up.dtype, device=x.device)
     alpha, limit, activation = gate_arguments(form)
@@ -117,7 +117,7 @@ def add_rows(
     Args:
         plan: of the product; None for the fastest.
     """
-    plan = plan or row_plans(form, routing, stacked, inner.device)[1]
+    plan = plan or row_plans(form, routing, inner.device)[1]
     _sum_rows(inner, routing, stacked, form, plan, stream, stream)
 
 
@@ -158,14 +158,12 @@ def _sum_rows(
     return out
 
 
-def row_plans(
-    form: ExpertsForm, routing: Routing, stacked: StackedWeights, device: torch.device
-) -> tuple[RowPlan, RowPlan]:
+def row_plans(form: ExpertsForm, routing: Routing, device: torch.device) -> tuple[RowPlan, RowPlan]:
     """Return the fastest division of both products of single rows, as measured on an H200."""
     tokens, top_k = routing.experts.shape
     inputs = next_power_of_2(form.size)
-    # A held product reads `experts` before it waits, which is safe only behind a launch that calls `lead`.
-    may_hold = tokens == 1 and not isinstance(stacked.gate_up, PackedMatrices)
+    # A held product reads `experts` before it waits: the kernels of the first product call `lead`.
+    may_hold = tokens == 1
     if device.type != "cuda":
         return RowPlan(32, 64, 1), RowPlan(32, 64, 1, held=may_hold and inputs <= 64)
     before = RowPlan(1, 2048, 4) if form.hidden_size >= 2048 else RowPlan(2, 1024, 4)

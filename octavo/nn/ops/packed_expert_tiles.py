@@ -209,7 +209,8 @@ def source_of(form: Form) -> tuple[str, dict[str, int], int]:
     x_stages = min(_X_STAGES[form.height], (room - _LEAST_W_STAGES * w_stage) // x_stage)
     w_stages = (room - x_stages * x_stage) // w_stage
     macros |= {"X_STAGES": x_stages, "W_STAGES": w_stages, "GROUPS": groups}
-    before = nvrtc.source_of("barriers.cuh", "integers.cuh", "codes.cuh", "packed_codes.cuh", "expert_tiles.cuh")
+    before = nvrtc.source_of("barriers.cuh", "integers.cuh", "codes.cuh", "packed_numbers.cuh")
+    before += nvrtc.source_of("packed_codes.cuh", "expert_tiles.cuh")
     source = before + multiply_source(form.height, form.dtype) + nvrtc.source_of("packed_experts.cu")
     return source, macros, _ALIGNMENT + staged + x_stages * x_stage + w_stages * w_stage
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import expert_launch as launch
-from octavo.nn.ops import floats, packed_expert_tiles
+from octavo.nn.ops import floats, packed_expert_rows, packed_expert_tiles
 from octavo.nn.ops.expert_weights import PackedMatrices, gate_arguments
 from octavo.nn.ops.routing import Routing
 from octavo.nn.ops.tables import PLANES, numbers_in, planes_in
@@ -128,6 +128,8 @@ def gate_rows(
     plan: RowPlan | None = None,
 ) -> Tensor:
     """See `gate_rows` in `expert_rows.py`."""
+    if plan is None and packed_expert_rows.serves(x, norm, matrices, form, routing.experts.shape[1], first=True):
+        return packed_expert_rows.gate_rows(x, norm, routing, matrices, bias, begin, form)
     scale, eps = norm if norm is not None else (x, 0.0)
     plan = plan or row_plan(matrices, first=True)
     kind, book = _looked_up(matrices, torch.float16)
@@ -180,6 +182,8 @@ def sum_rows(
 ) -> Tensor:
     """Write each token's sum of its experts' second products of `inner` [T * top_k, size], plus `added`, to out
     [T, hidden_size], and return it."""
+    if plan is None and packed_expert_rows.serves(inner, None, matrices, form, routing.experts.shape[1], first=False):
+        return packed_expert_rows.sum_rows(inner, routing, matrices, bias, begin, form, out, added)
     plan = plan or row_plan(matrices, first=False)
     kind, book = _looked_up(matrices, torch.float16)
     packed_down_row_kernel[(cdiv(form.hidden_size, plan.block_n), len(out))](
@@ -253,12 +257,6 @@ def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, form: ExpertsFo
     copies_rows = copies_rows and not (height == 128 and depth < 64)
     width, stages = 64 if gated else 128, 4 if height <= 32 else 3
     return Tiling(height, width, depth, warps, stages if hopper else 2, 1, True, copies, copies_rows, rounds)
-
-
-def sorts_few(x: Tensor, matrices: PackedMatrices, form: ExpertsForm) -> bool:
-    """Return whether sorting choices by expert is faster for two tokens than multiplying tokens one by one."""
-    words = matrices.fields > 1 and matrices.kind == "integers"
-    return words and packed_expert_tiles.serves(x, matrices, form, first=True)
 
 
 def aligned(matrices: PackedMatrices) -> bool:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from octavo.nn.ops.triton_expert_rows import store_row
 from octavo.nn.ops.triton_experts import rows_tile, store_tile, weight_tile
-from octavo.nn.ops.triton_overlap import follow
+from octavo.nn.ops.triton_overlap import follow, lead
 from octavo.nn.ops.triton_packed_numbers import narrow_numbers_of, numbers_of
 from octavo.nn.ops.triton_words import planes_of
 
@@ -271,7 +271,7 @@ def packed_gate_up_row_kernel(
     WHOLE: tl.constexpr = GROUPS == 1 and not MINIMA
     STRIDE: tl.constexpr = PARTS * N
     numbers = planes_of(book) if KIND == "planes" else book
-    follow(OVERLAPS)
+    lead(OVERLAPS)  # launches that follow may read `experts` without waiting
     choice = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + choice) - begin
     if (expert < 0) | (expert >= OWNED):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import expert_tiles, packed_expert_tiles
+from octavo.nn.ops import expert_tiles, packed_expert_rows, packed_expert_tiles
 from octavo.nn.ops.expert_products import linear
 from octavo.nn.ops.expert_weights import Matrices, PackedMatrices, StackedWeights
 from octavo.nn.ops.floats import Floats
@@ -187,6 +187,7 @@ class PackedStack(DeviceExperts):
             self._compile_ahead()
 
     def _compile_ahead(self) -> None:
+        packed_expert_rows.usable(self.device)  # tried now rather than in a step
         x = torch.empty(1, 1, dtype=self.dtype, device=self.device)
         for product in self.both:
             if isinstance(product.matrices, PackedMatrices):

@@ -83,7 +83,7 @@ def test_widening(name: str, tmp_path: Path) -> None:
     _, macros, _ = packed_expert_tiles.source_of(form)
     outputs, inputs = 64 * macros["GROUPS"], 256 if stored == WORDS else 128
     matrices = random_matrices(form, outputs, inputs)
-    source = INSTRUCTIONS + nvrtc.source_of("integers.cuh", "codes.cuh", "packed_codes.cuh")
+    source = INSTRUCTIONS + nvrtc.source_of("integers.cuh", "codes.cuh", "packed_numbers.cuh", "packed_codes.cuh")
     unused = {"FORM": 3, "DEPTH": 1, "ADDED": 0, "OUT_FLOAT": 0, "WARPS": 4 * macros["GROUPS"]}
     library = cuda_on_cpu.compiled(source + PROBE, "probe", {**macros, **unused}, tmp_path)
     got = torch.zeros(128 * macros["GROUPS"], inputs // 64, 16, dtype=torch.int32)

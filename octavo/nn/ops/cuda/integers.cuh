@@ -126,6 +126,13 @@ __device__ __forceinline__ u32 nibbles(u32 w) {
   return d;
 }
 
+// The same as float16 for either narrow type.
+__device__ __forceinline__ u32 low_nibbles(u32 w) {
+  u32 d;
+  asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(d) : "r"(w), "r"(0x64006400u));
+  return d;
+}
+
 // Two adjacent inputs of a thread's words for 64 inputs, less the middle of the integers' range: pair P of the fragment
 // for 16 inputs number r. P & 1 selects output g or g + 8, P & 2 the upper 8 inputs. Integers of 8 bits are stored less
 // that middle.

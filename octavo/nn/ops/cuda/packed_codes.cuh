@@ -3,9 +3,8 @@
 // The layout of codes is that of nn/ops/triton_packed_experts.py. A stage has 128 bytes of codes of each of 2 * HALF_TILE
 // outputs, and behind them their scales [HELD, 2 * HALF_TILE], then minima.
 //
-// Macros: those of integers.cuh (GROUP may be larger than all inputs) and codes.cuh; E2M1 or E5M2 for other codes than
-// theirs; FIELD codes of a block, whose 4 fields of 4 bits have as many inputs each; SCALE_BYTES, BRAIN for scales of
-// bfloat16; GROUPS of warps that multiply; FIRST: a thread has an output of the gate and the one it gates.
+// Macros: those of packed_numbers.cuh; GROUPS of warps that multiply; FIRST: a thread has an output of the gate and the
+// one it gates.
 
 #define ROW_BYTES 128                // swizzled, in groups of 8 rows
 #define HALF_TILE (GROUPS * 32)      // outputs of one of the two matrices, or halves of one
@@ -31,10 +30,6 @@ __device__ __forceinline__ u32 load16(u32 from) {
   unsigned short v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
   return v;
-}
-
-__device__ __forceinline__ float factor_of(u32 bits) {
-  return SCALE_BYTES == 4 ? __uint_as_float(bits) : BRAIN ? __uint_as_float(bits << 16) : both(bits).x;
 }
 
 __device__ __forceinline__ u32 factor_at(u32 from) { return SCALE_BYTES == 4 ? load32(from) : load16(from); }
@@ -75,15 +70,6 @@ __device__ __forceinline__ u32 scaled(u32 pair, u32 scale, u32 least) {
 #else
   return mul2(pair, scale);
 #endif
-}
-
-// Two numbers of a table, of a field of the halves of a word. The compiler shares what several fields have in common.
-__device__ __forceinline__ u32 looked_up(const Planes& table, u32 w, int field) {
-  const u32 places = places_in_half(w), halves = halves_of_table(w);
-  u32 low[2], high[2];
-  look_up(table, places, halves, low);
-  look_up(table, places >> 16, halves >> 16, high);
-  return permuted(low[field / 2], high[field / 2], field % 2 ? 0x7632 : 0x5410);
 }
 
 // Widen the codes of 64 inputs, number U of those in a stage, of a thread's two outputs.

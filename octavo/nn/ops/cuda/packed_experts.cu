@@ -10,7 +10,7 @@
 //
 // Scales and minima are [experts, groups, PARTS, N].
 //
-// Macros: those of packed_codes.cuh and expert_tiles.cuh; HEIGHT 16, 32, 64 or 128; CLAMPED, BIASED; X_STAGES of 64
+// Macros: those of packed_codes.cuh and expert_tiles.cuh; HEIGHT 16, 32, 64 or 128; BIASED; X_STAGES of 64
 // inputs of rows and W_STAGES of 128 bytes of codes in shared memory. `multiply` is defined by
 // nn/ops/packed_expert_tiles.py.
 
@@ -34,15 +34,6 @@ __device__ __forceinline__ void copy_line(u32 to, const void* from, u32 bytes, u
 
 __device__ __forceinline__ float factor_at(const void* from, u64 i) {
   return factor_of(SCALE_BYTES == 4 ? ((const u32*)from)[i] : ((const u16*)from)[i]);
-}
-
-__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
-#if CLAMPED
-  gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit) + 1.f;
-  return __fdividef(gate, 1.f + __expf(-alpha * gate)) * up;
-#else
-  return __fdividef(gate, 1.f + __expf(-gate)) * up;
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)

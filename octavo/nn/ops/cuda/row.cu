@@ -38,12 +38,6 @@ static_assert(WARPS * SPAN % 4 == 0, "steps of a thread have one place in the ro
 static_assert((PIECES & (PIECES - 1)) == 0, "all lanes copy as many pieces, or some of them the same");
 
 // (w & mask) | 1024, in both halves.
-__device__ __forceinline__ u32 low_nibbles(u32 w) {
-  u32 d;
-  asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(d) : "r"(w), "r"(0x64006400u));
-  return d;
-}
-
 __device__ __forceinline__ u32 high_nibbles(u32 w) {
   u32 d;
   asm("lop3.b32 %0, %1, 0x00F000F0, %2, 0xEA;" : "=r"(d) : "r"(w), "r"(0x64006400u));

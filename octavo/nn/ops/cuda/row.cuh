@@ -1,8 +1,9 @@
 // What the kernels that multiply one row x [K], or few rows x [M, K], share: rows as the matrix units take them, and the
 // operations after the product.
 //
-// Macros: those of integers.cuh and copies.cuh; FORM 3: the units take the narrow type, a row that is not narrow yet as the sum of two
-// that are; else they take float16, and the row is scaled so that it fits. N; K; WARPS; NORMED, GATED, BIASED,
+// Macros: those of integers.cuh and copies.cuh; FORM 3: the units take the narrow type, a row that is not narrow yet as
+// the sum of two that are; else they take float16, and the row is scaled so that it fits. Numbers of 8 bits are E4M3 if
+// FORM is 0, E5M2 if it is 1, integers if it is 2. N; K; WARPS; NORMED, GATED, BIASED,
 // ADDED; X_FLOAT, OUT_FLOAT: x or out are float, not the narrow type; ROWS 1, 4 or 8: more than one are narrow, without a
 // norm, and M of them are there; LINE: inputs from one row of x or of the matrix to the next, of which K are multiplied.
 
@@ -34,6 +35,21 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// Two adjacent numbers of 8 bits, the upper two of a word if HIGH, as float16. Integers have an inverted sign.
+template <int HIGH>
+__device__ __forceinline__ u32 pair8(u32 w) {
+  u32 d;
+#if FORM == 2
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(w), "r"(0x64646464u), "n"(HIGH ? 0x4342 : 0x4140));
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(d), "r"(0xE480E480u));
+#elif FORM == 0
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((unsigned short)(HIGH ? w >> 16 : w)));
+#else
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(d) : "h"((unsigned short)(HIGH ? w >> 16 : w)));
+#endif
+  return d;
 }
 
 // Load the norm's weights for a thread's part of the row.

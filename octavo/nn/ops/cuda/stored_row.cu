@@ -14,7 +14,7 @@
 // JOINS: `Joined`, a struct of another source, adds something to the product of a single row before the operations after
 // it, which then follow all strips, MOST_STRIPS of a block at most.
 //
-// Macros: those of row.cuh; FORM 0 for E4M3, 1 for E5M2, 2 for integers, 3 for the narrow type; TILED: scales of tiles of
+// Macros: those of row.cuh; TILED: scales of tiles of
 // 128 x 128, in rows of STRIDE, instead of outputs; SPAN steps of 64 bytes of an output that a warp copies at a time.
 
 #if !JOINS
@@ -27,21 +27,6 @@ typedef void* Given;  // what is joined is given
 #define LOADS (SIDES * 2 * SPAN)
 #define SLOT (LOADS * 512)
 #define PITCH (K / 8 + (FORM == 3 ? 4 : 1))  // 16 bytes each: a row of several in shared memory, so that banks differ
-
-// Two adjacent numbers, the upper two of a word if HIGH, as float16.
-template <int HIGH>
-__device__ __forceinline__ u32 pair8(u32 w) {
-  u32 d;
-#if FORM == 2
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(w), "r"(0x64646464u), "n"(HIGH ? 0x4342 : 0x4140));
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(d), "r"(0xE480E480u));
-#elif FORM == 0
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((unsigned short)(HIGH ? w >> 16 : w)));
-#else
-  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(d) : "h"((unsigned short)(HIGH ? w >> 16 : w)));
-#endif
-  return d;
-}
 
 // Multiply a step of a strip; `held` are the thread's numbers.
 __device__ __forceinline__ void multiply(float (*d)[4], float (*total)[4], const uint4* held, const uint4* given,
