@@ -135,7 +135,8 @@ class ExpertMatrices:
         made = self._online.round([plain(weight) for weight in weights])
         if isinstance(made, Floats):
             return from_floats(made)
-        return pack_expert(made, self.device, rounds=False)
+        group = self._online.group_of(made[0].values.shape[1])
+        return pack_expert(made, self.device, rounds=False, group=group)
 
     def _plain(self, weight: Stored) -> Tensor:
         return weight if isinstance(weight, Tensor) else dequantized(weight, self.dtype).to(self.device)

@@ -40,11 +40,14 @@ class PackedMatrix:
     book: Tensor | None = None
 
 
-def pack_expert(parts: Sequence[QuantizedBlocks], device: torch.device, *, rounds: bool) -> PackedMatrix | None:
+def pack_expert(
+    parts: Sequence[QuantizedBlocks], device: torch.device, *, rounds: bool, group: int | None = None
+) -> PackedMatrix | None:
     """Return fused parts of one expert as one matrix on a device; None if kernels have no such form.
 
     Args:
         rounds: the checkpoint's activations are rounded to 8 bits, too.
+        group: inputs that share a scale, of integers; None to find out.
     """
     if any(part.order is not None for part in parts):
         return None
@@ -58,11 +61,12 @@ def pack_expert(parts: Sequence[QuantizedBlocks], device: torch.device, *, round
     if book is not None and book.kind in _FLOATS:
         return _eight_bit_floats(matched, book, device, rounds=rounds)
     if book is not None and torch.equal(book.numbers, E2M1.numbers):
-        return _four_bits(matched, device, kind="e2m1")
+        return _four_bits(matched, device, _stored_group(matched[0]), kind="e2m1")
     integers = as_integers(parts, device)
     if integers is None:
         return None if book is None else _table(matched, book, device)
-    return _four_bits(integers, device) if integers[0].bits == 4 else _eight_bit_integers(integers, device)
+    group = group or min(largest_group(part, _sizes(integers[0].values.shape[1])) for part in integers)
+    return (_four_bits if integers[0].bits == 4 else _eight_bit_integers)(integers, device, group)
 
 
 def from_floats(made: Floats) -> PackedMatrix | None:
@@ -92,10 +96,9 @@ def _eight_bit_floats(
     )
 
 
-def _eight_bit_integers(parts: Sequence[QuantizedBlocks], device: torch.device) -> PackedMatrix | None:
+def _eight_bit_integers(parts: Sequence[QuantizedBlocks], device: torch.device, group: int) -> PackedMatrix | None:
     codes, _ = _joined(parts, device)
     inputs = codes.shape[1]
-    group = min(largest_group(part, _sizes(inputs)) for part in parts)
     words = _words(inputs, group)
     if not words:
         return None
@@ -105,12 +108,10 @@ def _eight_bit_integers(parts: Sequence[QuantizedBlocks], device: torch.device) 
 
 
 def _four_bits(
-    parts: Sequence[QuantizedBlocks], device: torch.device, *, kind: Kind = "integers"
+    parts: Sequence[QuantizedBlocks], device: torch.device, group: int, *, kind: Kind = "integers"
 ) -> PackedMatrix | None:
     codes, _ = _joined(parts, device)
     inputs = codes.shape[1]
-    block = inputs // parts[0].scales.shape[1]
-    group = min(largest_group(part, _sizes(inputs)) for part in parts) if kind == "integers" else block
     widths = _widths(kind, group, device)
     words = next((words for words in widths if _fills(inputs, 4 * words) and group % words == 0), 0)
     if not words:
@@ -142,7 +143,7 @@ def _table(parts: Sequence[QuantizedBlocks], book: Codebook, device: torch.devic
     size = inputs // groups
     if groups > 1:
         groups *= size // (size & -size)  # the kernels' groups are powers of two
-    made = _four_bits([in_groups(part, groups) for part in parts], device, kind="table")
+    made = _four_bits([in_groups(part, groups) for part in parts], device, inputs // groups, kind="table")
     if made is None:
         return None
     return replace(made, scales=narrowed(made.scales, book), book=book_of(book.numbers, device))
@@ -157,6 +158,10 @@ def _words(inputs: int, group: int) -> int:
     """Return the inputs of a block of 8-bit codes, a power of two; 0 if it would be too small."""
     least = min(inputs & -inputs, group & -group, _MOST_WORDS)
     return least if least >= _FEWEST_WORDS else 0
+
+
+def _stored_group(part: QuantizedBlocks) -> int:
+    return part.values.shape[1] // part.scales.shape[1]
 
 
 def _sizes(inputs: int) -> list[int]:
