@@ -12,13 +12,15 @@ Parts, in this order, against one server that knows all adapters (`--lora-dir`):
     warm        one request to each adapter that the next part names, so that all of them are in memory, as in a server
                 that has run for long
     adapters    the requests of `base` at the same times, each to an adapter drawn by Zipf's law
+    own         the last two parts again at `--share` of the requests a second that the server answers with adapters,
+                `--streams` of them at a time
     cold        first requests to adapters of rank 16 that were never used, in an idle server and beside streams of the
                 base model: their time to first token beside those of the base model and of second requests, how much of
                 it the server says it was in which part, and the longest gap between two tokens of the streams
     memory      tokens that fit into the KV cache beside 20 adapters, and beside 20 slots of rank 64
 
 Times to first token and gaps are measured at the client's socket. The file is written after each part. Without options
-all parts take about 80 seconds on an H200.
+all parts take about 110 seconds on an H200.
 """
 
 from __future__ import annotations
@@ -351,21 +353,42 @@ async def measure(args: argparse.Namespace, adapters: Adapters, server: Server, 
     await load.at_once(["base"] * args.streams, args.streams)
     capacity = await load.at_once(["base"] * args.streams * 2, args.streams)
     rate = capacity * args.share
-    count = max(8, round(rate * args.seconds))
     report.note("capacity_req_s", round(capacity, 2))
     report.note("rate_req_s", round(rate, 2))
-    base = figures(await load.poisson(["base"] * count, rate, seed=1))
+    base = await alone(load, rate)
     report.note("base", base)
-    chosen = zipf(adapters.names, args.zipf, count, seed=3)
+    chosen = zipf(adapters.names, args.zipf, max(count_of(args, rate), args.streams * 2), seed=3)
     began = time.perf_counter()
     await load.at_once(sorted(set(chosen)), args.warm_streams, 2)
     report.note("warm_s", round(time.perf_counter() - began, 1))
-    before = server.metrics()
-    found: dict[str, Any] = figures(await load.poisson(chosen, rate, seed=1))
-    report.note("adapters", found | {"distinct": len(set(chosen)), "counters": grown(before, server.metrics())})
+    found = await named(load, rate, chosen)
+    report.note("adapters", found)
     report.note("ttft_p99_ratio", round(found["ttft_p99_ms"] / base["ttft_p99_ms"], 3))
+    own = await load.at_once(chosen[: args.streams * 2], args.streams)
+    slower = own * args.share
+    parts = {"capacity_req_s": round(own, 2), "rate_req_s": round(slower, 2)}
+    parts |= {"base": await alone(load, slower), "adapters": await named(load, slower, chosen)}
+    ratio = parts["adapters"]["ttft_p99_ms"] / parts["base"]["ttft_p99_ms"]
+    report.note("own", parts | {"ttft_p99_ratio": round(ratio, 3)})
     report.note("memory", memory(server, adapters))
     report.note("cold", await cold(load, adapters))
+
+
+def count_of(args: argparse.Namespace, rate: float) -> int:
+    return max(8, round(rate * args.seconds))
+
+
+async def alone(load: Load, rate: float) -> dict[str, Any]:
+    """Send requests to the base model."""
+    return figures(await load.poisson(["base"] * count_of(load.args, rate), rate, seed=1))
+
+
+async def named(load: Load, rate: float, chosen: Sequence[str]) -> dict[str, Any]:
+    """Send requests to the first of these adapters, at the times of `alone`."""
+    names = chosen[: count_of(load.args, rate)]
+    before = load.server.metrics()
+    found = figures(await load.poisson(names, rate, seed=1))
+    return found | {"distinct": len(set(names)), "counters": grown(before, load.server.metrics())}
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
-"""Products of experts with many rows each on a Hopper GPU, by the CUDA kernel of `cuda/experts.cu`.
+"""Products of experts with many rows each on a Hopper GPU, by the CUDA kernel of `cuda/experts.cu`: of 16 bits, or of
+E4M3 with rows that are rounded, too.
 
-In Triton (`triton_experts.py`), which serves all other cases, a program has one tile, so that nothing is multiplied
-while it begins and ends; in this kernel, other warps copy ahead across tiles.
+In Triton (`triton_experts.py`, `triton_packed_experts.py`), which serves all other cases, a program has one tile, so
+that nothing is multiplied while it begins and ends; in this kernel, other warps copy ahead across tiles.
 """
 
 from __future__ import annotations
 
 import functools
 from ctypes import c_int
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,44 +17,83 @@ from torch.nn import functional as F
 
 from octavo.device.launch_sizes import cdiv
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import nvrtc
-from octavo.nn.ops.expert_weights import StackedWeights
+from octavo.nn.ops import floats, nvrtc
+from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.rounded import Rounded
 
 HEIGHT = 128
 """Rows of a tile, as `sort_kernel` lists them."""
 _STEP = 64
+"""16-bit words of a stage's rows."""
 _STAGES = 4
 _STAGE_BYTES = 3 * 128 * 128
+_SCALE_BYTES = 256 * 4
+"""Of a stage, if inputs are in groups."""
+_GROUP = 128
 _THREADS = 384
 _ALIGNMENT = 1024
 """Of tiles in shared memory."""
-_SUMS = 128
-"""Sums of a thread: 64 rows by 256 outputs in 128 threads."""
 _LIMIT = 0.02
 """Largest relative error of the trial."""
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for; `dtype` is of activations."""
+
+    first: bool
+    beside: int
+    dtype: torch.dtype
+    rounded: bool = False
+    grouped: bool = False
+
+    @property
+    def shared(self) -> int:
+        return _STAGES * (_STAGE_BYTES + (_SCALE_BYTES if self.grouped else 0)) + _ALIGNMENT
 
 
 def serves(x: Tensor, stacked: StackedWeights, form: ExpertsForm) -> bool:
     """Return whether `multiply` computes both products of these experts."""
     if not isinstance(stacked.gate_up, Tensor) or not isinstance(stacked.down, Tensor):
         return False
-    plain = form.gated and form.activation == "silu" and form.clamped is None and not form.on_inputs
     biased = stacked.gate_up_bias is not None or stacked.down_bias is not None
     divides = form.hidden_size % _STEP == 0 and form.size % _STEP == 0
     whole = stacked.gate_up.is_contiguous() and stacked.down.is_contiguous()
-    return plain and divides and whole and not biased and usable(x.device, x.dtype)
+    return _plain(form) and divides and whole and not biased and usable(x.device, x.dtype)
+
+
+def serves_rounded(x: Tensor, matrices: PackedMatrices, form: ExpertsForm, *, first: bool) -> bool:
+    """Return whether `multiply_rounded` computes a product of these experts."""
+    outputs = matrices.codes.shape[1] // (2 if first else 1)
+    eight = matrices.rounds and matrices.codes.dtype == floats.DTYPE and matrices.scales.dtype == torch.float32
+    grouped = matrices.whole or (matrices.group == _GROUP and matrices.minima is None)
+    divides = matrices.inputs % _GROUP == 0 and outputs % _STEP == 0
+    whole = matrices.codes.is_contiguous() and matrices.scales.is_contiguous()
+    return eight and grouped and divides and whole and _plain(form) and not form.bias and rounds(x.device, x.dtype)
+
+
+def _plain(form: ExpertsForm) -> bool:
+    return form.gated and form.activation == "silu" and form.clamped is None and not form.on_inputs
 
 
 @functools.cache
 def usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernel runs on a device and computes a trial right; log why not. Call it before steps are
     recorded, since it synchronizes the device."""
-    if device.type != "cuda" or dtype.itemsize != 2 or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return nvrtc.trusted(
-        "Products of experts with many rows are computed", functools.partial(_deviations, device, dtype), _LIMIT
-    )
+    trial = functools.partial(_deviations, device, dtype)
+    return _runs(device, dtype) and nvrtc.trusted("Products of experts with many rows are computed", trial, _LIMIT)
+
+
+@functools.cache
+def rounds(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return the same of the kernel for E4M3."""
+    trial = functools.partial(_rounded_deviations, device, dtype)
+    purpose = "Products of experts with many rounded rows are computed"
+    return _runs(device, dtype) and nvrtc.trusted(purpose, trial, _LIMIT)
+
+
+def _runs(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def multiply(
@@ -67,30 +108,73 @@ def multiply(
         out: [choices, size], gated, if `first`, else [choices, hidden_size].
         beside: number of tiles that consecutive blocks take before the next outputs.
     """
+    made = Form(first, beside, x.dtype)
+    _launch(made, x, x, 0, weight, x, top_k, order, tiles, out)
+
+
+def multiply_rounded(
+    x: Rounded,
+    matrices: PackedMatrices,
+    top_k: int,
+    order: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    first: bool,
+    beside: int = 2,
+) -> None:
+    """The same of matrices of E4M3.
+
+    Args:
+        x: of `floats.round_rows`, or of `floats.round_groups` if matrices have groups.
+    """
+    grouped = not matrices.whole
+    made = Form(first, beside, out.dtype, rounded=True, grouped=grouped)
+    stride = x.own_scales.stride(1) if grouped else 0
+    _launch(made, x.codes, x.own_scales, stride, matrices.codes, matrices.scales, top_k, order, tiles, out)
+
+
+def _launch(
+    made: Form,
+    x: Tensor,
+    x_scales: Tensor,
+    x_stride: int,
+    weight: Tensor,
+    scales: Tensor,
+    top_k: int,
+    order: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+) -> None:
     outputs, inputs = out.shape[1], x.shape[1]
-    matrix = nvrtc.tiles_of(weight.view(-1, inputs), HEIGHT, _STEP)
-    rows = matrix if first else nvrtc.tiles_of(x, HEIGHT // 2, _STEP)
-    columns = cdiv(outputs, 128 if first else 256)
-    most = cdiv(len(tiles), beside) * beside * columns
-    _kernel(first, beside, x.dtype).launch(
+    words = weight.view(-1, inputs), x
+    if made.rounded:
+        words = words[0].view(torch.int16), x.view(torch.int16)
+    matrix = nvrtc.tiles_of(words[0], HEIGHT, _STEP)
+    rows = matrix if made.first else nvrtc.tiles_of(words[1], HEIGHT // 2, _STEP)
+    columns = cdiv(outputs, 128 if made.first else 256)
+    most = cdiv(len(tiles), made.beside) * made.beside * columns
+    _kernel(made).launch(
         (min(most, _multiprocessors(x.device)), 1, 1),
         [
             matrix,
             rows,
             address(x),
+            address(x_scales),
+            address(scales),
             address(order),
             address(tiles),
             address(out),
-            *map(c_int, (len(tiles), top_k, outputs, inputs)),
+            *map(c_int, (len(tiles), top_k, outputs, inputs, x_stride)),
         ],
     )
 
 
 def compile_ahead(device: torch.device, dtype: torch.dtype) -> None:
     """Compile the kernels in the background."""
-    if device.type == "cuda" and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) == (9, 0):
+    if _runs(device, dtype):
         for first in (True, False):
-            nvrtc.compile_ahead(*_source(first, 2, dtype))
+            nvrtc.compile_ahead(*source_of(Form(first, 2, dtype)))
 
 
 def _deviations(device: torch.device, dtype: torch.dtype) -> list[float]:
@@ -116,36 +200,109 @@ def _deviations(device: torch.device, dtype: torch.dtype) -> list[float]:
     return deviations
 
 
+def _rounded_deviations(device: torch.device, dtype: torch.dtype) -> list[float]:
+    """Return the same of matrices of E4M3, with a scale for each output, and in groups."""
+    hidden, size, rows = 256, 128, (168, 132)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(sum(rows), hidden, generator=generator, device=device).to(dtype)
+    order = torch.arange(sum(rows), device=device, dtype=torch.int32).flip(0)
+    places = [(0, 0, 128), (0, 128, 40), (1, 168, 128), (1, 296, 4), (0, 0, 0)]
+    tiles = torch.tensor(places, device=device, dtype=torch.int32)
+    deviations = []
+    for first in (True, False):
+        for grouped in (False, True):
+            nvrtc.compile_ahead(*source_of(Form(first, 2, dtype, rounded=True, grouped=grouped)))
+    for grouped in (False, True):
+        gate_up, down = (
+            _random(*shape, generator, device, dtype, grouped=grouped) for shape in ((2 * size, hidden), (hidden, size))
+        )
+        inner = torch.full((sum(rows), size), float("nan"), device=device, dtype=dtype)
+        got = torch.full((sum(rows), hidden), float("nan"), device=device, dtype=dtype)
+        multiply_rounded(rounded_for(x, gate_up), gate_up, 1, order, tiles, inner, first=True)
+        multiply_rounded(rounded_for(inner, down), down, 1, order, tiles, got, first=False)
+        given, between = _values(rounded_for(x, gate_up), x), _values(rounded_for(inner, down), inner)
+        for expert, own in enumerate(order.long().split(rows)):
+            places_of = torch.arange(len(x), device=device).split(rows)[expert]
+            gate, up = F.linear(given[own], gate_up.values(expert)).chunk(2, dim=-1)
+            expected = F.silu(gate) * up
+            deviations.append(float((inner[places_of].float() - expected).norm() / expected.norm()))
+            expected = F.linear(between[places_of], down.values(expert))
+            deviations.append(float((got[own].float() - expected).norm() / expected.norm()))
+    return deviations
+
+
+def rounded_for(x: Tensor, matrices: PackedMatrices) -> Rounded:
+    """Return rows rounded to the codes' dtype, with a scale each, or for each group of the matrices."""
+    if matrices.whole:
+        return floats.round_rows(x, matrices.codes.dtype)
+    return floats.round_groups(x)
+
+
+def _values(rounded: Rounded, x: Tensor) -> Tensor:
+    scales = rounded.own_scales[: len(x)].float().view(len(x), -1)
+    return rounded.codes[: len(x)].float() * scales.repeat_interleave(x.shape[1] // scales.shape[1], 1)
+
+
+def _random(
+    outputs: int, inputs: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype, *, grouped: bool
+) -> PackedMatrices:
+    codes = torch.randn(2, outputs, inputs, generator=generator, device=device).to(floats.DTYPE)
+    group = _GROUP if grouped else inputs
+    scales = (torch.rand(2, inputs // group, outputs, generator=generator, device=device) + 0.5) / inputs**0.5
+    return PackedMatrices(codes, scales, None, inputs, group, _GROUP, "integers", rounds=True, dtype=dtype)
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _kernel(first: bool, beside: int, dtype: torch.dtype) -> Kernel:
-    return Kernel("experts", *_source(first, beside, dtype), _THREADS, _STAGES * _STAGE_BYTES + _ALIGNMENT)
+def _kernel(made: Form) -> Kernel:
+    return Kernel("experts", *source_of(made), _THREADS, made.shared)
 
 
-def _source(first: bool, beside: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
-    macros = {"FIRST": int(first), "SIDE_BY_SIDE": beside, "STAGES": _STAGES, "HALF": int(dtype == torch.float16)}
+def source_of(made: Form) -> tuple[str, dict[str, int]]:
+    """Return source and macros."""
+    macros = {"FIRST": int(made.first), "SIDE_BY_SIDE": made.beside, "STAGES": _STAGES}
+    macros |= {"HALF": int(made.dtype == torch.float16), "ROUNDED": int(made.rounded), "GROUPED": int(made.grouped)}
     before = nvrtc.source_of("barriers.cuh", "expert_tiles.cuh")
-    return before + _instruction(dtype) + nvrtc.source_of("experts.cu"), macros
+    instruction = _EIGHT_BITS if made.rounded else _sixteen_bits(made.dtype)
+    return before + instruction + nvrtc.source_of("experts.cu"), macros
 
 
-def _instruction(dtype: torch.dtype) -> str:
+def _numbered(first: int, count: int) -> str:
+    return ", ".join(f"%{first + i}" for i in range(count))
+
+
+def _operands(name: str, count: int) -> str:
+    return ", ".join(f'"+f"({name}[{i}])' for i in range(count))
+
+
+def _sixteen_bits(dtype: torch.dtype) -> str:
     """Return the source of `multiply`: acc [64, 256] += rows [64, 16] @ matrix [256, 16]^T in shared memory, by the
     matrix units of a warp group.
 
     https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
     """
     kind = "f16" if dtype == torch.float16 else "bf16"
-    targets = ", ".join(f"%{i}" for i in range(_SUMS))
-    operands = ", ".join(f'"+f"(acc[{i}])' for i in range(_SUMS))
     return f"""
 __device__ __forceinline__ void multiply(float* acc, unsigned long long rows, unsigned long long matrix) {{
   asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind}.{kind} "
-               "{{{targets}}}, %{_SUMS}, %{_SUMS + 1}, 1, 1, 1, 0, 0;"
-               : {operands}
+               "{{{_numbered(0, 128)}}}, %128, %129, 1, 1, 1, 0, 0;"
+               : {_operands("acc", 128)}
                : "l"(rows), "l"(matrix));
+}}
+"""
+
+
+_EIGHT_BITS = f"""
+// The same of 8 bits, for 32 inputs and 128 outputs; without `more` they are the first ones.
+__device__ __forceinline__ void multiply(float* acc, unsigned long long rows, unsigned long long matrix, bool more) {{
+  asm volatile("{{.reg .pred p; setp.ne.b32 p, %66, 0; "
+               "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+               "{{{_numbered(0, 64)}}}, %64, %65, p, 1, 1;}}"
+               : {_operands("acc", 64)}
+               : "l"(rows), "l"(matrix), "r"((int)more));
 }}
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import expert_launch as launch
-from octavo.nn.ops import floats, packed_expert_rows, packed_expert_tiles
+from octavo.nn.ops import expert_tiles, packed_expert_rows, packed_expert_tiles
 from octavo.nn.ops.expert_weights import PackedMatrices, gate_arguments
 from octavo.nn.ops.routing import Routing
 from octavo.nn.ops.tables import PLANES, numbers_in, planes_in
@@ -20,7 +20,6 @@ from octavo.nn.ops.triton_packed_experts import (
     packed_gate_up_row_kernel,
     packed_grouped_kernel,
 )
-from octavo.nn.rounded import Rounded
 
 MOST_UNROUNDED = 16
 """Most tokens that are multiplied without rounding them to 8 bits."""
@@ -36,7 +35,8 @@ class Tiling(NamedTuple):
         height, width, depth: choices, outputs (of gate and operand each) and codes of a tile.
         side_by_side, turned, copies, copies_rows: see `packed_grouped_kernel`.
         rounds: round the rows to 8 bits.
-        stays: computed by `packed_expert_tiles.multiply`, which reads only `height` and `side_by_side`.
+        stays: computed by `packed_expert_tiles.multiply` or, if it rounds, `expert_tiles.multiply_rounded`, which read
+            only `height` and `side_by_side`.
     """
 
     height: int
@@ -78,13 +78,17 @@ def multiply(
     first: bool,
 ) -> None:
     """See `multiply` in `expert_products.py`."""
+    if tiling.stays and tiling.rounds:
+        given, top_k, beside = expert_tiles.rounded_for(x, matrices), routing.experts.shape[1], tiling.side_by_side
+        expert_tiles.multiply_rounded(given, matrices, top_k, order, tiles, out, first=first, beside=beside)
+        return
     if tiling.stays:
         top_k, size = routing.experts.shape[1], {"height": tiling.height, "beside": tiling.side_by_side}
         packed_expert_tiles.multiply(x, matrices, bias, form, top_k, order, tiles, out, first=first, **size)
         return
     outputs = out.shape[1]
     alpha, limit, activation = gate_arguments(form)
-    rounded = _rounded(x, matrices) if tiling.rounds else None
+    rounded = expert_tiles.rounded_for(x, matrices) if tiling.rounds else None
     rows = x if rounded is None else rounded.codes
     # Values with minima are computed in float32, and then rounded.
     narrow = x.dtype if matrices.minima is None and x.dtype in PLANES else torch.float16
@@ -227,6 +231,8 @@ def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, form: ExpertsFo
     """Return how programs divide a product, by the mean number of an expert's rows."""
     rounds = matrices.rounds and len(x) > MOST_UNROUNDED
     height = next((height for most, height in _HEIGHTS.items() if mean <= most), 128)
+    if rounds and height == expert_tiles.HEIGHT and expert_tiles.serves_rounded(x, matrices, form, first=first):
+        return _STAYING._replace(height=height, rounds=True)
     # Rounded rows are multiplied faster, except where large tiles aren't full and sums have several scales.
     rounded = rounds and (matrices.whole or height < 128 or mean > 128)
     if not rounded and packed_expert_tiles.serves(x, matrices, form, first=first):
@@ -262,13 +268,6 @@ def tiling_for(x: Tensor, mean: float, matrices: PackedMatrices, form: ExpertsFo
 def aligned(matrices: PackedMatrices) -> bool:
     """Return whether the copy engine can read the codes' rows."""
     return matrices.codes.shape[2] * matrices.codes.element_size() % 16 == 0
-
-
-def _rounded(x: Tensor, matrices: PackedMatrices) -> Rounded:
-    """Return rows rounded to the codes' dtype, with a scale each, or for each group of the matrices."""
-    if matrices.whole:
-        return floats.round_rows(x, matrices.codes.dtype)
-    return floats.round_groups(x)
 
 
 def _factors(matrices: PackedMatrices) -> tuple[Tensor, Tensor]:

@@ -194,6 +194,7 @@ class PackedStack(DeviceExperts):
             if isinstance(product.matrices, PackedMatrices):
                 first = product is self.gate_up
                 packed_expert_tiles.compile_ahead(x, product.matrices, product.bias, self.form, first=first)
+                expert_tiles.serves_rounded(x, product.matrices, self.form, first=first)  # likewise
 
     def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
         bias = self.gate_up.bias

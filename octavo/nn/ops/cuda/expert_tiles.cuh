@@ -12,6 +12,12 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, u32 barr
                ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row) : "memory");
 }
 
+// Copy `bytes`, a multiple of 16, of which both addresses are multiples, too.
+__device__ __forceinline__ void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // Prepare the barriers of a ring, by one thread: `filled` arrivals fill a stage, and `emptied` empty it.
 template <int SIZE>
 __device__ __forceinline__ void prepare(u64 (&full)[SIZE], u64 (&empty)[SIZE], int filled, int emptied) {

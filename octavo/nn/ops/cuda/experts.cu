@@ -9,8 +9,12 @@
 // places in the order. Otherwise x [choices, K] has the rows of these places, w is [experts, N, K], and results are at
 // the choices themselves.
 //
-// Macros: those of expert_tiles.cuh; FIRST; HALF for float16, else bfloat16; STAGES of inputs in shared memory.
-// `multiply` is defined by nn/ops/expert_tiles.py.
+// ROUNDED: x and w are E4M3, with scales of x in rows of x_stride, one for each row of each group, and scales of w
+// [experts, groups, PARTS, N]. The units add up 128 inputs, more of which would lose bits of their sums; these are
+// scaled and added up in float32. GROUPED: groups are as many inputs, else there is one.
+//
+// Macros: those of expert_tiles.cuh; FIRST; HALF for float16, else bfloat16; STAGES of inputs in shared memory; ROUNDED,
+// GROUPED. `multiply` is defined by nn/ops/expert_tiles.py.
 
 typedef unsigned short u16;
 
@@ -19,11 +23,13 @@ typedef unsigned short u16;
 #else
 #define TYPE "bf16"
 #endif
-#define STEP 64                      // inputs of a stage: rows of 128 bytes, swizzled, in groups of 8
+#define SIZE (ROUNDED ? 1 : 2)       // bytes of an input
+#define STEP (128 / SIZE)            // inputs of a stage: rows of 128 bytes, swizzled, in groups of 8
 #define ROW_BYTES 128
 #define X_BYTES (128 * ROW_BYTES)
 #define W_BYTES (256 * ROW_BYTES)
-#define STAGE_BYTES (X_BYTES + W_BYTES)
+#define SCALE_BYTES (GROUPED ? 1024 : 0)  // of a stage, of 256 outputs
+#define STAGE_BYTES (X_BYTES + W_BYTES + SCALE_BYTES)
 #define WIDE (FIRST ? 128 : 256)
 #define PARTS (FIRST ? 2 : 1)
 #define WARPS 8                      // that multiply
@@ -32,6 +38,12 @@ __device__ __forceinline__ u32 narrow2(float low, float high) {
   u32 d;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
+}
+
+__device__ __forceinline__ float2 load_pair(u32 from) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+  return v;
 }
 
 // Of four lanes' words, give each lane those of its number, in the order of lanes.
@@ -46,9 +58,9 @@ __device__ __forceinline__ uint4 across(int lane, u32 a, u32 b, u32 c, u32 d) {
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const u16* x,
-        const int* order, const int* tiles, u16* out, int num_tiles, int top_k,
-        int N, int K) {
+experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const unsigned char* x,
+        const float* x_scales, const float* scales, const int* order, const int* tiles, u16* out, int num_tiles, int top_k,
+        int N, int K, int x_stride) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const u32 base = (shared(memory) + 1023) & ~1023u;
@@ -65,7 +77,11 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
   Place<STAGES> at = {0, 0};
 
   if (group == 0) {
+#if ROUNDED
+    REGISTERS("dec", 40);
+#else
     REGISTERS("dec", 56);
+#endif
 #if FIRST
     const int chunk = thread % 8, line = thread / 8;
     const u32 target = line * ROW_BYTES + ((chunk ^ (line & 7)) << 4);
@@ -81,7 +97,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
 #if FIRST
       u32 from[8];
 #pragma unroll
-      for (int j = 0; j < 8; j++) from[j] = (u32)(choice[j] / top_k) * K + chunk * 8;
+      for (int j = 0; j < 8; j++) from[j] = (u32)(choice[j] / top_k) * (K * SIZE) + chunk * 16;
       next = second;
       second = tile_at<WIDE>(index + gridDim.x, tiles, num_tiles, columns);
 #pragma unroll
@@ -95,12 +111,24 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
         const u32 own = base + at.stage * STAGE_BYTES, barrier = shared(&full[at.stage]);
         wait(shared(&empty[at.stage]), at.parity ^ 1);
         if (thread == 0) {
+          const int apart = FIRST ? N : 128, k = i * 64;  // in words of 16 bits
+#if GROUPED
+          const u32 lines[2] = {min(128u, (u32)(N - t.n)) * 4, FIRST ? min(128u, (u32)(N - t.n)) * 4
+                                                                    : (u32)max(0, min(128, N - t.n - 128)) * 4};
+          expect(barrier, W_BYTES + lines[0] + lines[1] + (FIRST ? 0 : t.rows > 64 ? X_BYTES : X_BYTES / 2));
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            const float* const line = scales + ((u64)t.expert * steps + i) * (PARTS * N) + t.n + m * apart;
+            if (lines[m]) copy_line(own + X_BYTES + W_BYTES + m * 512, line, lines[m], barrier);
+          }
+#else
           expect(barrier, W_BYTES + (FIRST ? 0 : t.rows > 64 ? X_BYTES : X_BYTES / 2));
-          copy_tile(own + X_BYTES, &w_map, barrier, i * STEP, row);
-          copy_tile(own + X_BYTES + W_BYTES / 2, &w_map, barrier, i * STEP, row + (FIRST ? N : 128));
+#endif
+          copy_tile(own + X_BYTES, &w_map, barrier, k, row);
+          copy_tile(own + X_BYTES + W_BYTES / 2, &w_map, barrier, k, row + apart);
 #if !FIRST
-          copy_tile(own, &x_map, barrier, i * STEP, t.start);
-          if (t.rows > 64) copy_tile(own + X_BYTES / 2, &x_map, barrier, i * STEP, t.start + 64);
+          copy_tile(own, &x_map, barrier, k, t.start);
+          if (t.rows > 64) copy_tile(own + X_BYTES / 2, &x_map, barrier, k, t.start + 64);
 #endif
         }
 #if FIRST
@@ -108,7 +136,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
         for (int j = 0; j < 8; j++)
           if (j < 4 || t.rows > 64)
             asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(own + target + j * 16 * ROW_BYTES),
-                         "l"(x + from[j] + i * STEP)
+                         "l"(x + from[j] + i * 128)
                          : "memory");
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
@@ -117,7 +145,11 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
     return;
   }
 
+#if ROUNDED
+  REGISTERS("inc", 232);
+#else
   REGISTERS("inc", 224);
+#endif
   const int half = group - 1, warp = thread / 32, lane = thread % 32;
   const int low = half * 64 + warp * 16 + lane / 4;  // this thread has rows `low` and `low + 8`
   while (next.more) {
@@ -133,9 +165,15 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
       continue;
     }
     int target[2];
+#if ROUNDED
+    const float* of_row[2];
+#endif
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       target[r] = t.start + min(low + 8 * r, t.rows - 1);
+#if ROUNDED
+      of_row[r] = x_scales + (FIRST ? order[target[r]] / top_k : target[r]);
+#endif
 #if !FIRST
       target[r] = order[target[r]];
 #endif
@@ -143,7 +181,9 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
     float acc[128];
 #pragma unroll
     for (int i = 0; i < 128; i++) acc[i] = 0.f;
+#if !ROUNDED
     int previous = 0;
+#endif
     for (int i = 0; i < steps; i++, at.next()) {
       wait(shared(&full[at.stage]), at.parity);
 #if FIRST
@@ -153,6 +193,49 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
       const u64 form = (1ull << 62) | (64ull << 32) | (1ull << 16);
       const u32 own = base + at.stage * STAGE_BYTES;
       const u64 rows = form | ((own + half * 64 * ROW_BYTES) >> 4), matrix = form | ((own + X_BYTES) >> 4);
+#if ROUNDED
+      const float row_scale[2] = {GROUPED ? of_row[0][(u64)i * x_stride] : 1.f, GROUPED ? of_row[1][(u64)i * x_stride] : 1.f};
+#pragma unroll
+      for (int half_of = 0; half_of < 2; half_of++) {
+        float sum[64];
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int r = 0; r < 4; r++) multiply(sum, rows + 2 * r, matrix + half_of * (W_BYTES / 2 >> 4) + 2 * r, r > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int e = 0; e < 64; e++) asm volatile("" : "+f"(sum[e])::"memory");
+        if (half_of == 1 && !GROUPED && lane == 0) arrive(shared(&empty[at.stage]));
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+          float2 scale = make_float2(1.f, 1.f);
+          if (GROUPED) scale = load_pair(own + X_BYTES + W_BYTES + half_of * 512 + (8 * j + lane % 4 * 2) * 4);
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            float* const to = acc + half_of * 64 + 4 * j + 2 * r;
+            to[0] += GROUPED ? sum[4 * j + 2 * r] * (row_scale[r] * scale.x) : sum[4 * j + 2 * r];
+            to[1] += GROUPED ? sum[4 * j + 2 * r + 1] * (row_scale[r] * scale.y) : sum[4 * j + 2 * r + 1];
+          }
+        }
+      }
+      if (GROUPED) {
+        __syncwarp();
+        if (lane == 0) arrive(shared(&empty[at.stage]));
+      }
+    }
+#if !GROUPED
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+      const int n = min(t.n + (FIRST ? j % 16 : j) * 8 + lane % 4 * 2, N - 2) + (FIRST && j >= 16 ? N : 0);
+      const float2 scale = *(const float2*)(scales + (u64)t.expert * (PARTS * N) + n);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float own = *of_row[r];
+        acc[4 * j + 2 * r] *= own * scale.x, acc[4 * j + 2 * r + 1] *= own * scale.y;
+      }
+    }
+#endif
+#else
 #pragma unroll
       for (int r = 0; r < 4; r++) multiply(acc, rows + 2 * r, matrix + 2 * r);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -164,6 +247,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
 #pragma unroll
     for (int i = 0; i < 128; i++) asm volatile("" : "+f"(acc[i])::"memory");
     if (lane == 0) arrive(shared(&empty[previous]));
+#endif
 
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -26,12 +26,6 @@ typedef unsigned short u16;
 #define STAGED_LINE (FIRST ? 64 : 128)                       // bytes of a row of a warp group's results
 #define STAGED (STAGED_ROWS * STAGED_LINE)                   // bytes of results on their way out
 
-// Copy `bytes`, a multiple of 16, of which both addresses are multiples, too.
-__device__ __forceinline__ void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ float factor_at(const void* from, u64 i) {
   return factor_of(SCALE_BYTES == 4 ? ((const u32*)from)[i] : ((const u16*)from)[i]);
 }
