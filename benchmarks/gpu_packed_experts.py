@@ -53,10 +53,13 @@ def random_matrices(form: str, experts: int, outputs: int, inputs: int) -> Packe
     half, wide, dtype = torch.float16, torch.float32, torch.bfloat16
     fp8 = torch.float8_e4m3fn
     if form in ("fp8", "fp8-tiles"):
-        group = inputs if form == "fp8" else 128
-        return PackedMatrices(
-            codes(inputs, fp8), scales(group, wide, 1), None, inputs, group, 128, "integers", True, dtype
-        )
+        tiled = form == "fp8-tiles"
+        group = 128 if tiled else inputs
+        made = scales(group, wide, 1)
+        if tiled:
+            made = made[..., ::128].repeat_interleave(128, 2)
+        numbers = codes(inputs, fp8)
+        return PackedMatrices(numbers, made, None, inputs, group, 128, "integers", True, dtype, tiled=tiled)
     if form in ("w8a8", "w8a16"):
         kind, rounds = (wide, True) if form == "w8a8" else (half, False)
         made = scales(inputs, kind, 70)

@@ -25,7 +25,7 @@ from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.experts import mix_reference
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.gpu_packed_experts import ExpertMatrices, PackedStack
-from octavo.nn.quant.pack_experts import PackedMatrix, from_floats, pack_expert, put, stacked
+from octavo.nn.quant.pack_experts import PackedMatrix, from_floats, pack_expert, put, refined, stacked
 from octavo.nn.weights import E2M1, Codebook, QuantizedBlocks
 
 GPU = torch.cuda.is_available()
@@ -48,13 +48,15 @@ def integers(bits: int, group: int, minima: bool) -> Pack:
     return pack
 
 
-def codes(book: str, group: int, *, rounds: bool = False) -> Pack:
+def codes(book: str, group: int, *, rounds: bool = False, tiled: bool = False) -> Pack:
     def pack(outputs: int, inputs: int) -> tuple[PackedMatrix | None, Tensor]:
         size = group or inputs
         scales = 2.0 ** torch.randint(-6, -3, (outputs, inputs // size)).float()
         dtype = EIGHT_BITS.get(book)
         if dtype is not None:
             scales = scales * (1 + torch.rand_like(scales))
+            if tiled:
+                scales = scales[::128].repeat_interleave(128, 0)
             values = (torch.randn(outputs, inputs) * 4).clamp(-448, 448).to(dtype).view(torch.uint8)
         else:
             values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
@@ -92,6 +94,7 @@ FORMS: dict[str, Pack] = {
     "8 bits, whole rows with minima": integers(8, 0, True),
     "E4M3, groups of 32": codes("e4m3", 32),
     "E4M3, groups of 128, rounded": codes("e4m3", 128, rounds=True),
+    "E4M3, tiles, rounded": codes("e4m3", 128, rounds=True, tiled=True),
     "E5M2, whole rows": codes("e5m2", 0),
     "E2M1": codes("e2m1", 32),
     "NF4": table("nf4", 64),
@@ -369,3 +372,16 @@ def test_experts_whose_inputs_are_reordered_are_expanded() -> None:
     assert scheme.down.packed_as is None
     x = torch.randn(3, 128).to(DEVICE, DTYPE)
     assert off(scheme.down_of(0, x), x.cpu().double() @ value_of(blocks)[:, order.argsort()].T) < TOLERANCE
+
+
+def test_tiles_are_recognized() -> None:
+    """Which allows a scale for all of a tile's outputs; also if another expert has none."""
+    torch.manual_seed(0)
+    tiles, groups = (codes("e4m3", 128, rounds=True, tiled=tiled)(256, 128)[0] for tiled in (True, False))
+    assert tiles is not None
+    assert groups is not None
+    assert (tiles.tiled, groups.tiled) == (True, False)
+    matrices = stacked(tiles, 2, DTYPE)
+    assert matrices.tiled
+    assert refined(matrices, tiles).tiled
+    assert not refined(matrices, groups).tiled

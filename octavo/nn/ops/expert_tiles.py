@@ -8,6 +8,7 @@ that nothing is multiplied while it begins and ends; in this kernel, other warps
 from __future__ import annotations
 
 import functools
+import itertools
 from ctypes import c_int
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
     rounded: bool = False
     grouped: bool = False
+    tiled: bool = False
 
     @property
     def shared(self) -> int:
@@ -129,7 +131,8 @@ def multiply_rounded(
         x: of `floats.round_rows`, or of `floats.round_groups` if matrices have groups.
     """
     grouped = not matrices.whole
-    made = Form(first, beside, out.dtype, rounded=True, grouped=grouped)
+    tiled = grouped and matrices.tiled and out.shape[1] % _GROUP == 0
+    made = Form(first, beside, out.dtype, rounded=True, grouped=grouped, tiled=tiled)
     stride = x.own_scales.stride(1) if grouped else 0
     _launch(made, x.codes, x.own_scales, stride, matrices.codes, matrices.scales, top_k, order, tiles, out)
 
@@ -209,12 +212,13 @@ def _rounded_deviations(device: torch.device, dtype: torch.dtype) -> list[float]
     places = [(0, 0, 128), (0, 128, 40), (1, 168, 128), (1, 296, 4), (0, 0, 0)]
     tiles = torch.tensor(places, device=device, dtype=torch.int32)
     deviations = []
-    for first in (True, False):
-        for grouped in (False, True):
-            nvrtc.compile_ahead(*source_of(Form(first, 2, dtype, rounded=True, grouped=grouped)))
-    for grouped in (False, True):
+    forms = (False, False), (True, False), (True, True)
+    for first, (grouped, tiled) in itertools.product((True, False), forms):
+        nvrtc.compile_ahead(*source_of(Form(first, 2, dtype, rounded=True, grouped=grouped, tiled=tiled)))
+    for grouped, tiled in forms:
         gate_up, down = (
-            _random(*shape, generator, device, dtype, grouped=grouped) for shape in ((2 * size, hidden), (hidden, size))
+            _random(*shape, generator, device, dtype, grouped=grouped, tiled=tiled)
+            for shape in ((2 * size, hidden), (hidden, size))
         )
         inner = torch.full((sum(rows), size), float("nan"), device=device, dtype=dtype)
         got = torch.full((sum(rows), hidden), float("nan"), device=device, dtype=dtype)
@@ -244,12 +248,22 @@ def _values(rounded: Rounded, x: Tensor) -> Tensor:
 
 
 def _random(
-    outputs: int, inputs: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype, *, grouped: bool
+    outputs: int,
+    inputs: int,
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    grouped: bool,
+    tiled: bool,
 ) -> PackedMatrices:
     codes = torch.randn(2, outputs, inputs, generator=generator, device=device).to(floats.DTYPE)
     group = _GROUP if grouped else inputs
     scales = (torch.rand(2, inputs // group, outputs, generator=generator, device=device) + 0.5) / inputs**0.5
-    return PackedMatrices(codes, scales, None, inputs, group, _GROUP, "integers", rounds=True, dtype=dtype)
+    if tiled:
+        scales = scales[..., ::_GROUP].repeat_interleave(_GROUP, 2)
+    sizes = inputs, group, _GROUP
+    return PackedMatrices(codes, scales, None, *sizes, kind="integers", rounds=True, dtype=dtype, tiled=tiled)
 
 
 @functools.cache
@@ -266,6 +280,7 @@ def source_of(made: Form) -> tuple[str, dict[str, int]]:
     """Return source and macros."""
     macros = {"FIRST": int(made.first), "SIDE_BY_SIDE": made.beside, "STAGES": _STAGES}
     macros |= {"HALF": int(made.dtype == torch.float16), "ROUNDED": int(made.rounded), "GROUPED": int(made.grouped)}
+    macros |= {"TILED": int(made.tiled)}
     before = nvrtc.source_of("barriers.cuh", "expert_tiles.cuh")
     instruction = _EIGHT_BITS if made.rounded else _sixteen_bits(made.dtype)
     return before + instruction + nvrtc.source_of("experts.cu"), macros

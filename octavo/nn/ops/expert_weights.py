@@ -30,6 +30,7 @@ class PackedMatrices:
         rounds: many rows may be rounded to 8 bits, too.
         dtype: of activations.
         book: of a table, which all experts share, else None; see `tables.py`.
+        tiled: each 128 outputs, from the first on, have the same scales.
     """
 
     codes: Tensor
@@ -42,6 +43,7 @@ class PackedMatrices:
     rounds: bool
     dtype: torch.dtype
     book: Tensor | None = None
+    tiled: bool = False
 
     def __len__(self) -> int:
         return len(self.codes)

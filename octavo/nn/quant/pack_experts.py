@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.device.transfer import move
 from octavo.nn.ops import packed_expert_tiles
 from octavo.nn.ops.expert_weights import Kind, PackedMatrices
-from octavo.nn.ops.floats import Floats
+from octavo.nn.ops.floats import TILE, Floats
 from octavo.nn.ops.tables import book_of
 from octavo.nn.quant.blocks import alike
 from octavo.nn.quant.floats import pack_floats
@@ -38,6 +38,7 @@ class PackedMatrix:
     kind: Kind
     rounds: bool
     book: Tensor | None = None
+    tiled: bool = False
 
 
 def pack_expert(
@@ -91,9 +92,18 @@ def _eight_bit_floats(
     if not words:
         return None
     rounds = rounds and book.kind == "e4m3" and group in (_MOST_WORDS, inputs) and inputs % _MOST_WORDS == 0
-    return PackedMatrix(
-        codes.view(_FLOATS[book.kind]), _by_group(scales.float()), None, inputs, group, words, "integers", rounds
-    )
+    sizes = inputs, group, words
+    tiled = rounds and group < inputs and _is_tiled(scales)
+    codes, scales = codes.view(_FLOATS[book.kind]), _by_group(scales.float())
+    return PackedMatrix(codes, scales, None, *sizes, kind="integers", rounds=rounds, tiled=tiled)
+
+
+def _is_tiled(scales: Tensor) -> bool:
+    """Return whether each `TILE` outputs have the same scales [N, groups]."""
+    if len(scales) % TILE:
+        return False
+    tiles = scales.unflatten(0, (-1, TILE))
+    return bool((tiles == tiles[:, :1]).all())
 
 
 def _eight_bit_integers(parts: Sequence[QuantizedBlocks], device: torch.device, group: int) -> PackedMatrix | None:
@@ -195,7 +205,7 @@ def stacked(first: PackedMatrix, count: int, dtype: torch.dtype) -> PackedMatric
         return tensor.new_empty(count, *tensor.shape)
 
     minima = None if first.minima is None else room(first.minima)
-    form = first.inputs, first.group, first.words, first.kind, first.rounds, dtype, first.book
+    form = first.inputs, first.group, first.words, first.kind, first.rounds, dtype, first.book, first.tiled
     return PackedMatrices(room(first.codes), room(first.scales), minima, *form)
 
 
@@ -217,7 +227,7 @@ def refined(matrices: PackedMatrices, one: PackedMatrix) -> PackedMatrices:
     if one.minima is not None and minima is None:
         minima = torch.zeros_like(scales)
     scales = scales.to(torch.promote_types(scales.dtype, one.scales.dtype))
-    return replace(matrices, scales=scales, minima=minima, group=group)
+    return replace(matrices, scales=scales, minima=minima, group=group, tiled=matrices.tiled and one.tiled)
 
 
 def fitted(one: PackedMatrix, matrices: PackedMatrices) -> PackedMatrix | None:

@@ -11,10 +11,11 @@
 //
 // ROUNDED: x and w are E4M3, with scales of x in rows of x_stride, one for each row of each group, and scales of w
 // [experts, groups, PARTS, N]. The units add up 128 inputs, more of which would lose bits of their sums; these are
-// scaled and added up in float32. GROUPED: groups are as many inputs, else there is one.
+// scaled and added up in float32. GROUPED: groups are as many inputs, else there is one. TILED: each 128 outputs have the
+// same scales.
 //
 // Macros: those of expert_tiles.cuh; FIRST; HALF for float16, else bfloat16; STAGES of inputs in shared memory; ROUNDED,
-// GROUPED. `multiply` is defined by nn/ops/expert_tiles.py.
+// GROUPED, TILED. `multiply` is defined by nn/ops/expert_tiles.py.
 
 typedef unsigned short u16;
 
@@ -77,11 +78,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
   Place<STAGES> at = {0, 0};
 
   if (group == 0) {
-#if ROUNDED
-    REGISTERS("dec", 40);
-#else
     REGISTERS("dec", 56);
-#endif
 #if FIRST
     const int chunk = thread % 8, line = thread / 8;
     const u32 target = line * ROW_BYTES + ((chunk ^ (line & 7)) << 4);
@@ -145,11 +142,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
     return;
   }
 
-#if ROUNDED
-  REGISTERS("inc", 232);
-#else
   REGISTERS("inc", 224);
-#endif
   const int half = group - 1, warp = thread / 32, lane = thread % 32;
   const int low = half * 64 + warp * 16 + lane / 4;  // this thread has rows `low` and `low + 8`
   while (next.more) {
@@ -206,10 +199,12 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
 #pragma unroll
         for (int e = 0; e < 64; e++) asm volatile("" : "+f"(sum[e])::"memory");
         if (half_of == 1 && !GROUPED && lane == 0) arrive(shared(&empty[at.stage]));
+        const u32 of_half = own + X_BYTES + W_BYTES + half_of * 512;
+        const float of_tile = TILED ? load_pair(of_half).x : 1.f;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
-          float2 scale = make_float2(1.f, 1.f);
-          if (GROUPED) scale = load_pair(own + X_BYTES + W_BYTES + half_of * 512 + (8 * j + lane % 4 * 2) * 4);
+          float2 scale = make_float2(of_tile, of_tile);
+          if (GROUPED && !TILED) scale = load_pair(of_half + (8 * j + lane % 4 * 2) * 4);
 #pragma unroll
           for (int r = 0; r < 2; r++) {
             float* const to = acc + half_of * 64 + 4 * j + 2 * r;
