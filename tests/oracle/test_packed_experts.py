@@ -377,7 +377,7 @@ def test_experts_whose_inputs_are_reordered_are_expanded() -> None:
 def test_tiles_are_recognized() -> None:
     """Which allows a scale for all of a tile's outputs; also if another expert has none."""
     torch.manual_seed(0)
-    tiles, groups = (codes("e4m3", 128, rounds=True, tiled=tiled)(256, 128)[0] for tiled in (True, False))
+    tiles, groups = (codes("e4m3", 128, rounds=True, tiled=tiled)(256, 256)[0] for tiled in (True, False))
     assert tiles is not None
     assert groups is not None
     assert (tiles.tiled, groups.tiled) == (True, False)
