@@ -19,6 +19,7 @@ from octavo.hub.pull import pull
 from octavo.hub.repository import fetch_repository, looks_like_repository
 from octavo.hub.safetensors_files import INDEX, SINGLE, check_safetensors, safetensors_files
 from octavo.hub.text_config import quantization_config, text_config
+from octavo.hub.token_numbers import end_token
 
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _TOKENIZER_FILE = "tokenizer.json"
@@ -75,13 +76,21 @@ def resolve(
 
 
 def eos_token_ids(files: ModelFiles) -> list[int]:
-    """Return the end-of-sequence tokens: those of the generation config, then those of the model's config."""
+    """Return the end-of-sequence tokens: those of the generation config, then those of the model's config; if neither
+    has any, the end mark that the tokenizer's files name.
+
+    Raises:
+        ModelFileError: one of these files can't be read.
+    """
     found: list[int] = []
     for config in (files.generation_config, files.config, text_config(files.config)):
         value = config.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
             if isinstance(token, int) and token not in found:
                 found.append(token)
+    if not found and files.path.is_dir():
+        named = end_token(files)
+        return [] if named is None else [named]
     return found
 
 

@@ -60,6 +60,21 @@ def test_folder(folder: Path) -> None:
     assert eos_token_ids(files) == [5, 2]
 
 
+def test_without_an_end_token_in_the_configs_the_tokenizers_end_mark_ends_answers(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "eos_token_id": null}')
+    assert eos_token_ids(resolve(str(folder))) == []
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    for content, number in (
+        ({"added_tokens": [{"id": 7, "content": "<end>"}], "model": {"vocab": {"<end>": 6}}}, 7),
+        ({"model": {"vocab": {"a": 0, "<end>": 6}}}, 6),
+        ({"model": {"vocab": [["a", 0.0], ["<end>", -1.5]]}}, 1),
+    ):
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        assert eos_token_ids(resolve(str(folder))) == [number]
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "eos_token_id": 2}')
+    assert eos_token_ids(resolve(str(folder))) == [2]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "method"),
     [
