@@ -21,6 +21,7 @@ _SMALL_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "modules.json",
     "sentence_*_config.json",
     "[0-9]_*/config.json",
@@ -28,7 +29,7 @@ _SMALL_FILES = (
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 # Folders hold other formats of the same model, except those of modules, such as 1_Pooling and 2_Dense.
 # consolidated.safetensors holds the same weights under other names.
-_NOT_WANTED = ("[!0-9]*/*", "consolidated*")
+_NOT_WANTED = ("[!0-9]*/*.json", "[!0-9]*/*.safetensors", "consolidated*")
 
 
 def looks_like_repository(model: str) -> bool:
