@@ -55,16 +55,19 @@ def rope_spec(
     return RopeSpec(width, limit, base, scaling, 0 if width == head_dim else head_dim, interleaved)
 
 
-def local_rope(config: Config, head_dim: int, base: str, theta: float = 10000.0) -> RopeSpec:
-    """Return the settings of layers with a sliding window, which are never scaled.
+def local_rope(config: Config, head_dim: int, base: str, limit: int, theta: float = 10000.0) -> RopeSpec:
+    """Return the settings of layers with a sliding window, which are scaled only if the configuration has parameters
+    per layer type and says so there.
 
     Args:
         base: their field in older configs.
+        limit: positions that the other layers serve.
     """
     params = value_or(config, "rope_parameters", {})
-    own = (params.get("sliding_attention") or {}).get("rope_theta")
-    theta = float(own or params.get(base) or value_or(config, base, theta))
-    return RopeSpec(head_dim, whole(config, "max_position_embeddings"), theta)
+    own = params.get("sliding_attention") or {}
+    theta = float(own.get("rope_theta") or params.get(base) or value_or(config, base, theta))
+    scaling, _ = _scaling(own, config, whole(config, "max_position_embeddings"))
+    return RopeSpec(head_dim, limit, theta, scaling)
 
 
 def no_rope(head_dim: int, limit: int) -> RopeSpec:

@@ -33,7 +33,7 @@ def gemma3(config: Config) -> DecoderSpec:
     types = layer_types(config, whole(config, "sliding_window_pattern", 6))
     head_dim = whole(config, "head_dim", 256)
     everywhere = rope_spec(config, head_dim, theta=1000000.0, layer_type="full_attention")
-    local = local_rope(config, head_dim, "rope_local_base_freq")
+    local = local_rope(config, head_dim, "rope_local_base_freq", everywhere.max_position)
     return _gemma(
         config,
         norms=SANDWICH,

@@ -25,7 +25,7 @@ def olmo3(config: Config) -> DecoderSpec:
     """OLMo 3: OLMo 2 with a window on three of four layers, which are not scaled to long contexts."""
     types, dim = layer_types(config, 4), head_size(config)
     everywhere = rope_spec(config, dim, theta=500000.0, layer_type="full_attention")
-    local = local_rope(config, dim, "rope_theta", 500000.0)
+    local = local_rope(config, dim, "rope_theta", everywhere.max_position, 500000.0)
     norm = rms_norm(config, default=1e-5)
     return decoder_spec(
         config,
