@@ -21,6 +21,7 @@ def rope_spec(
     rotated: float = 1.0,
     interleaved: bool = False,
     layer_type: str | None = None,
+    stretched: bool = False,
 ) -> RopeSpec:
     """Return rotary settings, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones).
 
@@ -28,6 +29,7 @@ def rope_spec(
         theta, rotated: the family's default base, and fraction of rotated channels.
         interleaved: the family pairs adjacent channels.
         layer_type: whose parameters to read, if they are given per layer type.
+        stretched: the family's `max_position_embeddings` is the context after linear scaling, not before.
 
     Raises:
         ConfigError: an unsupported rope type.
@@ -50,8 +52,7 @@ def rope_spec(
             "rotate; it should be an even number of them."
         )
     base = float(params.get("rope_theta") or value_or(config, "rope_theta", theta))
-    limit = whole(config, "max_position_embeddings")
-    scaling, limit = _scaling(params, config, limit)
+    scaling, limit = _scaling(params, config, whole(config, "max_position_embeddings"), stretched)
     return RopeSpec(width, limit, base, scaling, 0 if width == head_dim else head_dim, interleaved)
 
 
@@ -66,7 +67,7 @@ def local_rope(config: Config, head_dim: int, base: str, limit: int, theta: floa
     params = value_or(config, "rope_parameters", {})
     own = params.get("sliding_attention") or {}
     theta = float(own.get("rope_theta") or params.get(base) or value_or(config, base, theta))
-    scaling, _ = _scaling(own, config, whole(config, "max_position_embeddings"))
+    scaling, _ = _scaling(own, config, whole(config, "max_position_embeddings"), True)
     return RopeSpec(head_dim, limit, theta, scaling)
 
 
@@ -78,7 +79,7 @@ def no_rope(head_dim: int, limit: int) -> RopeSpec:
 Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling | None
 
 
-def _scaling(params: Config, config: Config, limit: int) -> tuple[Scaling, int]:
+def _scaling(params: Config, config: Config, limit: int, stretched: bool) -> tuple[Scaling, int]:
     """Return the scaling, and the most positions that it serves."""
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind == "su" or (params.get("long_factor") and kind == "yarn"):
@@ -88,15 +89,15 @@ def _scaling(params: Config, config: Config, limit: int) -> tuple[Scaling, int]:
             # Dynamic scaling changes nothing for sequences of up to max_position_embeddings.
             return None, limit
         case "linear":
-            return LinearScaling(float(_needed(params, kind, "factor"))), limit
+            factor = float(_needed(params, kind, "factor"))
+            return LinearScaling(factor), limit if stretched else _stretched(params, config, limit, factor)
         case "llama3":
             return _llama3(params, config, limit), limit
         case "longrope":
             return _longrope(params, config, limit), limit
         case "yarn":
             yarn = _yarn(params, config, limit)
-            # A config may give the context before or after scaling; the table must cover the longer one.
-            return yarn, max(limit, int(yarn.original_max_position * yarn.factor))
+            return yarn, _stretched(params, config, limit, yarn.factor)
     raise ConfigError(f"The model's config asks for rope type '{kind}'; Octavo supports {', '.join(ROPE_TYPES)}.")
 
 
@@ -129,6 +130,12 @@ def _original(params: Config, config: Config, limit: int) -> int:
     return int(
         config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or limit
     )
+
+
+def _stretched(params: Config, config: Config, limit: int, factor: float) -> int:
+    """Return the most positions after scaling. A config may give the context before or after it; the table must cover
+    the longer one."""
+    return max(limit, int(_original(params, config, limit) * factor))
 
 
 def _llama3(params: Config, config: Config, limit: int) -> Llama3Scaling:

@@ -32,7 +32,7 @@ def gemma3(config: Config) -> DecoderSpec:
     """Gemma 3: five layers with a window and their own rotary base to one without (https://arxiv.org/abs/2503.19786)."""
     types = layer_types(config, whole(config, "sliding_window_pattern", 6))
     head_dim = whole(config, "head_dim", 256)
-    everywhere = rope_spec(config, head_dim, theta=1000000.0, layer_type="full_attention")
+    everywhere = rope_spec(config, head_dim, theta=1000000.0, layer_type="full_attention", stretched=True)
     local = local_rope(config, head_dim, "rope_local_base_freq", everywhere.max_position)
     return _gemma(
         config,

@@ -58,6 +58,20 @@ def test_linear_scaling_in_every_spelling(style: str) -> None:
     assert rope.theta == 1e4
 
 
+@pytest.mark.parametrize(
+    ("architecture", "more", "longest"),
+    [
+        ("LlamaForCausalLM", {}, 1024),
+        ("LlamaForCausalLM", {"original_max_position_embeddings": 64}, 256),
+        ("Gemma3ForCausalLM", {}, 256),
+    ],
+)
+def test_linear_scaling_stretches_the_context(architecture: str, more: dict[str, Any], longest: int) -> None:
+    """Vicuna 16k and LongChat state the length before scaling; Gemma 3, and configs with both, the one after it."""
+    scaling = {"type": "linear", "factor": 4.0, **more}
+    assert spec_of(config(architecture, rope_scaling=scaling)).max_position == longest
+
+
 def test_llama3_scaling() -> None:
     scaling = {
         "rope_type": "llama3",
