@@ -11,9 +11,12 @@ from typing import Any
 from octavo.core.errors import ConfigError
 from octavo.hub.text_config import text_config
 from octavo.models.hf_config import Config
+from octavo.models.text_defaults import TEXT_DEFAULTS
 
 _BY_TYPE = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
@@ -25,32 +28,10 @@ _BY_TYPE = {
     "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 """`model_type` of a text model -> its architecture."""
-_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "vocab_size": 32000,
-}
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": {
-        "head_dim": 256,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 4,
-        "vocab_size": 262208,
-    },
-    "llama": _LLAMA,
-    "mistral": _LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": 8},
-}
-"""Defaults of Transformers' configurations, which published nested configurations leave out (LLaVA 1.5, Gemma 3)."""
 
 
 def text_half(config: Config, known: Mapping[str, Any]) -> Config:
@@ -72,7 +53,7 @@ def text_half(config: Config, known: Mapping[str, Any]) -> Config:
             f"{config['architectures'][0]}: its text half is {stated or kind or 'unnamed'}. Octavo has those of {has}."
         )
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {**_DEFAULTS.get(kind, {}), **tied, **text, **_plain_rope(text), "architectures": [name]}
+    return {**TEXT_DEFAULTS.get(kind, {}), **tied, **text, **_plain_rope(text), "architectures": [name]}
 
 
 def _plain_rope(text: Config) -> Config:

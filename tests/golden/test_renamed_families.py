@@ -171,6 +171,9 @@ def nested_inside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ("qwen3", "Qwen3VLForConditionalGeneration", nested_inside, "text_config", "model.visual.pos_embed.weight"),
         ("qwen2", "InternVLChatModel", nested, "llm_config", "mlp1.0.weight"),
         ("qwen3", "InternVLForConditionalGeneration", nested_inside, "text_config", "model.vision_tower.norm.weight"),
+        ("qwen3-moe", "InternVLForConditionalGeneration", nested_inside, "text_config", "model.vision_tower.norm.bias"),
+        ("gpt-oss", "InternVLForConditionalGeneration", nested_inside, "text_config", "model.vision_tower.norm.bias"),
+        ("granite", "LlavaNextForConditionalGeneration", nested, "text_config", "image_newline"),
     ],
 )
 def test_the_text_half_of_a_model_with_images(

@@ -1,0 +1,45 @@
+"""Nested configurations that leave out what equals Transformers' defaults."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from octavo.models.registry import spec_of
+from octavo.models.text_defaults import TEXT_DEFAULTS
+
+
+def outer(text: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+
+
+@pytest.mark.parametrize("kind", TEXT_DEFAULTS)
+def test_a_field_that_is_left_out_has_transformers_default(kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    stated = json.loads(json.dumps(getattr(config, "text_config", config).to_dict()))
+    expected = spec_of(outer({**stated, "model_type": kind}))
+    assert spec_of(outer({"model_type": kind})) == expected
+    for name in stated.keys() - {"model_type"}:
+        assert spec_of(outer({key: value for key, value in stated.items() if key != name})) == expected, name
+
+
+def test_the_text_half_of_llava_onevision_as_published() -> None:
+    """The 0.5B's: neither the context's length nor the norms' epsilon is stated."""
+    text = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 152000,
+    }
+    config = {"architectures": ["LlavaOnevisionForConditionalGeneration"], "text_config": text}
+    spec = spec_of({**config, "tie_word_embeddings": False})
+    assert (spec.max_position, spec.norm.eps, spec.rope.theta, spec.tied) == (32768, 1e-6, 1e6, True)
