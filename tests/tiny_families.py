@@ -118,6 +118,10 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
         {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "opt": (transformers.OPTConfig, {"ffn_dim": 112, "word_embed_proj_dim": 64}),
+    "opt-plain-norms": (
+        transformers.OPTConfig,
+        {"ffn_dim": 112, "word_embed_proj_dim": 64, "layer_norm_elementwise_affine": False, "enable_bias": False},
+    ),
     "phi": (transformers.PhiConfig, {"qk_layernorm": True}),
     "phi3": (transformers.Phi3Config, {"sliding_window": 9}),
     "phi3-longrope": (transformers.Phi3Config, {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}),

@@ -115,20 +115,19 @@ def gpt_neox(config: Config) -> DecoderSpec:
 
 
 def opt(config: Config) -> DecoderSpec:
-    """OPT, but 350M, whose norms come after each sum (https://arxiv.org/abs/2205.01068)."""
+    """OPT and Galactica, but OPT 350M, whose norms come after each sum (https://arxiv.org/abs/2205.01068)."""
     hidden, limit = whole(config, "hidden_size"), whole(config, "max_position_embeddings")
     for name, value in (
         ("do_layer_norm_before", True),
         ("_remove_final_layer_norm", False),
         ("word_embed_proj_dim", hidden),
-        ("layer_norm_elementwise_affine", True),
     ):
         only(config, name, value)
-    heads = whole(config, "num_attention_heads")
+    heads, affine = whole(config, "num_attention_heads"), bool(value_or(config, "layer_norm_elementwise_affine", True))
     named = {**config, "intermediate_size": whole(config, "ffn_dim"), "num_key_value_heads": heads}
     return decoder_spec(
         named,
-        norm=NormSpec(1e-5, "layer", bias=True),
+        norm=NormSpec(1e-5, "layer", scaled=affine, bias=affine),
         mlp=mlp_spec(named, activation(config, "activation_function", "relu"), gated=False),
         rope=no_rope(head_size(config), limit),
         learned_positions=limit + 2,
