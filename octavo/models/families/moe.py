@@ -63,6 +63,7 @@ def qwen3_moe(config: Config) -> DecoderSpec:
 
 def olmoe(config: Config) -> DecoderSpec:
     """OLMoE: norms over all queries and all keys (https://arxiv.org/abs/2409.02060)."""
+    only(config, "clip_qkv", None)  # the limit would be after the norms, unlike OLMo's
     experts = experts_of(config, softmax_routing(config, 8), "num_experts", "intermediate_size", 64)
     norm = rms_norm(config, default=1e-5)
     return decoder_spec(
@@ -71,7 +72,6 @@ def olmoe(config: Config) -> DecoderSpec:
         mlp=experts,
         head_norms=HeadNorms(norm, over="all"),
         biases=bias_set(config, mlp=""),
-        qkv_clip=None if config.get("clip_qkv") is None else float(config["clip_qkv"]),
         stored=PER_EXPERT,
     )
 
