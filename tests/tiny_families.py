@@ -138,7 +138,10 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
 _SMALL = {"expand": 2, "state_size": 8, "tie_word_embeddings": False}
 HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bamba": (transformers.BambaConfig, {**_SSM, "attn_layer_indices": [1]}),
+    "bamba": (
+        transformers.BambaConfig,
+        {**_SSM, "attn_layer_indices": [1], "attention_bias": True, "mlp_bias": True},
+    ),
     "falcon-mamba": (transformers.FalconMambaConfig, {**_SMALL, "num_hidden_layers": 2}),
     "granite-hybrid": (
         transformers.GraniteMoeHybridConfig,

@@ -9,7 +9,7 @@ from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.families.experts import corrected_sigmoid, experts_of, separate, stacks
 from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import activation, decoder_spec, head_size, mlp_spec, rms_norm
+from octavo.models.hf_decoder import activation, bias_set, decoder_spec, head_size, mlp_spec, rms_norm
 from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.mixers.spec import ATTENTION, Mamba2Spec, MambaSpec, MixerSpec
 from octavo.models.spec import DecoderSpec, LayerNorms, NormSpec, StoredNames, StoredStack, renamed
@@ -110,6 +110,7 @@ def bamba(config: Config) -> DecoderSpec:
         norm=rms_norm(config, default=1e-5),
         rope=rope_spec(config, head_size(config), rotated=0.5),
         mixers=layer_mixers(kinds, mamba2_of(config)),
+        biases=bias_set(config),
         stored=StoredNames(modules=renamed(_FEED_FORWARD)),
     )
 
