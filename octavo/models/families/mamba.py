@@ -152,6 +152,7 @@ def layer_mixers(kinds: Sequence[str], recurrent: MixerSpec, attention: MixerSpe
 
 def jamba(config: Config) -> DecoderSpec:
     """Jamba (https://arxiv.org/abs/2403.19887): Mamba with some layers of attention, with experts and without."""
+    only(config, "hidden_act", "silu")
     hidden, rank = whole(config, "hidden_size"), value_or(config, "mamba_dt_rank", "auto")
     period, offset = whole(config, "attn_layer_period", 8), int(value_or(config, "attn_layer_offset", 4))
     mixer = MambaSpec(

@@ -287,6 +287,7 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"quantization_config": {"quant_method": "exl3"}}, "quant_method is 'exl3'"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"architectures": ["JambaForCausalLM"], "hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
 def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> None:
