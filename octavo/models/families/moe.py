@@ -150,6 +150,7 @@ def dots1(config: Config) -> DecoderSpec:
 
 def ernie_moe(config: Config) -> DecoderSpec:
     """ERNIE 4.5 with experts (https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf)."""
+    only(config, "use_bias", False)
     routing = RoutingSpec(
         top_k=whole(config, "moe_k", 6),
         corrected=True,
@@ -159,7 +160,7 @@ def ernie_moe(config: Config) -> DecoderSpec:
     size, count = whole(config, "moe_intermediate_size", 1536), int(value_or(config, "moe_num_shared_experts", 2))
     shared = SharedSpec(size * count) if count else None
     experts = experts_of(config, routing, "moe_num_experts", "moe_intermediate_size", 64, shared=shared)
-    layers, dense = whole(config, "num_hidden_layers"), MlpSpec(whole(config, "intermediate_size"), "silu")
+    layers, dense = whole(config, "num_hidden_layers"), MlpSpec(whole(config, "intermediate_size"), experts.activation)
     first, interval = int(value_or(config, "moe_layer_start_index", 1)), whole(config, "moe_layer_interval", 1)
     last = int(value_or(config, "moe_layer_end_index", -1))
     last = layers - 1 if last == -1 else last

@@ -288,12 +288,19 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
         ({"quantization_config": {"quant_method": "exl3"}}, "quant_method is 'exl3'"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv=8.0"),
         ({"architectures": ["JambaForCausalLM"], "hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias=True"),
     ],
 )
 def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         spec_of(config(**changes))
     assert says in str(caught.value)
+
+
+def test_dense_layers_beside_experts_have_the_stated_activation() -> None:
+    fields = {"moe_num_experts": 4, "moe_intermediate_size": 16, "hidden_act": "gelu"}
+    mlps = spec_of(config("Ernie4_5_MoeForCausalLM", **fields)).mlps
+    assert [(type(mlp), mlp.activation) for mlp in mlps[:2]] == [(MlpSpec, "gelu"), (ExpertsSpec, "gelu")]
 
 
 def test_heads_must_divide() -> None:
