@@ -23,6 +23,7 @@ def latent_decoder(config: Config, *, interleaved: bool, **parts: Any) -> Decode
         interleaved: the family pairs adjacent rotated channels.
         parts: other arguments of `decoder_spec`.
     """
+    only(config, "mlp_bias", False)
     layers, heads = whole(config, "num_hidden_layers"), whole(config, "num_attention_heads")
     nope, rotated = whole(config, "qk_nope_head_dim"), whole(config, "qk_rope_head_dim")
     if rotated % 2:

@@ -289,6 +289,7 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv=8.0"),
         ({"architectures": ["JambaForCausalLM"], "hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias=True"),
+        ({**LATENT, "mlp_bias": True}, "mlp_bias=True"),
     ],
 )
 def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> None:
