@@ -57,6 +57,7 @@ def _scale(config: Config, channels: int) -> float:
 
 def deepseek_v2(config: Config) -> DecoderSpec:
     """DeepSeek V2 and V2 Lite (https://arxiv.org/abs/2405.04434): a token uses experts of its best groups."""
+    only(config, "scoring_func", "softmax")
     method = value_or(config, "topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(
@@ -76,6 +77,7 @@ def deepseek_v2(config: Config) -> DecoderSpec:
 
 def deepseek_v3(config: Config) -> DecoderSpec:
     """DeepSeek V3 and R1, Kimi K2, Moonlight (https://arxiv.org/abs/2412.19437)."""
+    only(config, "scoring_func", "sigmoid")
     mlps = after_dense(config, corrected_sigmoid(config, 8, normalized=True), 3)
     interleaved = bool(value_or(config, "rope_interleave", True))
     return latent_decoder(config, interleaved=interleaved, mlps=mlps, stored=PER_EXPERT)

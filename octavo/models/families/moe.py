@@ -179,7 +179,7 @@ def in_all(spec: DecoderSpec, experts: ExpertsSpec) -> tuple[FeedForwardSpec, ..
 
 
 def after_dense(config: Config, routing: RoutingSpec, dense: int) -> tuple[FeedForwardSpec, ...]:
-    """Return DeepSeek's feed-forwards: some dense layers, then experts and a shared one."""
+    """Return DeepSeek's feed-forwards: some dense layers, then experts and a shared one, in every n-th layer."""
     size, shared = whole(config, "moe_intermediate_size"), int(value_or(config, "n_shared_experts", 0))
     experts = experts_of(
         config,
@@ -190,5 +190,5 @@ def after_dense(config: Config, routing: RoutingSpec, dense: int) -> tuple[FeedF
         shared=SharedSpec(size * shared) if shared else None,
     )
     first, layers = int(value_or(config, "first_k_dense_replace", dense)), whole(config, "num_hidden_layers")
-    plain = MlpSpec(whole(config, "intermediate_size"), experts.activation)
-    return tuple(plain if i < first else experts for i in range(layers))
+    plain, step = MlpSpec(whole(config, "intermediate_size"), experts.activation), whole(config, "moe_layer_freq", 1)
+    return tuple(plain if i < first or i % step else experts for i in range(layers))

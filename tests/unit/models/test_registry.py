@@ -290,6 +290,8 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
         ({"architectures": ["JambaForCausalLM"], "hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias=True"),
         ({**LATENT, "mlp_bias": True}, "mlp_bias=True"),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "softmax"}, "scoring_func='softmax'"),
     ],
 )
 def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> None:
@@ -302,6 +304,14 @@ def test_dense_layers_beside_experts_have_the_stated_activation() -> None:
     fields = {"moe_num_experts": 4, "moe_intermediate_size": 16, "hidden_act": "gelu"}
     mlps = spec_of(config("Ernie4_5_MoeForCausalLM", **fields)).mlps
     assert [(type(mlp), mlp.activation) for mlp in mlps[:2]] == [(MlpSpec, "gelu"), (ExpertsSpec, "gelu")]
+
+
+def test_experts_in_every_nth_layer() -> None:
+    """DeepSeek's own code has them where a layer's number is a multiple of `moe_layer_freq`."""
+    fields = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_layer_freq": 2}
+    config = {**LATENT, **fields, "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 5}
+    kinds = [type(mlp) for mlp in spec_of({**config, "first_k_dense_replace": 1}).mlps]
+    assert kinds == [MlpSpec, MlpSpec, ExpertsSpec, MlpSpec, ExpertsSpec]
 
 
 def test_heads_must_divide() -> None:
