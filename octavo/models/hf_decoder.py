@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.feed_forwards.spec import FeedForwardSpec, MlpSpec
-from octavo.models.hf_config import Config, value_or, whole
+from octavo.models.hf_config import Config, only, value_or, whole
 from octavo.models.hf_rope import rope_spec
 from octavo.models.spec import DecoderSpec, NormSpec
 from octavo.nn.rope_spec import RopeSpec
@@ -58,6 +58,8 @@ def decoder_spec(
         )
     head_dim = head_size(config, head_dim)
     layers = whole(config, "num_hidden_layers")
+    if "head" in parts.get("biases", ()):
+        only(config, "tie_word_embeddings", False)
     return DecoderSpec(
         hidden_size=hidden,
         num_layers=layers,

@@ -290,6 +290,7 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
         ({"architectures": ["JambaForCausalLM"], "hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias=True"),
         ({**LATENT, "mlp_bias": True}, "mlp_bias=True"),
+        ({"architectures": ["PhiForCausalLM"], "tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ({"architectures": ["DeepseekV2ForCausalLM"], "scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "softmax"}, "scoring_func='softmax'"),
     ],
