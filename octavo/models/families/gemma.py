@@ -6,20 +6,33 @@ import math
 from typing import Any
 
 from octavo.models.hf_config import Config, only, value_or, whole
-from octavo.models.hf_decoder import bias_set, decoder_spec, layer_types, mlp_spec, rms_norm, sliding_windows
+from octavo.models.hf_decoder import (
+    activation,
+    bias_set,
+    decoder_spec,
+    layer_types,
+    mlp_spec,
+    rms_norm,
+    sliding_windows,
+)
 from octavo.models.hf_rope import local_rope, rope_spec
 from octavo.models.spec import SANDWICH, DecoderSpec, HeadNorms, Multipliers
+
+_GELU = "gelu_pytorch_tanh"
 
 
 def gemma(config: Config) -> DecoderSpec:
     """Gemma (https://arxiv.org/abs/2403.08295)."""
-    return _gemma(config)
+    name = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    # The first configs say "gelu" and mean its approximation.
+    return _gemma(config, "gelu_tanh" if config.get(name) == "gelu" else activation(config, name, _GELU))
 
 
 def gemma2(config: Config) -> DecoderSpec:
     """Gemma 2: norms on both sides, soft caps, a window on every other layer (https://arxiv.org/abs/2408.00118)."""
     return _gemma(
         config,
+        activation(config, "hidden_activation", _GELU),
         norms=SANDWICH,
         windows=sliding_windows(layer_types(config, 2), whole(config, "sliding_window", 4096)),
         scale=_scale(config),
@@ -36,6 +49,7 @@ def gemma3(config: Config) -> DecoderSpec:
     local = local_rope(config, head_dim, "rope_local_base_freq", everywhere.max_position)
     return _gemma(
         config,
+        activation(config, "hidden_activation", _GELU),
         norms=SANDWICH,
         windows=sliding_windows(types, whole(config, "sliding_window", 4096)),
         rope=everywhere,
@@ -47,14 +61,13 @@ def gemma3(config: Config) -> DecoderSpec:
     )
 
 
-def _gemma(config: Config, **parts: Any) -> DecoderSpec:
+def _gemma(config: Config, act: str, **parts: Any) -> DecoderSpec:
     only(config, "use_bidirectional_attention", False)
     return decoder_spec(
         config,
         head_dim=256,
         norm=rms_norm(config, offset=1.0),
-        # The first configs say "gelu" and mean its approximation.
-        mlp=mlp_spec(config, "gelu_tanh"),
+        mlp=mlp_spec(config, act),
         multipliers=Multipliers(embedding=whole(config, "hidden_size") ** 0.5),
         biases=bias_set(config, mlp=""),
         tied=True,

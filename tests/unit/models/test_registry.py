@@ -255,6 +255,21 @@ def test_an_unknown_text_half_is_named() -> None:
         spec_of(outer)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields", "activation"),
+    [
+        ("GemmaForCausalLM", {"hidden_act": "gelu"}, "gelu_tanh"),
+        ("GemmaForCausalLM", {"hidden_act": "gelu", "hidden_activation": None}, "gelu_tanh"),
+        ("GemmaForCausalLM", {"hidden_act": "silu"}, "silu"),
+        ("Gemma2ForCausalLM", {}, "gelu_tanh"),
+        ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "gelu"),
+        ("Gemma3ForCausalLM", {"hidden_activation": "relu"}, "relu"),
+    ],
+)
+def test_activations_of_gemma(architecture: str, fields: dict[str, Any], activation: str) -> None:
+    assert {mlp and mlp.activation for mlp in spec_of(config(architecture, **fields)).mlps} == {activation}
+
+
 def test_soft_caps_of_gemma2_can_be_switched_off() -> None:
     spec = spec_of(config("Gemma2ForCausalLM"))
     assert (spec.attention_cap, spec.logit_cap) == (50.0, 30.0)
