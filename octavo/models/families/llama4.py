@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, value_or, whole
@@ -11,6 +12,7 @@ from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.mixers.spec import SelfAttention, Temperature
 from octavo.models.spec import DecoderSpec, HeadNorms, StoredNames, StoredStack, renamed
 from octavo.nn.experts_spec import RoutingSpec
+from octavo.nn.rope_spec import YarnScaling
 
 _THEIRS, _OURS = "layers.{}.feed_forward.", "layers.{}.mlp."
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -33,6 +35,10 @@ def llama4(config: Config) -> DecoderSpec:
     without rotary positions, experts."""
     layers, head_dim = whole(config, "num_hidden_layers"), whole(config, "head_dim", 128)
     rope = rope_spec(config, head_dim, theta=500000.0, interleaved=True)
+    normed = bool(value_or(config, "use_qk_norm", True))
+    if normed and isinstance(rope.scaling, YarnScaling):
+        # The norms, which the model has after the rotation, undo the factor of cosines and sines.
+        rope = replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))
     interval, chunk = whole(config, "no_rope_layer_interval", 4), config.get("attention_chunk_size", 8192)
     rotates = config.get("no_rope_layers") or [(i + 1) % interval for i in range(layers)]
     kinds = config.get("layer_types") or [_CHUNKED if has else _FULL for has in rotates]
@@ -43,7 +49,7 @@ def llama4(config: Config) -> DecoderSpec:
         head_dim=head_dim,
         norm=norm,
         # After an unscaled norm of a head, its rotation is the same as before one.
-        head_norms=HeadNorms(rms_norm(config, default=1e-5, scaled=False)) if config.get("use_qk_norm", True) else None,
+        head_norms=HeadNorms(rms_norm(config, default=1e-5, scaled=False)) if normed else None,
         rope=rope,
         ropes=tuple(rope if has else no_rope(head_dim, rope.max_position) for has in rotates),
         mixers=tuple(rotated if has else still for has in rotates),

@@ -228,6 +228,14 @@ def test_llama4_as_published() -> None:
     assert {rope.max_position for rope in spec.within(1000).ropes} == {1000}
 
 
+@pytest.mark.parametrize("normed", [True, False])
+def test_norms_after_rotation_undo_the_factor_of_yarn_in_llama4(normed: bool) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    spec = spec_of(config("Llama4ForCausalLM", head_dim=16, rope_scaling=scaling, use_qk_norm=normed))
+    assert isinstance(spec.rope.scaling, YarnScaling)
+    assert spec.rope.scaling.attention_factor == pytest.approx(1.0 if normed else 1.1386294)
+
+
 def test_a_text_half_of_gemma3_as_published() -> None:
     """Its configuration states only what differs from Transformers' defaults."""
     text = {
