@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from octavo.core.errors import ConfigError, ModelFileError
@@ -49,6 +49,23 @@ def only(config: Config, name: str, supported: Any) -> None:
     value = value_or(config, name, supported)
     if value != supported:
         raise ConfigError(f"The model's config asks for {name}={value!r}; Octavo supports {supported!r} only.")
+
+
+class WithDefaults(Mapping[str, Any]):
+    """A configuration with defaults for some fields that it may lack. Unlike a copy, it reads only what is asked for,
+    so that it remains known which fields an architecture reads."""
+
+    def __init__(self, config: Config, **defaults: Any) -> None:
+        self._config, self._defaults = config, defaults
+
+    def __getitem__(self, name: str) -> Any:
+        return self._config[name] if name in self._config else self._defaults[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(self._config), **self._defaults})
+
+    def __len__(self) -> int:
+        return len(set(self._config) | set(self._defaults))
 
 
 CLASSIFIER = "ForSequenceClassification"

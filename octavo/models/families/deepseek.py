@@ -8,7 +8,7 @@ from typing import Any
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.families.experts import corrected_sigmoid
 from octavo.models.families.moe import PER_EXPERT, after_dense
-from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.hf_config import Config, WithDefaults, only, value_or, whole
 from octavo.models.hf_decoder import decoder_spec, rms_norm
 from octavo.models.hf_rope import rope_spec, temperature
 from octavo.models.mixers.spec import LatentSelfAttention
@@ -78,6 +78,7 @@ def deepseek_v2(config: Config) -> DecoderSpec:
 def deepseek_v3(config: Config) -> DecoderSpec:
     """DeepSeek V3 and R1, Kimi K2, Moonlight (https://arxiv.org/abs/2412.19437)."""
     only(config, "scoring_func", "sigmoid")
+    config = WithDefaults(config, n_group=8, topk_group=4, n_shared_experts=1, routed_scaling_factor=2.5)
     mlps = after_dense(config, corrected_sigmoid(config, 8, normalized=True), 3)
     interleaved = bool(value_or(config, "rope_interleave", True))
     return latent_decoder(config, interleaved=interleaved, mlps=mlps, stored=PER_EXPERT)

@@ -43,7 +43,7 @@ def granite_hybrid(config: Config) -> DecoderSpec:
         biases=bias_set(config, mlp=""),
         rope=rope_spec(config, head_dim) if rotates else no_rope(head_dim, limit),
         mlp=granite_experts(config, SharedSpec(size)) if has_experts else MlpSpec(size),
-        mixers=layer_mixers(kinds or ["mamba"] * whole(config, "num_hidden_layers"), mamba2_of(config)),
+        mixers=layer_mixers(kinds or ["mamba"] * whole(config, "num_hidden_layers"), mamba2_of(config, 1e-6)),
         stored=StoredNames(modules=modules, stacks=GRANITE_STACKS),
     )
 

@@ -115,8 +115,12 @@ def bamba(config: Config) -> DecoderSpec:
     )
 
 
-def mamba2_of(config: Config) -> Mamba2Spec:
-    """Return the state space of a hybrid model, from the fields whose names begin with "mamba"."""
+def mamba2_of(config: Config, eps: float = 1e-5) -> Mamba2Spec:
+    """Return the state space of a hybrid model, from the fields whose names begin with "mamba".
+
+    Args:
+        eps: the family's default of `rms_norm_eps`.
+    """
     inner = int(value_or(config, "mamba_expand", 2)) * whole(config, "hidden_size")
     heads, head_dim = whole(config, "mamba_n_heads", 128), value_or(config, "mamba_d_head", "auto")
     only(config, "hidden_act", "silu")
@@ -129,7 +133,7 @@ def mamba2_of(config: Config) -> Mamba2Spec:
         conv_bias=bool(value_or(config, "mamba_conv_bias", True)),
         bias=bool(value_or(config, "mamba_proj_bias", False)),
         limits=_limits(config),
-        norm_eps=float(value_or(config, "rms_norm_eps", 1e-5)),
+        norm_eps=float(value_or(config, "rms_norm_eps", eps)),
     )
 
 

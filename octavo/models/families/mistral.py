@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.models.hf_config import Config, only, require, whole
-from octavo.models.hf_decoder import decoder_spec
+from octavo.models.hf_decoder import decoder_spec, rms_norm
 from octavo.models.mixers.spec import SelfAttention, Temperature
 from octavo.models.spec import DecoderSpec
 
@@ -25,4 +25,5 @@ def ministral3(config: Config) -> DecoderSpec:
     window = None if config.get("sliding_window") is None else whole(config, "sliding_window")
     scale = rope.get("llama_4_scaling_beta")
     factors = Temperature(whole(rope, "original_max_position_embeddings"), float(scale), first=0) if scale else None
-    return decoder_spec(config, windows=[window] * layers, mixers=(SelfAttention(temperature=factors),) * layers)
+    mixers = (SelfAttention(temperature=factors),) * layers
+    return decoder_spec(config, norm=rms_norm(config, default=1e-5), windows=[window] * layers, mixers=mixers)

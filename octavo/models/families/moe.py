@@ -11,7 +11,7 @@ from octavo.models.families.llama import ernie
 from octavo.models.families.mistral import mistral
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
-from octavo.models.hf_config import Config, only, value_or, whole
+from octavo.models.hf_config import Config, WithDefaults, only, value_or, whole
 from octavo.models.hf_decoder import bias_set, decoder_spec, head_size, layer_norm, layer_windows, rms_norm
 from octavo.models.hf_rope import rope_spec
 from octavo.models.spec import DecoderSpec, HeadNorms, StoredModule, StoredNames, StoredStack, renamed
@@ -90,7 +90,7 @@ def phi_moe(config: Config) -> DecoderSpec:
     return decoder_spec(
         config,
         norm=layer_norm(config, "rms_norm_eps"),
-        rope=rope_spec(_with_factor(config), head_size(config)),
+        rope=rope_spec(_with_factor(config), head_size(config), theta=1000000.0),
         windows=[value_or(config, "sliding_window", None)] * whole(config, "num_hidden_layers"),
         mlp=experts_of(config, routing, "num_local_experts", "intermediate_size", 16),
         biases=bias_set(config, mlp="") | head,
@@ -127,7 +127,7 @@ def glm4_moe(config: Config) -> DecoderSpec:
         norm=norm,
         rope=rope_spec(config, head_dim, rotated=0.5),
         head_norms=HeadNorms(norm) if config.get("use_qk_norm") else None,
-        mlps=after_dense(config, corrected_sigmoid(config, 8, normalized=True), 1),
+        mlps=after_dense(WithDefaults(config, n_shared_experts=1), corrected_sigmoid(config, 8, normalized=True), 1),
         biases=bias_set(config, o="", mlp=""),
         stored=PER_EXPERT,
     )

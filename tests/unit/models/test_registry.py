@@ -338,6 +338,32 @@ def test_experts_in_every_nth_layer() -> None:
     assert kinds == [MlpSpec, MlpSpec, ExpertsSpec, MlpSpec, ExpertsSpec]
 
 
+_EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_V3 = {**LATENT, **_EXPERTS, "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 0}
+_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 16, "num_local_experts": 0}
+_GROWING = {"rope_parameters": {"original_max_position_embeddings": 8}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "default"),
+    [
+        (_V3, "n_group", 8),
+        (_V3, "topk_group", 4),
+        (_V3, "n_shared_experts", 1),
+        (_V3, "routed_scaling_factor", 2.5),
+        (config("Glm4MoeForCausalLM", head_dim=16, **_EXPERTS), "n_shared_experts", 1),
+        (config("GraniteMoeHybridForCausalLM", **_HYBRID), "rms_norm_eps", 1e-6),
+        (config("Ministral3ForCausalLM", **_GROWING), "rms_norm_eps", 1e-5),
+        (config("PhimoeForCausalLM", num_local_experts=4), "rope_theta", 1000000.0),
+    ],
+)
+def test_defaults_that_are_the_familys_own(fields: dict[str, Any], name: str, default: float) -> None:
+    """Those of the authors' configuration classes, which Transformers has, too."""
+    left_out = {key: value for key, value in fields.items() if key != name}
+    assert spec_of(left_out) == spec_of({**fields, name: default})
+    assert spec_of(left_out) != spec_of({**fields, name: 2 * default})
+
+
 def test_heads_must_divide() -> None:
     with pytest.raises(ModelFileError, match=r"num_attention_heads=8.*num_key_value_heads=3"):
         spec_of(config(num_key_value_heads=3))
