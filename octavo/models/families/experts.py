@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.core.errors import ModelFileError
 from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, value_or, whole
 from octavo.models.hf_decoder import activation
@@ -58,12 +59,25 @@ def softmax_routing(config: Config, top_k: int) -> RoutingSpec:
 def experts_of(
     config: Config, routing: RoutingSpec, count: str, size: str, default: int | None, shared: SharedSpec | None = None
 ) -> ExpertsSpec:
-    """Return a mixture, from the fields that name the number of experts and their size."""
+    """Return a mixture, from the fields that name the number of experts and their size.
+
+    Raises:
+        ModelFileError: a field is missing, or a token would use more experts than it can choose from.
+    """
     # transformers 5 writes both names of this number.
     names = (count, "num_local_experts", "num_experts", "n_routed_experts")
     stated = next((name for name in names if config.get(name) is not None), count)
+    number = whole(config, stated, default)
+    choices = number // routing.groups * routing.top_groups
+    if number % routing.groups or routing.top_k > choices:
+        groups = f" in n_group={routing.groups}, of which a token uses topk_group={routing.top_groups}"
+        raise ModelFileError(
+            f"The model's config has {stated}={number}{groups if routing.groups > 1 else ''}: a token can't choose "
+            f"{routing.top_k} of them. Groups have to be of equal size, and those used to have as many experts as a "
+            "token uses."
+        )
     return ExpertsSpec(
-        num_experts=whole(config, stated, default),
+        num_experts=number,
         size=whole(config, size),
         routing=routing,
         activation=activation(config),

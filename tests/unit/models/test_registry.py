@@ -324,8 +324,27 @@ def test_an_unsupported_feature_is_named(changes: dict[str, Any], says: str) -> 
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 5},
+            "n_routed_experts=16 in n_group=4.*topk_group=1.*choose 5",
+        ),
+        ({"n_group": 5, "topk_group": 2}, "n_routed_experts=16 in n_group=5"),
+        ({"n_group": 1, "topk_group": 1, "num_experts_per_tok": 17}, "n_routed_experts=16: .*choose 17"),
+    ],
+)
+def test_more_experts_per_token_than_there_are_to_choose_from(fields: dict[str, Any], says: str) -> None:
+    """Kernels would choose among experts of other groups, each in its own way."""
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    fields = {**LATENT, **experts, "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 0, **fields}
+    with pytest.raises(ModelFileError, match=says):
+        spec_of(fields)
+
+
 def test_dense_layers_beside_experts_have_the_stated_activation() -> None:
-    fields = {"moe_num_experts": 4, "moe_intermediate_size": 16, "hidden_act": "gelu"}
+    fields = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "hidden_act": "gelu"}
     mlps = spec_of(config("Ernie4_5_MoeForCausalLM", **fields)).mlps
     assert [(type(mlp), mlp.activation) for mlp in mlps[:2]] == [(MlpSpec, "gelu"), (ExpertsSpec, "gelu")]
 
