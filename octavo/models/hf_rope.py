@@ -90,14 +90,14 @@ def _scaling(params: Config, config: Config, limit: int, stretched: bool) -> tup
             return None, limit
         case "linear":
             factor = float(_needed(params, kind, "factor"))
-            return LinearScaling(factor), limit if stretched else _stretched(params, config, limit, factor)
+            return LinearScaling(factor), limit if stretched else stretched_limit(params, config, limit, factor)
         case "llama3":
             return _llama3(params, config, limit), limit
         case "longrope":
             return _longrope(params, config, limit), limit
         case "yarn":
             yarn = _yarn(params, config, limit)
-            return yarn, _stretched(params, config, limit, yarn.factor)
+            return yarn, stretched_limit(params, config, limit, yarn.factor)
     raise ConfigError(f"The model's config asks for rope type '{kind}'; Octavo supports {', '.join(ROPE_TYPES)}.")
 
 
@@ -132,7 +132,7 @@ def _original(params: Config, config: Config, limit: int) -> int:
     )
 
 
-def _stretched(params: Config, config: Config, limit: int, factor: float) -> int:
+def stretched_limit(params: Config, config: Config, limit: int, factor: float) -> int:
     """Return the most positions after scaling. A config may give the context before or after it; the table must cover
     the longer one."""
     return max(limit, int(_original(params, config, limit) * factor))

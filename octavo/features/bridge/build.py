@@ -20,6 +20,7 @@ from octavo.features.bridge.model import BridgedLM
 from octavo.features.bridge.spec import BridgedSpec
 from octavo.features.bridge.trial import run_trial
 from octavo.hub.files import ModelFiles
+from octavo.models.hf_rope import stretched_limit
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.model import LayeredModel, ModelSpec
 from octavo.nn.attention.base import AttentionSpec
@@ -157,7 +158,9 @@ def _max_position(config: PreTrainedConfig) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            params = getattr(config, "rope_parameters", None) or {}
+            factor = params.get("factor") if params.get("rope_type") in ("linear", "yarn") else None
+            return stretched_limit(params, config.to_dict(), value, float(factor)) if factor else value
     raise ConfigError(
         "The model's config has no max_position_embeddings, the longest sequence that it was made for; state it: "
         '--hf-overrides {"max_position_embeddings": 4096}.'

@@ -91,6 +91,20 @@ def test_overridden_fields_must_exist() -> None:
     implementation_of(tiny_config(hf_overrides=fields), files).spec_of(files.config)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 256),
+        ({"type": "linear", "factor": 4.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+    ],
+)
+def test_sequences_are_as_long_as_with_own_layers(scaling: dict[str, Any] | None, longest: int) -> None:
+    files = model_files(LLAMA | {"rope_scaling": scaling})
+    for name in ("octavo", "transformers"):
+        assert implementation_of(tiny_config(model_impl=name), files).spec_of(files.config).max_position == longest
+
+
 def test_own_families_are_computed_by_own_layers_unless_asked() -> None:
     assert implementation_of(tiny_config(), model_files(LLAMA)).name == ""
     assert implementation_of(tiny_config(model_impl="transformers"), model_files(LLAMA)).name.startswith("transformers")
