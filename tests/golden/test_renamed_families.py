@@ -11,7 +11,8 @@ import pytest
 import torch
 from paged import PagedRunner
 from safetensors.torch import load_file, save_file
-from tiny import load_model, make_checkpoint, model_files
+from tiny import load_model, make_checkpoint, model_files, reference_of
+from tiny_families import HYBRID, HYBRID_MOE, MOE
 from torch import Tensor
 
 from octavo.nn.attention.reference import ReferenceAttention
@@ -194,6 +195,15 @@ def test_the_text_half_of_a_model_with_images(
     outer = {nesting: text} if nesting else text | {"model_type": "qwen2_vl"}
     (tmp_path / "config.json").write_text(json.dumps(outer | {"architectures": [architecture]}))
     runner = PagedRunner(load_model(model_files(tmp_path), ReferenceAttention()), num_blocks=4, block_size=4)
+    assert_like(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True), theirs)
+
+
+@pytest.mark.parametrize("family", [*MOE, *HYBRID, *HYBRID_MOE])
+def test_the_names_of_transformers_own_modules(family: str, tmp_path: Path) -> None:
+    """A trainer sends weights under these, and files may have them."""
+    theirs = make_checkpoint(family, tmp_path, save_original_format=False)
+    files = model_files(tmp_path)
+    runner = PagedRunner(load_model(files, reference_of(files)), num_blocks=4, block_size=4)
     assert_like(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True), theirs)
 
 

@@ -11,8 +11,13 @@ from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.spec import DecoderSpec, Multipliers, StoredModule, StoredNames, renamed
 from octavo.nn.experts_spec import RoutingSpec
 
-GRANITE_ROUTER = {"layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.gate"}
-GRANITE_STACKS = stacks("layers.{}.block_sparse_moe", "input_linear.weight", "output_linear.weight")
+_EXPERTS = "layers.{}.block_sparse_moe"
+GRANITE_ROUTER = {f"{_EXPERTS}.{name}": "layers.{}.mlp.gate" for name in ("router.layer", "router")}
+GRANITE_STACKS = (
+    *stacks(_EXPERTS, "input_linear.weight", "output_linear.weight"),
+    *stacks(f"{_EXPERTS}.experts"),
+)
+"""As published, and as transformers 5 keeps them."""
 
 
 def granite(config: Config) -> DecoderSpec:

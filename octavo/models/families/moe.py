@@ -166,11 +166,11 @@ def ernie_moe(config: Config) -> DecoderSpec:
     last = layers - 1 if last == -1 else last
     sparse = [first <= i <= last and (i + 1) % interval == 0 for i in range(layers)]
     # The correction has a first dimension of one, as if it were one expert's.
-    correction = StoredStack(
-        "layers.{}.mlp.moe_statics.e_score_correction_bias", ("layers.{}.mlp.gate.e_score_correction_bias",)
-    )
+    correction = ("layers.{}.mlp.gate.e_score_correction_bias",)
+    places = ("layers.{}.mlp.moe_statics", "layers.{}.mlp.gate.moe_statics")  # as published; in transformers 5
+    corrections = (StoredStack(f"{place}.e_score_correction_bias", correction) for place in places)
     spec = ernie({"head_dim": whole(config, "hidden_size") // whole(config, "num_attention_heads"), **config})
-    stored = StoredNames(stacks=(*FUSED, correction), foreign=("model.mtp_",))
+    stored = StoredNames(stacks=(*FUSED, *corrections), foreign=("model.mtp_",))
     return replace(spec, mlps=tuple(experts if has else dense for has in sparse), stored=stored)
 
 

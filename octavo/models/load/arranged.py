@@ -157,7 +157,7 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
     quantized = source.quantized if isinstance(source, QuantizedCheckpoint) else frozenset()
     modules = {module.name: module for module in stored.modules}
     stacks = {stack.name: stack for stack in stored.stacks}
-    roots = (f"{stored.root}.", f"{stored.root.rpartition('.')[2]}.")
+    roots = (f"{stored.root}.", f"{stored.root.rpartition('.')[2]}.", f"{ROOT}.")
     root = next((root for root in roots if any(name.startswith(root) for name in names)), "")
     for name in names:
         if name.endswith(stored.ignored or ("\n",)) or name.startswith(stored.foreign or ("\n",)):
