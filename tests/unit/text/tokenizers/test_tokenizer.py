@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 import toy_tokenizers
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from octavo.core.errors import InvalidRequestError, ModelFileError
 from octavo.hub.files import ModelFiles
@@ -137,6 +139,23 @@ def test_folder(tmp_path: Path) -> None:
     assert [tokenizer.named_tokens[name] for name in ("bos_token", "eos_token")] == ["<s>", "</s>"]
     assert tokenizer.chat_templates == {"default": "A"}
     assert tokenizer.encode("the dog") == BYTES.encode("the dog")
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("stated", [True, False])
+def test_marks_at_the_ends_are_those_of_tokenizer_json(kind: str, in_file: bool, stated: bool, tmp_path: Path) -> None:
+    """Transformers 5 ignores add_bos_token and add_eos_token beside that file, too."""
+    flags = {"add_bos_token": stated, "add_eos_token": stated, "bos_token": "<s>", "eos_token": "</s>"}
+    files = write_folder(tmp_path, {"tokenizer_class": kind, **flags})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    backend = toy_tokenizers.byte_level()
+    if in_file:
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(files).encode("a dog")
+    assert found == transformers.AutoTokenizer.from_pretrained(tmp_path)("a dog").input_ids
+    assert (found[0] == 1) == in_file
 
 
 def test_a_folder_without_one_names_every_remedy(tmp_path: Path) -> None:
