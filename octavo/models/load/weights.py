@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Scales of FP8 keys and values; read separately if the KV cache is in FP8.
 _SCALES = (".k_scale", ".v_scale")
+_SAMPLE = 64
+"""Rows that are compared at each of some places."""
 # Buffers in older checkpoints that are computed, not learned.
 _NOT_WEIGHTS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "embeddings.position_ids")
 
@@ -67,7 +69,39 @@ def load_weights(model: HasModules, checkpoint: Checkpoint, *, unneeded: tuple[s
         logger.warning(
             "%d tensors in %s were not used by the model: %s", len(unread), checkpoint.origin, _listed(unread)
         )
+    if getattr(model, "score", None) is None:  # classifiers don't use their head
+        _warn_of_own_heads(layers, checkpoint)
     return LoadReport(sum(layer.nbytes for layer in layers), unread)
+
+
+def _warn_of_own_heads(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:
+    """Log a warning for a head that shares the embeddings by the config, but has weights of its own."""
+    for head in layers:
+        source = head.source
+        if source is None or not head.superseded:
+            continue
+        (want,), name = source.wanted(), head.superseded[0]
+        if {name, want.name} <= checkpoint.names() and _differ(name, want, checkpoint):
+            logger.warning(
+                "the model's config has tie_word_embeddings=true, but %s in %s differs from %s, which serves as both. "
+                'Say --hf-overrides {"tie_word_embeddings": false} to use it',
+                name,
+                checkpoint.origin,
+                want.name,
+            )
+
+
+def _differ(name: str, want: Wanted, checkpoint: Checkpoint) -> bool:
+    """Return whether a matrix is another one than that of `want`, beyond rounding, judged by some of their rows."""
+    if checkpoint.shape(name) != checkpoint.shape(want.name):
+        return True
+    rows = want.spec.shape[0]
+    for begin in (0, rows // 3, rows // 2, max(0, rows - _SAMPLE)):
+        index = (slice(begin, min(begin + _SAMPLE, rows)),)
+        other, own = (checkpoint.tensor(one, want.spec, index).float() for one in (name, want.name))
+        if (other - own).norm() > 0.1 * own.norm():
+            return True
+    return False
 
 
 def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:

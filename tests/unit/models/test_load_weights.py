@@ -133,6 +133,19 @@ def test_a_tied_model_leaves_a_stored_head_alone(caplog: pytest.LogCaptureFixtur
     torch.testing.assert_close(model.logits(hidden), expected)
 
 
+@pytest.mark.parametrize(("share", "warns"), [(0.0, False), (0.01, False), (1.0, True)])
+def test_a_stored_head_unlike_the_embeddings_is_told(
+    share: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy may be rounded in another way; a model that was trained with a head of its own gives other answers."""
+    tensors = make_tensors(tie_word_embeddings=True)
+    table = tensors["model.embed_tokens.weight"]
+    head = table + share * torch.randn(table.shape, generator=torch.Generator().manual_seed(8))
+    load_weights(make_model(tie_word_embeddings=True), Memory({**tensors, "lm_head.weight": head}))
+    assert ('--hf-overrides {"tie_word_embeddings": false}' in caplog.text) == warns
+    assert bool(caplog.records) == warns
+
+
 def test_weights_are_counted_in_their_final_form() -> None:
     model = make_model(torch.bfloat16)
     report = load_weights(model, Memory(make_tensors()))
