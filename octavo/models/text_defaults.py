@@ -43,7 +43,7 @@ _MINISTRAL_YARN = {
 }
 
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": _sizes(2304, 9216, 26, 8, 4, 262208, 131072) | {"head_dim": 256},
+    "gemma3_text": _sizes(2304, 9216, 26, 8, 4, 262208, 131072) | {"head_dim": 256, "tie_word_embeddings": True},
     "gpt_oss": _sizes(2880, 2880, 36, 64, 8, 201088, 131072, 1e-5),
     "granite": _LLAMA,
     "llama": _LLAMA,

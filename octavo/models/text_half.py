@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.core.errors import ConfigError
 from octavo.hub.text_config import text_config
-from octavo.models.hf_config import Config
+from octavo.models.hf_config import Config, value_or
 from octavo.models.text_defaults import TEXT_DEFAULTS
 
 _BY_TYPE = {
@@ -32,6 +32,7 @@ _BY_TYPE = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 """`model_type` of a text model -> its architecture."""
+_TIED = "tie_word_embeddings"
 
 
 def text_half(config: Config, known: Mapping[str, Any]) -> Config:
@@ -52,8 +53,17 @@ def text_half(config: Config, known: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f"{config['architectures'][0]}: its text half is {stated or kind or 'unnamed'}. Octavo has those of {has}."
         )
-    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {**TEXT_DEFAULTS.get(kind, {}), **tied, **text, **_plain_rope(text), "architectures": [name]}
+    defaults = TEXT_DEFAULTS.get(kind, {})
+    return {**defaults, **text, **_plain_rope(text), **_tied(config, text, defaults), "architectures": [name]}
+
+
+def _tied(config: Config, text: Config, defaults: Config) -> Config:
+    """Return whether the head is tied, if that is stated. Transformers 5 states it for the whole model, and writes the
+    default in the text model's configuration; earlier versions state it there."""
+    stated = [one[_TIED] for one in (config, text) if one.get(_TIED) is not None]
+    default = bool(defaults.get(_TIED, False))
+    own = value_or(text, _TIED, default)
+    return {_TIED: own if own != default else stated[0]} if stated else {}
 
 
 def _plain_rope(text: Config) -> Config:

@@ -26,6 +26,27 @@ def test_a_field_that_is_left_out_has_transformers_default(kind: str) -> None:
         assert spec_of(outer({key: value for key, value in stated.items() if key != name})) == expected, name
 
 
+@pytest.mark.parametrize(
+    ("kind", "whole", "text", "tied"),
+    [
+        ("qwen3", True, False, True),  # transformers 5: the text model has the default
+        ("qwen3", False, False, False),
+        ("gemma3_text", False, True, False),
+        ("gemma3_text", True, True, True),
+        ("gemma3_text", False, None, False),
+        ("gemma3_text", None, None, True),
+        ("qwen2", False, True, True),  # transformers 4: LLaVA-OneVision 0.5B
+        ("qwen2", None, True, True),
+        ("qwen2", True, None, True),
+        ("llama", None, None, False),
+        ("gemma3_text", None, False, False),
+    ],
+)
+def test_whether_the_head_is_tied(kind: str, whole: bool | None, text: bool | None, tied: bool) -> None:
+    config = outer({"model_type": kind} | ({} if text is None else {"tie_word_embeddings": text}))
+    assert spec_of(config | ({} if whole is None else {"tie_word_embeddings": whole})).tied == tied
+
+
 def test_the_text_half_of_llava_onevision_as_published() -> None:
     """The 0.5B's: neither the context's length nor the norms' epsilon is stated."""
     text = {
