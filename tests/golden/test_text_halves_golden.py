@@ -1,0 +1,121 @@
+"""Text halves of models with images, on checkpoints that Transformers saved, with its names and configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from paged import PagedRunner
+from tiny import load_model, model_files, reference_of
+
+PROMPT = torch.randint(1, 150, (30,), generator=torch.Generator().manual_seed(4)).tolist()
+_TEXT = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_CLIP = {"model_type": "clip_vision_model", **_VISION}
+_PIXTRAL = {"model_type": "pixtral", "head_dim": 16, **_VISION}
+_INTERN = {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]}
+_QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14}
+_TOKENS = {"image_token_id": 198, "video_token_id": 197, "vision_start_token_id": 196, "vision_end_token_id": 195}
+_LLAMA4 = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+_AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.3}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava": ("Llava", _CLIP, {"model_type": "llama"}, {}),
+    "llava-mistral": ("Llava", _PIXTRAL, {"model_type": "mistral", "sliding_window": None}, {}),
+    "llava-next": ("LlavaNext", _CLIP, {"model_type": "mistral", "sliding_window": 6}, {}),
+    "llava-onevision": ("LlavaOnevision", _CLIP, {"model_type": "qwen2"}, {}),
+    "llava-onevision-tied": ("LlavaOnevision", _CLIP, {"model_type": "qwen2", "tie_word_embeddings": True}, {}),
+    "mistral3": ("Mistral3", _PIXTRAL, {"model_type": "mistral", "head_dim": 32}, {"tie_word_embeddings": False}),
+    "mistral3-tied": ("Mistral3", _PIXTRAL, {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _YARN}, {}),
+    "qwen2-vl": (
+        "Qwen2VL",
+        {**_QWEN, "embed_dim": 32, "mlp_ratio": 2, "hidden_size": 64},
+        {"rope_parameters": _AXES},
+        _TOKENS,
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {**_QWEN, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+        {"rope_parameters": _AXES, **_WINDOWS},
+        {**_TOKENS, "tie_word_embeddings": True},
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {**_QWEN, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        {"head_dim": 16, "rope_parameters": {**_AXES, "mrope_section": [3, 3, 2], "mrope_interleaved": True}},
+        {**_TOKENS, "tie_word_embeddings": True},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"model_type": "siglip_vision_model", **_VISION},
+        {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+        {"mm_tokens_per_image": 4},
+    ),
+    "internvl": ("InternVL", _INTERN, {"model_type": "qwen2"}, {"tie_word_embeddings": False}),
+    "internvl-tied": ("InternVL", _INTERN, {"model_type": "qwen3", "head_dim": 16}, {"tie_word_embeddings": True}),
+    "internvl-experts": (
+        "InternVL",
+        _INTERN,
+        {"model_type": "qwen3_moe", "head_dim": 16, "moe_intermediate_size": 24, **_EXPERTS},
+        {"tie_word_embeddings": False},
+    ),
+    "internvl-gpt-oss": (
+        "InternVL",
+        _INTERN,
+        {"model_type": "gpt_oss", "head_dim": 16, **_EXPERTS},
+        {"tie_word_embeddings": False},
+    ),
+    "llama4": (
+        "Llama4",
+        {**_VISION, **_LLAMA4},
+        {"head_dim": 16, "num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40},
+        {},
+    ),
+}
+"""Name -> beginning of the classes' names; fields of the vision model, of the text model, and of the whole."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_logits_as_the_whole_model_for_text(case: str, tmp_path: Path) -> None:
+    name, vision, text, whole = CASES[case]
+    make = getattr(transformers, f"{name}Config")
+    config = make(vision_config=vision, text_config={**_TEXT, **text}, **whole)
+    config._attn_implementation = "eager"
+    torch.manual_seed(7)
+    theirs = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        tokens = torch.tensor([PROMPT])
+        expected = theirs(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0]
+    theirs.save_pretrained(tmp_path)
+    files = model_files(tmp_path)
+    runner = PagedRunner(load_model(files, reference_of(files)), num_blocks=10, block_size=4)
+    logits = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
+    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
