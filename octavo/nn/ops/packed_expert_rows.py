@@ -37,6 +37,8 @@ _BYTES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.int8: 2}
 """Codes of 8 bits -> FORM of row.cuh."""
 _WORDS = 4
 """FORM of codes of 4 bits."""
+_FIELDS = (16, 32, 64)
+"""Words that a block of these may have."""
 _ENDLESS = 1 << 24
 """A group that no matrix fills."""
 _LIMIT = 0.01
@@ -137,10 +139,11 @@ def _fits(matrices: PackedMatrices, *, first: bool) -> bool:
     least = 16 if matrices.fields > 1 else 32
     whole = scales.shape[1] == 1 or matrices.group % span == 0
     in_groups = whole or (span % matrices.group == 0 and matrices.group >= least)
+    in_blocks = matrices.fields == 1 or matrices.words in _FIELDS
     alike = minima is None or (minima.dtype == scales.dtype and minima.is_contiguous())
     lines = matrices.inputs * 2, codes.shape[2] * codes.element_size()
     aligned = not any(line % _LINE for line in lines) and outputs % _STRIP[first] == 0
-    return in_groups and aligned and alike and codes.is_contiguous() and scales.is_contiguous()
+    return in_groups and in_blocks and aligned and alike and codes.is_contiguous() and scales.is_contiguous()
 
 
 @functools.cache
