@@ -24,6 +24,7 @@ from octavo.engine.client import CoreClient
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_QUIET_S = 0.02
 _MOST_LOOKS = 5
 _MOST_RESTARTS = 3
 _WITHIN_S = 600.0
@@ -286,13 +287,33 @@ class ReplicaClient:
         self._restarts[number].append(time.monotonic())
         try:
             await self._clients[number].close()
-            self._clients[number] = await self._start(number)
-            self._balance.forget(number)
-            log.warning("replica %d is back", number)
-        except OctavoError as error:
+            begun = await self._start(number)
+            if await self._is_alike(number, begun):
+                self._clients[number] = begun
+                self._balance.forget(number)
+                log.warning("replica %d is back", number)
+        except (OctavoError, OSError) as error:
             log.error("replica %d could not be started again: %s", number, error)
         finally:
             self._starting.discard(number)
+
+    async def _is_alike(self, number: int, begun: CoreClient) -> bool:
+        """Return whether a replica that has just started equals the others; close it if it does not.
+
+        Commands that were executed while it started, which takes minutes, have not reached it. After a return of True
+        it is among the replicas before another one can begin.
+        """
+        try:
+            while self._commands:
+                await asyncio.sleep(_QUIET_S)
+            if not (self._changed or self._difference(number)):
+                return True
+        except asyncio.CancelledError:
+            await begun.close()
+            raise
+        log.warning("replica %d has started, but the others were changed meanwhile; it is ended", number)
+        await begun.close()
+        return False
 
 
 def _refused(client: CoreClient, outcome: object) -> bool:

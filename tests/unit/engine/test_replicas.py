@@ -194,6 +194,7 @@ class Told(CoreClient):
         self.current = EngineStats()
         self.error: Exception | None = None
         self.death: str | None = None
+        self.closed = False
 
     @property
     def dead(self) -> str | None:
@@ -211,7 +212,7 @@ class Told(CoreClient):
         return {}
 
     async def close(self) -> None:
-        pass
+        self.closed = True
 
 
 @asynccontextmanager
@@ -305,6 +306,48 @@ async def test_a_replica_is_not_started_while_a_command_is_executed(monkeypatch:
         async with asyncio.timeout(60):
             while not client._restarts[1]:
                 await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("command", ["weights", "pause", "none"])
+@in_loop
+async def test_a_replica_that_missed_a_command_while_it_started_is_ended(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.engine.replicas._LOOK_S", 0)
+    monkeypatch.setattr("octavo.engine.replicas._QUIET_S", 0)
+    async with two_told() as (client, made):
+        loading, begun = asyncio.Event(), Told()
+
+        async def start(number: int) -> CoreClient:
+            await loading.wait()
+            return begun
+
+        client._start = start
+        made[1].death = "killed"
+        await started(client, 1)
+        gate = asyncio.Event()
+        monkeypatch.setattr(made[0], "_call", lambda command: gate.wait())
+        running = asyncio.create_task(COMMANDS.get(command, COMMANDS["call"])(client))
+        await asyncio.sleep(0)
+        loading.set()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert client._clients[1] is made[1], "the command may change the others yet"
+        made[0].current = EngineStats(paused=command == "pause")
+        gate.set()
+        await asyncio.wait({running})
+        async with asyncio.timeout(60):
+            while client._starting:
+                await asyncio.sleep(0)
+        assert begun.closed == (command != "none")
+        assert client._clients[1] is (begun if command == "none" else made[1])
+
+
+async def started(client: ReplicaClient, number: int) -> None:
+    """Wait until a replica is being started."""
+    async with asyncio.timeout(60):
+        while number not in client._starting:
+            await asyncio.sleep(0)
 
 
 @in_loop
