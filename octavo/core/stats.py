@@ -104,6 +104,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     waits: dict[str, str] = {}
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
+    def at_the_end(self) -> EngineStats:
+        """Return the statistics of this engine once it has ended: it has no requests and no blocks any more."""
+        gone = {"num_running", "num_waiting", "num_waiting_deferred", "num_blocks_used", "num_blocks_cached"}
+        gone |= {"num_blocks_leased", "kv_slots_allocated", "kv_slots_filled"}
+        return msgspec.structs.replace(self, **dict.fromkeys(gone, 0), waits_for="", waits={})
+
     @property
     def kv_usage(self) -> float:
         """Fraction of blocks in use by running requests or leased, 0 to 1."""

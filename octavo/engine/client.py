@@ -329,7 +329,7 @@ class CoreClient:
             call.set_exception(done.failure.error("failed at this"))
 
     def _spread(self, news: wire.StepDeltas) -> None:
-        if news.stats is not None:
+        if news.stats is not None and self._dead is None:
             self._stats = news.stats
         for delta in news.deltas:
             inbox = self._streams.get(delta.id)
@@ -400,6 +400,7 @@ class CoreClient:
 
     def _die(self, reason: str) -> None:
         self._dead = self._dead or reason
+        self._stats = self._stats.at_the_end()
         for inbox in self._streams.values():
             inbox.fail(EngineDeadError(self._dead))
         for call in self._calls.values():

@@ -92,11 +92,14 @@ def test_requests_that_a_pause_holds_are_told_too(short_path):
     """What runs goes on in this pause, until the device is lost."""
 
     async def live():
-        async with client_of(short_path, lost_at=20) as (client, _):
+        gate = Turnstile(1)
+        async with client_of(short_path, lost_at=20, gate=gate) as (client, _):
             runs = asyncio.create_task(end_of(client, ask("runs", max_tokens=100)))
             await until(lambda: client.stats().num_running == 1)
             pause = asyncio.create_task(client.pause(PauseMode.WAIT))
             held = asyncio.create_task(end_of(client, ask("held")))
+            await asyncio.sleep(0)
+            gate.set()
             assert SAID in (await runs)[1]
             assert SAID in (await held)[1]
             with pytest.raises(EngineDeadError, match="toy device"):

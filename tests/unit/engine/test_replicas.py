@@ -147,6 +147,21 @@ async def until(client: ReplicaClient, living: int) -> None:
 
 
 @in_loop
+async def test_a_dead_replica_counts_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else limits of queues would count them for ever."""
+    async with replicas(step_s=0.01) as (client, made):
+        one = client._clients[0]
+        monkeypatch.setattr(client, "_reason_against", lambda number: "no more")
+        one._stats = EngineStats(num_running=3, num_waiting=9, waits={"x": "y"}, num_blocks_used=5, num_steps=7)
+        os.kill(made[0].pid, signal.SIGKILL)
+        await until(client, 1)
+        found = client.each_stats()[0]
+        assert (found.num_running, found.num_waiting, found.num_blocks_used, found.waits) == (0, 0, 0, {})
+        assert found.num_steps == 7, "counters stay"
+        assert client.stats().num_waiting == 0
+
+
+@in_loop
 async def test_a_dead_replica_is_started_again() -> None:
     async with replicas() as (client, made):
         os.kill(made[1].pid, signal.SIGKILL)
