@@ -121,6 +121,11 @@ def context_error(
 _INTERNAL = "Internal error: "
 
 
+def id_in_use(request_id: str) -> InvalidRequestError:
+    """Return the error of a request whose id another one has that has not ended."""
+    return InvalidRequestError("request_id is in use by a running request.", param="request_id", value=request_id)
+
+
 def internal_error(error: Exception) -> str:
     """Return the error text of a request that ended because of a bug. It has internal details: don't show it to
     clients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -133,6 +134,13 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     refused: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     found: dict[str, bytes] | None = None
+
+
+def failed(request_id: str, indices: Iterable[int], error: str, refused: str | None = None) -> list[TokenDelta]:
+    """Return the only deltas of these choices of a request: it ended with an error before it was queued."""
+    return [
+        TokenDelta(request_id, index, [], finish=FinishReason.ERROR, error=error, refused=refused) for index in indices
+    ]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from octavo.core.errors import EngineDeadError, InvalidRequestError, SlowReaderError
+from octavo.core.errors import EngineDeadError, InvalidRequestError, SlowReaderError, id_in_use
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import PauseMode, SleepTag
@@ -116,9 +116,7 @@ class CoreClient:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if request.id in self._streams:
-            raise InvalidRequestError(
-                "request_id is in use by a running request.", param="request_id", value=request.id
-            )
+            raise id_in_use(request.id)
         inbox = self._streams[request.id] = Inbox()
         remaining = request.params.n
         try:

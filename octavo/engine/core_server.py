@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.core.errors import DeviceLostError, EngineStateError, InvalidRequestError, OctavoError
+from octavo.core.errors import DeviceLostError, EngineStateError, InvalidRequestError, OctavoError, internal_error
 from octavo.core.info import ModelInfo
-from octavo.core.output import TokenDelta
+from octavo.core.output import TokenDelta, failed
 from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest, answers_to
 from octavo.core.stats import EngineStats
@@ -364,6 +364,12 @@ class CoreServer:
             loop.add(request)
         except InvalidRequestError as error:
             self._send(client, wire.RequestRefused(request.id, error.message, error.param))
+            return
+        except DeviceLostError:
+            raise
+        except Exception as error:  # ends this request only
+            log.exception("request %s could not be queued; it ends", request.id)
+            self._send(client, wire.StepDeltas(failed(request.id, range(request.params.n), internal_error(error))))
             return
         self._owner[request.id] = client
         self._remaining[request.id] = request.params.n

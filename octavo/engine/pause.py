@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core.errors import EngineStateError, InvalidRequestError
-from octavo.core.output import FinishReason, TokenDelta
+from octavo.core.errors import EngineStateError, InvalidRequestError, id_in_use, internal_error
+from octavo.core.output import FinishReason, TokenDelta, failed
 from octavo.core.pausing import AWAKE, PauseMode, SleepTag
 from octavo.core.plan import StepPlan
 from octavo.core.request import GenerateRequest
@@ -15,6 +16,8 @@ from octavo.core.spans import Spans
 from octavo.engine.executor import AnyExecutor, LaunchedStep, WorkerPort
 from octavo.schedule.limits import checked_max_tokens
 from octavo.schedule.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,16 @@ class PauseState:
         return sum(len(held.rest) for held in self._held.values())
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request, or hold it during a pause. Raise InvalidRequestError if it can never fit."""
+        """Queue a request, or hold it during a pause.
+
+        Raises:
+            InvalidRequestError: it can never fit, or its id is in use.
+        """
         if not self.closed:
             self._scheduler.add(request)
             return
+        if request.id in self._held or request.id in self._scheduler:
+            raise id_in_use(request.id)
         checked_max_tokens(request, self._scheduler.cache, self._scheduler.limits)
         self._held[request.id] = _Held(request)
 
@@ -84,12 +93,10 @@ class PauseState:
         try:
             self._scheduler.add(request)
         except InvalidRequestError as error:
-            return [
-                TokenDelta(
-                    request.id, index, [], finish=FinishReason.ERROR, error=error.message, refused=error.param or ""
-                )
-                for index in held.rest
-            ]
+            return failed(request.id, held.rest, error.message, refused=error.param or "")
+        except Exception as error:  # ends this request only
+            log.exception("request %s could not be queued after a pause; it ends", request.id)
+            return failed(request.id, held.rest, internal_error(error))
         ended = [delta for index in held.aborted for delta in self._scheduler.abort(request.id, index)]
         return [delta for delta in ended if delta.index not in held.aborted]  # the others were sent by `abort`
 

@@ -74,10 +74,16 @@ class Requests:
         return self.kv.shortage(request, len(self.running))
 
     def add(self, choices: list[Request]) -> None:
-        """Queue the choices of a new request."""
+        """Queue the choices of a new request: all, or none if that fails."""
         self._alive[choices[0].id] = choices
-        for choice in choices:
-            self.waiting.push(choice)
+        try:
+            for choice in choices:
+                self.waiting.push(choice)
+        except BaseException:
+            del self._alive[choices[0].id]
+            alive = (request for others in self._alive.values() for request in others)
+            self.waiting.refill(request for request in alive if request.slot < 0 and request.finish is None)
+            raise
 
     def start(self, request: Request) -> None:
         """Give a slot to a request that was taken from the queue."""

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from octavo.cache.cache import KVCache
-from octavo.core.errors import InvalidRequestError, internal_error
+from octavo.core.errors import InvalidRequestError, id_in_use, internal_error
 from octavo.core.output import FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from octavo.core.plan import PlanDraft, StepPlan
 from octavo.core.request import GenerateRequest
@@ -114,10 +114,9 @@ class Scheduler:
         Raises:
             InvalidRequestError: it can never fit, or its id is in use.
         """
-        if spec.id in self._requests:
-            raise InvalidRequestError("request_id is in use by a running request.", param="request_id", value=spec.id)
-        lockstep = lockstep_of(spec, self._hooks)
-        held = 0
+        if spec.id in self:
+            raise id_in_use(spec.id)
+        lockstep, held = lockstep_of(spec, self._hooks), 0
         if spec.options:
             spec = extended(namespaced(spec, self._hooks, self._life), self._hooks)
             held = held_blocks(spec, self._hooks)
@@ -127,6 +126,9 @@ class Scheduler:
         self._requests.add(choices)
         if spec.options:
             added(self._hooks, choices)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def abort(self, request_id: str | None, index: int | None = None) -> list[TokenDelta]:
         """End a request (None: all), or one choice of it; ended requests and unknown ids are ignored."""

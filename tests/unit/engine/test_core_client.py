@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import Future
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import uvloop
 from core_kit import Turnstile, ask, client_of, run, tokens_of, until
@@ -33,6 +34,7 @@ from octavo.engine.inbox import Inbox
 from octavo.engine.process import CoreElsewhere
 from octavo.engine.toy import toy_generate
 from octavo.schedule.hooks import EngineHook
+from octavo.schedule.requests import WaitingQueue
 
 
 def test_many_requests_each_get_their_own_tokens(short_path):
@@ -97,6 +99,55 @@ def test_one_choice_can_be_ended_alone(short_path):
             assert ends[0] is FinishReason.LENGTH
             assert lengths[0] == 30
             assert ends[1] in (FinishReason.ABORT, FinishReason.LENGTH)
+
+    run(main())
+
+
+class Broken(EngineHook):
+    """A feature with a bug: it fails on each new request for it."""
+
+    name = "broken"
+
+    def namespace(self, spec):
+        raise KeyError("an adapter")
+
+
+def test_a_request_that_can_not_be_queued_ends_alone(short_path):
+    async def main():
+        async with client_of(short_path, hooks=[Broken()]) as (client, process):
+            other = asyncio.create_task(tokens_of(client, ask("other", ignore_eos=True)))
+            guilty = msgspec.structs.replace(ask("guilty", n=2), options={"broken": msgspec.Raw(b"\x90")})
+            news = [delta async for delta in client.generate(guilty)]
+            assert [(delta.index, delta.finish) for delta in news] == [(i, FinishReason.ERROR) for i in (0, 1)]
+            assert news[0].error == "Internal error: KeyError: 'an adapter'"
+            assert await other == toy_generate([1, 2, 3], 8, stop_ids=())
+            assert await tokens_of(client, ask("guilty"))
+            await until(lambda: not process.loop.busy)
+            process.loop.check_idle()
+            assert process.code is None
+
+    run(main())
+
+
+def test_of_a_request_that_is_queued_in_part_nothing_stays(short_path, monkeypatch):
+    push, pushed = WaitingQueue.push, []
+
+    def fails_once(queue, request):
+        pushed.append(request)
+        if len(pushed) == 2:
+            raise KeyError("a rank")
+        push(queue, request)
+
+    monkeypatch.setattr(WaitingQueue, "push", fails_once)
+
+    async def main():
+        async with client_of(short_path) as (client, process):
+            news = [delta async for delta in client.generate(ask("guilty", n=2))]
+            assert news[0].error == "Internal error: KeyError: 'a rank'"
+            assert await tokens_of(client, ask("guilty"))
+            await until(lambda: not process.loop.busy)
+            process.loop.check_idle()
+            assert process.loop.stats().num_waiting == 0
 
     run(main())
 

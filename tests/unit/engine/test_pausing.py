@@ -56,6 +56,15 @@ class Refusing(EngineHook):
         raise InvalidRequestError("no", param="refusing")
 
 
+class Broken(EngineHook):
+    """A feature with a bug: it fails on each new request for it."""
+
+    name = "broken"
+
+    def namespace(self, spec):
+        raise KeyError("an adapter")
+
+
 def make_loop(*, depth=0, sleeper=None, hooks=()):
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=120, max_ahead=depth + 1)
     scheduler = Scheduler(KVCache(BLOCKS, BLOCK), limits, make_policy("fcfs"), hooks=hooks)
@@ -171,6 +180,37 @@ def test_a_held_request_that_would_be_refused_can_be_aborted():
     ]
     assert loop.stats().num_waiting == 0
     assert loop.resume() == []
+
+
+def test_a_held_request_that_can_not_be_queued_ends_alone():
+    loop = make_loop(hooks=[Broken()])
+    story = Story(loop)
+    loop.pause(PauseMode.KEEP)
+    for name, options in (("a", {}), ("b", {"broken": msgspec.Raw(b"\x90")}), ("c", {})):
+        loop.add(ask(name, options=options))
+    story.take(loop.resume())
+    assert story.ends == {"b": FinishReason.ERROR}
+    assert story.errors["b"] == "Internal error: KeyError: 'an adapter'"
+    story.finish()
+    assert story.tokens["a"] == expected(ask("a"))
+    assert story.tokens["c"] == expected(ask("c"))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_name_in_use_is_refused_in_a_pause_too(held):
+    loop = make_loop()
+    story = Story(loop)
+    if not held:
+        loop.add(ask("a"))
+        story.step(2)
+    loop.pause(PauseMode.KEEP)
+    if held:
+        loop.add(ask("a"))
+    with pytest.raises(InvalidRequestError, match="request_id is in use"):
+        loop.add(ask("a", length=3))
+    story.take(loop.resume())
+    story.finish()
+    assert story.tokens == {"a": expected(ask("a"))}
 
 
 def test_a_choice_of_a_held_request_ends_alone_and_the_others_wait_for_the_end_of_the_pause():
