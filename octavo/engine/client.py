@@ -72,6 +72,8 @@ class CoreClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._long: set[int] = set()
         """Numbers of the long commands that the core has not answered, even if nothing here waits for the answer."""
+        self._occupied = False
+        """The core executes a long command of any front end."""
         self._numbers = itertools.count()
         self._stats = EngineStats()
         self._dead: str | None = None
@@ -231,8 +233,9 @@ class CoreClient:
 
     @property
     def commanded(self) -> bool:
-        """Whether the core has yet to answer a command during which it may send nothing for minutes."""
-        return bool(self._long)
+        """Whether the core has yet to answer a command during which it may send nothing for minutes, whoever sent
+        it."""
+        return bool(self._long) or self._occupied
 
     @property
     def stopped(self) -> bool:
@@ -304,6 +307,8 @@ class CoreClient:
                     inbox.fail(InvalidRequestError(text, param=param))
             case wire.Done():
                 self._answer(message)
+            case wire.Occupied(by_command):
+                self._occupied = by_command
             case wire.Phase(name, seconds):
                 self._on_phase(name, seconds)
             case wire.Ready(info):

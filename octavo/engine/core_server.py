@@ -113,6 +113,9 @@ class CoreServer:
         self._updates: Updates[Connection] = Updates()
         self._calls: list[tuple[Connection, int, Future[Any]]] = []
         """Calls of features that have no result yet, each with its number."""
+        self._long: set[tuple[Connection, int]] = set()
+        """Long commands that are not answered: their front ends, which may be gone, and their numbers. All front ends
+        are told whether there are any, since each watches the core's health."""
         self._answered = False
         """Features' calls were answered in the last turn, so features may go on."""
         self._info: ModelInfo | None = None
@@ -226,6 +229,8 @@ class CoreServer:
                 self._clients.append(client)
                 if self._info is not None:
                     self._send(client, wire.Ready(self._info))
+                if self._long:
+                    self._send(client, wire.Occupied(by_command=True))
                 if self._lost is not None:
                     self._send(client, self._lost)
             case wire.Add(request) if self._loop is not None:
@@ -243,6 +248,10 @@ class CoreServer:
         """Execute a command. Commands that wait for steps in flight are answered once these have ended."""
         if self._loop is None:
             return
+        if isinstance(command, wire.LONG):
+            self._long.add((client, command.call))
+            if len(self._long) == 1:
+                self._broadcast(wire.Occupied(by_command=True))
         value: Any = None
         try:
             match command:
@@ -272,9 +281,17 @@ class CoreServer:
                     self._updates.begin(client, command, partial(_do, self._loop.check_weights(), command))
                     return
         except Exception as error:
-            self._send(client, _failed(command.call, error))
+            self._reply(client, _failed(command.call, error))
             return
-        self._send(client, wire.Done(command.call, value))
+        self._reply(client, wire.Done(command.call, value))
+
+    def _reply(self, client: Connection, done: wire.Done) -> None:
+        """Answer a command."""
+        if (client, done.call) in self._long:
+            self._long.remove((client, done.call))
+            if not self._long:
+                self._broadcast(wire.Occupied(by_command=False))  # first: with the answer, the command is over
+        self._send(client, done)
 
     def _abort_named(self, loop: Loop, names: list[str] | None) -> int:
         """End the requests with these names, or all; return their number."""
@@ -305,7 +322,7 @@ class CoreServer:
                 done = wire.Done(number, result.result())
             except Exception as error:
                 done = _failed(number, error)
-            self._send(client, done)
+            self._reply(client, done)
         return len(self._calls) < len(calls)
 
     def _end_job(self, loop: Loop, job: WeightUpdate[Connection]) -> None:
@@ -314,7 +331,7 @@ class CoreServer:
         try:
             value = job.done.result()
         except Exception as error:
-            self._send(client, _failed(command.call, error))
+            self._reply(client, _failed(command.call, error))
             return
         if isinstance(command, wire.UpdateWeights):
             ours = any(isinstance(other, Update) and other.resumes for _, other in self._settling)
@@ -323,7 +340,7 @@ class CoreServer:
             if update.resumes or command.mode is PauseMode.ABORT:
                 self._tell(loop.pause(command.mode))
         else:
-            self._send(client, wire.Done(command.call))
+            self._reply(client, wire.Done(command.call))
 
     def _settle(self, loop: Loop) -> None:
         """Execute and answer the commands that waited for the loop to settle."""
@@ -339,10 +356,10 @@ class CoreServer:
                     case _ if command.clear_cache and command.mode is not PauseMode.KEEP:
                         loop.reset_prefix_cache()
             except Exception as error:
-                self._send(client, _failed(command.call, error))
+                self._reply(client, _failed(command.call, error))
                 continue
             self._tell([])
-            self._send(client, wire.Done(command.call, value))
+            self._reply(client, wire.Done(command.call, value))
         if all(isinstance(command, Update) and command.resumes for _, command in settling):
             self._tell(loop.resume())
 
@@ -356,7 +373,7 @@ class CoreServer:
         settling, self._settling = self._settling, []
         for client, command in settling:
             error = EngineStateError("The pause was ended before all running requests had stopped.")
-            self._send(client, _failed(command.call, error))
+            self._reply(client, _failed(command.call, error))
 
     def _add(self, loop: Loop, client: Connection, request: GenerateRequest) -> None:
         was_busy = loop.busy

@@ -187,6 +187,12 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
     failure: Failure | None = None
 
 
+class Occupied(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Whether a long command of any front end is not answered yet; sent to all when that changes."""
+
+    by_command: bool
+
+
 class StepDeltas(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The deltas of this front end's requests; sent after every step, even if empty.
 
@@ -203,7 +209,7 @@ Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProf
 LONG = (Sleep, WakeUp, StartProfile, StopProfile, UpdateWeights, BeginWeights, ReceiveWeights)
 """Commands during which the core may send nothing for minutes."""
 ToCore = Hello | Add | Abort | Reset | Command | Shutdown
-ToClient = Phase | Ready | Failed | Lost | RequestRefused | Done | StepDeltas
+ToClient = Phase | Ready | Failed | Lost | RequestRefused | Done | Occupied | StepDeltas
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

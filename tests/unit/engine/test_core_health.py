@@ -119,6 +119,41 @@ def test_a_core_that_executes_a_long_command_is_well(short_path, monkeypatch):
     run(main())
 
 
+def test_a_core_that_executes_a_long_command_of_another_client_is_well(short_path, monkeypatch):
+    """Also for one that connects meanwhile, and if the client that sent the command is gone."""
+
+    async def other(process):
+        return await CoreClient.start(CoreElsewhere(process.address, os.getpid()), stall_after_s=0.02)
+
+    async def main():
+        gate = threading.Event()
+        async with client_of(short_path, stall_after_s=0.02) as (owner, process):
+            sender, watcher = await other(process), await other(process)
+            staging = threading.Event()
+            monkeypatch.setattr(process.loop, "check_weights", lambda: process.loop.worker)
+            monkeypatch.setattr(process.loop.worker, "begin_weights", staging.wait, raising=False)
+            monkeypatch.setattr(process.loop, "wake_up", lambda parts: [gate.wait()][1:])
+            beginning = asyncio.create_task(sender.begin_weights())
+            await until(lambda: watcher.commanded)
+            late = await other(process)
+            await until(lambda: late.commanded)
+            waking = asyncio.create_task(sender.wake_up([SleepTag.WEIGHTS]))
+            await asyncio.sleep(0)
+            await sender.close()
+            await asyncio.wait({beginning, waking})
+            for client in (owner, watcher, late):
+                client._heard_at -= 100
+                assert client.health().ok
+            gate.set()
+            staging.set()
+            await until(lambda: not (watcher.commanded or late.commanded or owner.commanded))
+            watcher._heard_at -= 100
+            assert not watcher.health().ok
+            await asyncio.gather(watcher.close(), late.close())
+
+    run(main())
+
+
 def test_a_core_that_does_not_answer_the_call_of_a_feature_is_ill(short_path, monkeypatch):
     async def main():
         gate = threading.Event()
