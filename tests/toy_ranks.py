@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from functools import partial
 from typing import Any
 
 from octavo.core.output import StepOutput
+from octavo.core.pausing import SleepTag
 from octavo.core.plan import StepPlan
-from octavo.core.worker_info import WorkerFacts
+from octavo.core.worker_info import LoadedFacts, WorkerFacts
 from octavo.engine.executor import FixedWorker
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank import RankServer
@@ -22,7 +24,8 @@ from octavo.engine.rank_process import EarlyRanks, RankProcess, RankStart
 from octavo.engine.ring import RingHandles
 
 Script = dict[int, tuple[int, str]]
-"""Rank -> the step at which it misbehaves, and how: "fail", or the name of a signal that it sends itself."""
+"""Rank -> the step at which it misbehaves, and how: "fail", or the name of a signal that it sends itself. A rank that
+"refuses" fails to load and to wake up, and one that "waits" does neither, as if for the other's part of a sum."""
 
 FACTS = WorkerFacts(
     device="a toy",
@@ -55,7 +58,18 @@ class ToyRank(FixedWorker):
         self._number = number
         self._at, self._how = script.get(number, (-1, ""))
 
-    def load(self, *args: Any) -> None: ...
+    def load(self, *args: Any) -> LoadedFacts:
+        self._meet()
+        return LoadedFacts(weight_bytes=0, weight_form="")
+
+    def wake_up(self, part: SleepTag) -> None:
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._how == "refuses":
+            raise RuntimeError("no memory")
+        if self._how == "waits":
+            threading.Event().wait()
 
     def allocate(self, sizes: Any) -> ToyRank:
         return self

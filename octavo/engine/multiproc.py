@@ -96,19 +96,19 @@ class RankBuild:
         self._ranks = ranks
         self._codec = codec
         self._stages = stages
-        found = ranks.call(WorkerFacts, "begin")
+        found = ranks.call(WorkerFacts, "begin", at_once=True)
         for process, facts in zip(ranks.processes, found, strict=True):
             process.device = facts.device
         self.facts = _common(found)
 
     def load(self, timer: PhaseTimer, max_drafts: int = 0) -> LoadedFacts:
         timer.begin("weights")
-        loaded = _together(self._ranks.call(LoadedFacts, "load", max_drafts), self._stages)
+        loaded = _together(self._ranks.call(LoadedFacts, "load", max_drafts, at_once=True), self._stages)
         timer.begin("kv cache")
         return loaded
 
     def allocate(self, sizes: CacheSizes) -> RankWorker:
-        can_sleep = self._ranks.call(bool, "allocate", msgspec.to_builtins(sizes))
+        can_sleep = self._ranks.call(bool, "allocate", msgspec.to_builtins(sizes), at_once=True)
         passes_tokens = self._stages > 1
         return RankWorker(self._ranks, self._codec, can_sleep=all(can_sleep), passes_tokens=passes_tokens)
 
@@ -154,6 +154,8 @@ class RankWorker:
     def __init__(self, ranks: RankGroup, codec: PlanCodec, *, can_sleep: bool, passes_tokens: bool = False) -> None:
         self.can_sleep = can_sleep
         self._passes_tokens = passes_tokens
+        self._begun = False
+        """The ranks have had an executor; before, the first error of one ends them all."""
         self.weight_version = "default"
         self.kv_form = ""
         self.ranks = ranks
@@ -161,7 +163,8 @@ class RankWorker:
         self._numbers = count()
 
     def executor(self) -> RankExecutor:
-        self.weight_version, self.kv_form = self.ranks.call(tuple[str, str], "executor", together=True)[0]
+        facts = self.ranks.call(tuple[str, str], "executor", together=True, at_once=not self._begun)
+        (self.weight_version, self.kv_form), self._begun = facts[0], True
         return RankExecutor(self.ranks, self._codec, passes_tokens=self._passes_tokens)
 
     def check(self) -> None:

@@ -56,11 +56,16 @@ class AnyRank(Protocol):
 
 
 class _Call:
-    """A call, and each rank's answer so far: the encoded result, or the error."""
+    """A call, and each rank's answer so far: the encoded result, or the error.
 
-    def __init__(self, size: int, *, together: bool) -> None:
-        self.together = together
+    Attributes:
+        failed: the first error that came, and when. The other ranks may wait for the one that failed.
+    """
+
+    def __init__(self, size: int, *, together: bool, at_once: bool) -> None:
+        self.together, self.at_once = together, at_once
         self.answers: list[msgspec.Raw | Exception | None] = [None] * size
+        self.failed: tuple[Exception, float] | None = None
         self.future: Future[list[msgspec.Raw]] = Future()
 
 
@@ -159,26 +164,28 @@ class RankGroup:
                 return msgspec.structs.replace(found.output, moved=moved)
             raise self._failed(found)
 
-    def call(self, kind: type[T], method: str, *args: Any, together: bool = False) -> list[T]:
+    def call(self, kind: type[T], method: str, *args: Any, together: bool = False, at_once: bool = False) -> list[T]:
         """Call a method of `rank.py` in each rank and return the ranks' results.
 
         Args:
             kind: type of a result.
             args: values of built-in types.
             together: the ranks differ if only some succeed, so that all are lost then.
+            at_once: raise the first error that comes. The others, which may wait for the rank that failed, must be
+                killed then.
 
         Raises:
             OctavoError: the method raised this error of `core.errors`.
             RankError: it failed otherwise.
             DeviceLostError: a process has ended or its device is lost.
         """
-        answers = self.post(method, *args, together=together).result()
+        answers = self.post(method, *args, together=together, at_once=at_once).result()
         return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
-    def post(self, method: str, *args: Any, together: bool = False) -> Future[list[msgspec.Raw]]:
+    def post(self, method: str, *args: Any, together: bool = False, at_once: bool = False) -> Future[list[msgspec.Raw]]:
         """`call` without waiting; the future's results are encoded."""
         number = next(self._numbers)
-        call = self._calls[number] = _Call(self.size, together=together)
+        call = self._calls[number] = _Call(self.size, together=together, at_once=at_once)
         self.send(wire.CallMethod(number, method, list(args)))
         self.check()  # a process may have ended since, and would never answer
         return call.future
@@ -219,20 +226,25 @@ class RankGroup:
                 self._lose(rank, message.lost)
 
     def _answered(self, rank: int, message: wire.RankReply) -> None:
-        call = self._calls[message.number]
-        call.answers[rank] = (
-            message.value if message.failure is None else self._error(rank, message.failure, message.lost)
-        )
-        if call.future.done() or any(one is None for one in call.answers):
+        call = self._calls.get(message.number)
+        if call is None:  # it has failed at once
+            return
+        if message.failure is None:
+            call.answers[rank] = message.value
+        else:
+            error = call.answers[rank] = self._error(rank, message.failure, message.lost)
+            call.failed = call.failed or (error, time.monotonic())
+        over = None not in call.answers or (call.at_once and call.failed is not None)
+        if call.future.done() or not over:
             return
         del self._calls[message.number]
-        errors = [one for one in call.answers if isinstance(one, Exception)]
-        if not errors:
-            call.future.set_result([one for one in call.answers if isinstance(one, msgspec.Raw)])
-        elif call.together and len(errors) < self.size:
-            call.future.set_exception(self._lose(rank, f"only some of the ranks failed: {errors[0]}"))
+        results = [one for one in call.answers if isinstance(one, msgspec.Raw)]
+        if call.failed is None:
+            call.future.set_result(results)
+        elif call.together and results and not call.at_once:
+            call.future.set_exception(self._lose(rank, f"only some of the ranks failed: {call.failed[0]}"))
         else:
-            call.future.set_exception(errors[0])
+            call.future.set_exception(call.failed[0])
 
     def _error(self, rank: int, failure: Failure, lost: str | None) -> Exception:
         if lost is not None:
@@ -279,8 +291,8 @@ class RankGroup:
             return self._lost
 
     def _watch(self) -> None:
-        """Lose the ranks if one was stopped, which neither ends nor answers, or failed a step that the answering
-        rank does not finish, since it waits for the other's part."""
+        """Lose the ranks if one was stopped, which neither ends nor answers, or failed a step or call that others do
+        not finish, since they wait for its part."""
         since: dict[int, float] = {}
         while not self._closed.wait(_LOOK_S) and self._lost is None:
             now = time.monotonic()
@@ -292,6 +304,19 @@ class RankGroup:
             for step, (_, _, at) in list(self._failures.items()):
                 if now - at > _AGREE_S:
                     self._failed_alone(step)
+            self._look_at_calls(now)
+
+    def _look_at_calls(self, now: float) -> None:
+        """Lose the ranks if one has not answered a call of all together that another failed long ago: it may wait for
+        that one's part, and they differ in any case."""
+        if self._timeout_s is None:
+            return
+        with self._answering:
+            for call in list(self._calls.values()):
+                error, at = call.failed or (None, now)
+                if call.together and now - at > self._timeout_s and not call.future.done():
+                    why = f"it did not end within {self._timeout_s:g} s (--rank-timeout) what another rank failed"
+                    self._lose(call.answers.index(None), f"{why}: {error}")
 
 
 def ranks_of(names: Sequence[str]) -> str:

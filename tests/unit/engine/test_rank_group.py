@@ -13,7 +13,8 @@ from toy_ranks import Script
 
 from octavo.core.errors import DeviceLostError
 from octavo.core.output import StepOutput
-from octavo.engine.multiproc import RankExecutor
+from octavo.engine.multiproc import RankBuild, RankExecutor
+from octavo.engine.phases import PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.rank_group import RankError, RankGroup
 
@@ -105,6 +106,21 @@ def test_ranks_that_differ_after_a_call_are_lost(make: Make) -> None:
         group.call(type(None), "sleep", 1)
     with pytest.raises(DeviceLostError, match="only some of the ranks failed: rank 1: RuntimeError: no memory"):
         group.call(type(None), "sleep", 1, together=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_to_start_does_not_leave_the_others_waiting_for_it(make: Make, rank: int) -> None:
+    group = make(2, {rank: (-1, "refuses"), 1 - rank: (-1, "waits")}, timeout_s=3600)
+    build = RankBuild(group, PlanCodec({}))
+    with pytest.raises(RankError, match=f"rank {rank}: RuntimeError: no memory"):
+        build.load(PhaseTimer(lambda name, seconds: None))
+
+
+def test_a_rank_that_waits_for_one_that_failed_a_call_is_missed(make: Make) -> None:
+    group = make(2, {0: (-1, "waits"), 1: (-1, "refuses")}, timeout_s=0.1)
+    said = r"rank 0: it did not end within 0.1 s \(--rank-timeout\) what another rank failed: .* no memory"
+    with pytest.raises(DeviceLostError, match=said):
+        group.call(type(None), "wake_up", "weights", together=True)
 
 
 def test_no_descriptor_is_left(make: Make) -> None:
