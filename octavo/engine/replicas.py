@@ -37,7 +37,8 @@ class ReplicaClient:
     """Sends each request to one replica, and every other command to all.
 
     A replica that dies or hangs is started again, at most three times in ten minutes. Its requests that have no output
-    yet are moved to another one; the others end with an EngineDeadError.
+    yet are moved to another one; the others end with an EngineDeadError, and so does a request whose second replica
+    dies: it may be what kills them.
     """
 
     def __init__(self, start: Start, clients: Sequence[CoreClient]) -> None:
@@ -85,6 +86,7 @@ class ReplicaClient:
         return sum(client.slow_readers for client in self._clients)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
+        moved = False
         while True:
             number, cost = self._balance.take(request, self._alive())
             client = self._clients[number]
@@ -97,8 +99,9 @@ class ReplicaClient:
                         yield delta
                 return
             except EngineDeadError:
-                if begun or self._closing or not self._others(client):
+                if begun or moved or self._closing or not self._others(client):
                     raise
+                moved = True
                 log.warning("request %s is moved from replica %d, which died", request.id, number)
             finally:
                 self._balance.give_back(number, cost)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec
 
@@ -138,6 +138,27 @@ async def test_what_a_lost_replica_had_begun_ends_and_the_rest_is_moved(blow: si
         assert (await anext(begun[1])).tokens
         assert client.health().ok
         await begun[1].aclose()
+
+
+@in_loop
+async def test_a_request_that_kills_replicas_does_not_reach_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mortal(Told):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
+            self.death = "killed"
+            raise EngineDeadError("The engine core was killed by SIGSEGV.")
+            yield
+
+    made = [Mortal() for _ in range(4)]
+
+    async def start(number: int) -> CoreClient:
+        return made[number]
+
+    client = await ReplicaClient.start(start, 4)
+    monkeypatch.setattr(client, "_reason_against", lambda number: "no more")
+    with pytest.raises(EngineDeadError, match="SIGSEGV"):
+        await tokens_of(client, asking("deadly", [3]))
+    assert [one.dead for one in made] == ["killed", "killed", None, None]
+    await client.close()
 
 
 async def until(client: ReplicaClient, living: int) -> None:
