@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from operator import itemgetter
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -182,30 +183,31 @@ class DirectReads:
         begin = end = 0
         for offset, place, count in zip(offsets, places, counts, strict=True):
             if offset != end or len(buffers) == _MOST_BUFFERS:
-                self._read_all(fd, begin, buffers)
+                read_all(self._path, fd, begin, buffers)
                 begin, buffers = offset, []
             buffers.append(memory[place * size : (place + count) * size])
             end = offset + count * size
-        self._read_all(fd, begin, buffers)
+        read_all(self._path, fd, begin, buffers)
 
-    def _read_all(self, fd: int, offset: int, buffers: list[memoryview]) -> None:
-        """Read consecutive bytes of the file into buffers.
 
-        Raises:
-            ModelFileError: they can't be read, or the file ends before.
-        """
-        while buffers:
-            try:
-                count = os.preadv(fd, buffers, offset)
-            except OSError as error:
-                raise ModelFileError(f"{self._path} can't be read: {error}.") from error
-            if not count:
-                raise ModelFileError(f"{self._path} changed while it was read. Ask again once it is complete.")
-            offset += count
-            while buffers and count >= len(buffers[0]):
-                count -= len(buffers.pop(0))
-            if count:
-                buffers[0] = buffers[0][count:]
+def read_all(path: Path, fd: int, offset: int, buffers: list[memoryview]) -> None:
+    """Read consecutive bytes of an open file into buffers.
+
+    Raises:
+        ModelFileError: they can't be read, or the file ends before.
+    """
+    while buffers:
+        try:
+            count = os.preadv(fd, buffers, offset)
+        except OSError as error:
+            raise ModelFileError(f"{path} can't be read: {error}.") from error
+        if not count:
+            raise ModelFileError(f"{path} changed while it was read. Ask again once it is complete.")
+        offset += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
 
 
 def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list[Tensor]:

@@ -30,7 +30,7 @@ from octavo.features.lora.adapter_file import (
     unpacked,
 )
 from octavo.features.lora.checks import read_adapter
-from octavo.features.lora.direct import ALONE, DTYPES, DirectReads, is_exact
+from octavo.features.lora.direct import ALONE, DTYPES, DirectReads, is_exact, read_all
 from octavo.features.lora.experts import pair_of
 from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
 from octavo.features.lora.payload import Reading, Source
@@ -43,6 +43,8 @@ from octavo.nn.shard import Heads
 _ANY = 1 << 30
 _FORMS_KEPT = 8
 """Forms of adapters, each with the plan of reading them."""
+_TENSORS_KEPT = 8
+"""Of a file that is being read: twice as many as have the experts of a layer."""
 _WORD = 8
 HELPERS = 4
 """Threads that copy parts of an adapter at once."""
@@ -423,21 +425,19 @@ def _columns(matrix: Tensor, inputs: range | None) -> Tensor:
 
 
 def _safetensors(file: AdapterFile) -> _Tensors:
-    """Return a reader of views into the mapped file, whose pages are read from the system's cache."""
-    path, header = file.weights, file.form.header
-    try:
-        size = path.stat().st_size
-        content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:
-        raise ModelFileError(f"{path} can't be read: {error}.") from error
+    """Return a reader of tensors, which keeps the last ones, since pieces may be parts of one.
 
+    The file is not mapped: a page of it that is gone, since a program writes a new version, would end the process.
+    """
+    path, header = file.weights, file.form.header
+
+    @lru_cache(maxsize=_TENSORS_KEPT)
     def tensor(name: str) -> Tensor:
         stored = header[name]
-        data = content[stored.offset : stored.offset + stored.num_bytes]
-        dtype = DTYPES[stored.dtype]
-        if stored.offset % dtype.itemsize:
-            data = data.clone()
-        return data.view(dtype).view(stored.shape)
+        data = torch.empty(stored.num_bytes, dtype=torch.uint8)
+        with _opened(path) as fd:
+            read_all(path, fd, stored.offset, [data.numpy().data] if stored.num_bytes else [])
+        return data.view(DTYPES[stored.dtype]).view(stored.shape)
 
     return tensor
 

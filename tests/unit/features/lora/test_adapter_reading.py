@@ -103,6 +103,16 @@ def test_files_that_change_while_they_are_read_are_refused(
         reader.read(reading(tmp_path, file))
 
 
+def test_files_that_are_written_anew_while_they_are_read_are_refused(reader: Reader, tmp_path: Path) -> None:
+    """A mapped file that becomes shorter would end the process (SIGBUS)."""
+    save(tmp_path, seed=1)
+    file = read_adapter(tmp_path, TARGETS, 8)
+    found = reader.open(reading(tmp_path, file))
+    os.truncate(file.weights, 100)
+    with pytest.raises(ModelFileError, match="changed while it was read"):
+        found.read(None)
+
+
 def test_versions_change_with_the_files_even_if_their_times_are_restored(reader: Reader, tmp_path: Path) -> None:
     save(tmp_path, seed=1)
     file = read_adapter(tmp_path, TARGETS, 8)
