@@ -48,6 +48,8 @@ class ReplicaClient:
         self._balance = Balance(len(clients))
         self._owners: dict[str, int] = {}
         self._starting: set[int] = set()
+        self._given_up: set[int] = set()
+        """Replicas that died and are not started again."""
         self._restarts = [deque[float](maxlen=_MOST_RESTARTS) for _ in clients]
         self._changed = ""
         """Why a replica that starts now would have other weights; "" if it would not."""
@@ -217,10 +219,11 @@ class ReplicaClient:
         return [client.stats() for client in self._clients]
 
     def health(self) -> Health:
-        """Return the health of the replicas: good while one can compute."""
+        """Return the health of the replicas: good while one can compute, final once none will be started again."""
         found = [client.health() for client in self._clients]
-        best = next((health for health in found if health.ok), found[0])
-        return best if best.ok else msgspec.structs.replace(best, final=best.final and not self._starting)
+        best = min(found, key=lambda health: (not health.ok, health.final))
+        final = self._closing or len(self._given_up) == len(found)
+        return best if best.ok else msgspec.structs.replace(best, final=final)
 
     def received(self, request_id: str) -> Received:
         number = self._owners.get(request_id)
@@ -246,7 +249,6 @@ class ReplicaClient:
 
     async def _watch(self) -> None:
         """End replicas that hang, and start those again that have died."""
-        given_up: set[int] = set()
         looks_stopped = [0] * len(self._clients)
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -255,11 +257,11 @@ class ReplicaClient:
                 if client.dead is None and (why := _hanging(client, looks_stopped[number])):
                     log.error("replica %d is ended: %s", number, why)
                     await client.end(f"Replica {number} was ended: {why}")
-                if client.dead is None or self._commands or number in self._starting or number in given_up:
+                if client.dead is None or self._commands or number in self._starting or number in self._given_up:
                     continue
                 if (reason := self._reason_against(number)) is not None:
                     log.error("replica %d has died and is not started again: %s", number, reason)
-                    given_up.add(number)
+                    self._given_up.add(number)
                     continue
                 self._starting.add(number)
                 task = asyncio.create_task(self._restart(number))

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec
@@ -240,7 +241,7 @@ class Told(CoreClient):
         return self.current
 
     def health(self) -> Health:
-        return Health(ok=self.death is None)
+        return Health(ok=self.death is None, final=self.death is not None)
 
     async def _call(self, command: object) -> dict[str, Any]:
         if self.error is not None:
@@ -342,6 +343,30 @@ async def test_a_replica_is_not_started_while_a_command_is_executed(monkeypatch:
         async with asyncio.timeout(60):
             while not client._restarts[1]:
                 await asyncio.sleep(0)
+
+
+@in_loop
+async def test_the_end_is_not_final_while_a_replica_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the server would end as soon as all have died at once."""
+    monkeypatch.setattr("octavo.engine.replicas._LOOK_S", 0)
+    async with two_told() as (client, made):
+        for one in made:
+            one.death = "killed"
+        assert client.health() == Health(ok=False, final=False)
+        client._restarts[0].extend([time.monotonic()] * 3)
+        client._restarts[1].extend([time.monotonic()] * 3)
+        async with asyncio.timeout(60):
+            while not client.health().final:
+                await asyncio.sleep(0)
+
+
+@in_loop
+async def test_a_replica_that_hangs_counts_before_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_told() as (client, made):
+        made[0].death = "killed"
+        client._given_up.add(0)
+        monkeypatch.setattr(made[1], "health", lambda: Health(ok=False, reason="no step has completed"))
+        assert client.health() == Health(ok=False, reason="no step has completed")
 
 
 @pytest.mark.parametrize("command", ["weights", "pause", "none"])
