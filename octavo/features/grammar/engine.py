@@ -39,6 +39,8 @@ _COSTLY_S = 0.02
 _ALLOWANCE_S = 2.0
 """Total of such delays after which a request is ended. A single delay counts as a quarter of it at most, in case the
 machine itself was stalled."""
+_ALL = -1
+"""A word of a mask that allows all its tokens."""
 _UNTIMED = 16
 """Costs of masks made on threads can't be attributed: after this many costly steps, one is made without threads."""
 
@@ -223,7 +225,8 @@ class GrammarEngine(EngineHook):
     ) -> dict[int, str]:
         """Fill the masks of a row's positions; return the first position that can have none, with the reason.
 
-        A position after a draft that the grammar's end excludes is never used, whatever its mask.
+        A position after a draft that completes the grammar is never used. There all tokens are allowed: the grammar's
+        only one, the end of the sequence, may be forbidden by `min_tokens`, and a row without any token fails.
         """
         matcher, read = guide.matcher, 0
         if guide.error or not guide.begun or matcher is None:
@@ -231,6 +234,9 @@ class GrammarEngine(EngineHook):
             return {0: guide.error} if guide.error else {}
         began = perf_counter()
         for position, mask in enumerate(bits):
+            if position and matcher.is_stopped() and not matcher.is_error():
+                mask[:] = _ALL
+                continue
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if matcher.is_error():
                 self._restart(request, guide)

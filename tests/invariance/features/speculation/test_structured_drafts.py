@@ -79,3 +79,27 @@ def test_structured_output_is_the_same_with_drafts(method: str, depth: int, tmp_
     check_same(found, expected)
     assert drafts > (20 if depth else 0)
     assert accepted > 20 or method in ("eagle", "medusa"), "random heads are hardly ever right"
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_draft_may_complete_the_grammar_before_min_tokens(depth: int, backend: str, tmp_path: Path) -> None:
+    """The position behind it is never used. There the grammar allows the end of the sequence only, which is forbidden
+    before `min_tokens`."""
+    option = msgspec.Raw(msgspec.msgpack.encode(StructuredOutputsParams(choice=["abcabcabc", "abcd", "xyz"])))
+    asked = [
+        GenerateRequest(
+            id=str(i),
+            tokens=TOKENIZER.encode("abcab" * i).ids,
+            params=SamplingParams(temperature=0, min_tokens=14, max_tokens=36),
+            options={"grammar": option},
+        )
+        for i in range(1, 6)
+    ]
+    found = []
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    for settings in ({}, {"speculative_config": lookup}):
+        loop = engine(tmp_path, attention_backend=backend, depth=depth, **settings)
+        found.append(news_of(list(drive(loop, asked))))
+        loop.close()
+    check_same(found[1], found[0])
