@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.core.errors import EngineDeadError, OctavoError
+from octavo.core.errors import EngineDeadError, OctavoError, id_in_use
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import AWAKE, PauseMode, SleepTag
@@ -88,6 +88,8 @@ class ReplicaClient:
         return sum(client.slow_readers for client in self._clients)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta]:
+        if request.id in self._owners:
+            raise id_in_use(request.id)
         moved = False
         while True:
             number, cost = self._balance.take(request, self._alive())

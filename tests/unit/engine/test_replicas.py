@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 
 import pytest
 
-from octavo.core.errors import EngineDeadError, UnsupportedError
+from octavo.core.errors import EngineDeadError, InvalidRequestError, UnsupportedError
 from octavo.core.info import Health
 from octavo.core.output import TokenDelta
 from octavo.core.params import SamplingParams
@@ -166,6 +166,18 @@ async def until(client: ReplicaClient, living: int) -> None:
     async with asyncio.timeout(60):
         while sum(one.dead is None for one in client._clients) != living or client._starting:
             await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_a_name_in_use_is_refused_whichever_replica_would_get_it() -> None:
+    async with replicas(step_s=0.01) as (client, _):
+        first = client.generate(asking("x", [1], max_tokens=10**6))
+        await anext(first)
+        with pytest.raises(InvalidRequestError, match="request_id is in use"):
+            await tokens_of(client, asking("x", [2]))
+        assert client._owners == {"x": 0}
+        await first.aclose()
+        assert not client._owners
 
 
 @in_loop
