@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
+from octavo.core.errors import ConfigError
+
 _WORD = 8
 
 
@@ -36,6 +38,9 @@ class Board:
         row: this process's row.
         rows: number of processes.
         path: the shared file of several processes, created by the first.
+
+    Raises:
+        ConfigError: there is no room for the file.
     """
 
     def __init__(self, row: int = 0, rows: int = 1, path: Path | None = None) -> None:
@@ -48,7 +53,12 @@ class Board:
             return
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, size)
+        try:
+            os.posix_fallocate(self._file, 0, size)  # a write to a page that has no room would end the process
+        except OSError as exc:
+            raise ConfigError(
+                f"{path} can't be allocated ({exc.strerror}). Free space there, or set TMPDIR to another folder."
+            ) from exc
         self._words = memoryview(mmap.mmap(self._file, size)).cast("q")
 
     def add(self, count: Count, number: int) -> None:

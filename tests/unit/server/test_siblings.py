@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from server_kit import VOCAB_SIZE, Visitor, ask, eventually, make_frontend, saying
 
 from octavo.config import ServerConfig
+from octavo.core.errors import ConfigError
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
 from octavo.server.board import Board, Count
@@ -285,6 +288,19 @@ def test_what_a_dead_process_held_is_given_back(short_path: Path) -> None:
     assert boards[0].total(Count.CHOICES) == boards[1].total(Count.CHOICES) == 7
     boards[0].clear(1)
     assert [board.total(Count.CHOICES) for board in boards] == [3, 3]
+
+
+def test_a_board_without_room_on_the_disk_is_refused(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first request that is counted would end its process."""
+    Board(0, 2, short_path / "board")
+    assert (short_path / "board").stat().st_blocks, "it has all of its pages"
+
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"board can't be allocated \(No space left on device\)"):
+        Board(0, 2, short_path / "board")
 
 
 def families(count: int, start: float) -> list[Any]:
