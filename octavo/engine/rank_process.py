@@ -219,8 +219,9 @@ class RankProcess:
             for line in source:
                 text = line.decode(errors="replace")
                 self._lines.append(text.rstrip("\n"))
-                sys.stderr.write(self._prefix + text)
-                sys.stderr.flush()
+                with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone: read on
+                    sys.stderr.write(self._prefix + text)
+                    sys.stderr.flush()
 
 
 class RankStart:

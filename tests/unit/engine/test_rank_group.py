@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -121,6 +122,21 @@ def test_a_rank_that_waits_for_one_that_failed_a_call_is_missed(make: Make) -> N
     said = r"rank 0: it did not end within 0.1 s \(--rank-timeout\) what another rank failed: .* no memory"
     with pytest.raises(DeviceLostError, match=said):
         group.call(type(None), "wake_up", "weights", together=True)
+
+
+def test_the_last_lines_of_a_rank_are_known_even_if_the_log_takes_none(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        group = make(2, {1: (2, "SIGKILL")}, timeout_s=30)
+        with pytest.raises(DeviceLostError, match="rank 1") as lost:
+            compute_all(group)
+        assert lost.value.__notes__ == ["Its last log lines:\nrank 1: SIGKILL at step 2"]
+        group.kill()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_no_descriptor_is_left(make: Make) -> None:
