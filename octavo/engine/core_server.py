@@ -79,6 +79,8 @@ class Loop(Protocol):
 
     def check_idle(self) -> None: ...
 
+    def mend(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -194,7 +196,15 @@ class CoreServer:
         if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
             self._send_news(deltas)
         if not loop.busy and loop.lost is None:
+            self._check_idle(loop)
+
+    def _check_idle(self, loop: Loop) -> None:
+        """Check that nothing is left of the requests that have ended; what is left does not end the process."""
+        try:
             loop.check_idle()
+        except AssertionError:
+            log.exception("a bug in Octavo left something of ended requests; it is freed, and cached prompts are lost")
+            loop.mend()
 
     def _only_polls(self) -> bool:
         """Whether the loop turns often only since features' calls have no result yet, and gauges were just sent: making

@@ -298,6 +298,10 @@ class EngineLoop:
         if not self._scheduler.has_work:  # otherwise paused requests hold blocks
             self._scheduler.check_idle()
 
+    def mend(self) -> None:
+        """Free what `check_idle` has found, and drop cached prompts. Nothing runs or waits."""
+        self._scheduler.recover("")
+
     def reset_prefix_cache(self) -> None:
         """Drop cached prompts. Running requests keep their blocks."""
         self._scheduler.cache.reset()

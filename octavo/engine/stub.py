@@ -165,6 +165,9 @@ class StubLoop:
     def check_idle(self) -> None:
         """Do nothing: a stub has no blocks."""
 
+    def mend(self) -> None:
+        """Do nothing: nothing is left of requests."""
+
     def close(self) -> None:
         """Write the log of step times."""
         if self._stub.log is not None:

@@ -152,6 +152,24 @@ def test_of_a_request_that_is_queued_in_part_nothing_stays(short_path, monkeypat
     run(main())
 
 
+def test_blocks_that_a_bug_has_lost_are_found_again_and_end_no_core(short_path, caplog):
+    async def main():
+        async with client_of(short_path) as (client, process):
+            assert await tokens_of(client, ask("first"))
+            cache = process.loop._scheduler.cache
+            cache.lease_new(3, "a bug")
+            cache.leases.clear()
+            assert await tokens_of(client, ask("next", ignore_eos=True)) == toy_generate([1, 2, 3], 8, stop_ids=())
+            await until(lambda: "a bug in Octavo left something" in caplog.text)
+            assert await tokens_of(client, ask("last", ignore_eos=True)) == toy_generate([1, 2, 3], 8, stop_ids=())
+            await until(lambda: not process.loop.busy)
+            process.loop.check_idle()
+            assert cache.num_free == cache.num_blocks
+            assert process.code is None
+
+    run(main())
+
+
 def test_a_refusal_reaches_only_its_request(short_path):
     async def main():
         async with client_of(short_path) as (client, _):
