@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.core.errors import EngineDeadError, OctavoError, id_in_use
+from octavo.core.errors import EngineDeadError, EngineStateError, OctavoError, id_in_use
 from octavo.core.info import Health, ModelInfo, Received
 from octavo.core.output import TokenDelta
 from octavo.core.pausing import AWAKE, PauseMode, SleepTag
@@ -196,8 +196,12 @@ class ReplicaClient:
         Args:
             change: why a replica that starts later would differ from the others; "" if it would not, or if statistics
                 show it.
+
+        Raises:
+            EngineStateError: some replicas executed it, and others that live did not.
         """
-        clients = [self._clients[number] for number in self._alive()]
+        numbers = self._alive()
+        clients = [self._clients[number] for number in numbers]
         self._commands += 1
         try:
             found = await asyncio.gather(*(command(client) for client in clients), return_exceptions=True)
@@ -208,10 +212,21 @@ class ReplicaClient:
             self._commands -= 1
         if any(not _refused(client, one) for client, one in zip(clients, found, strict=True)):
             self._changed = change or self._changed
-        results = [one for one in found if not isinstance(one, BaseException)]
-        if len(results) < len(found):
-            raise next(one for one in found if isinstance(one, BaseException))
-        return results
+        errors = {n: one for n, one in zip(numbers, found, strict=True) if isinstance(one, BaseException)}
+        if errors:
+            self._check_alike(numbers, errors)
+            raise next(iter(errors.values()))
+        return [one for one in found if not isinstance(one, BaseException)]
+
+    def _check_alike(self, numbers: Sequence[int], errors: Mapping[int, BaseException]) -> None:
+        """Raise EngineStateError if some replicas executed a command that others, which live, did not."""
+        done = next((number for number in numbers if number not in errors), None)
+        odd = next((number for number in errors if self._clients[number].dead is None), None)
+        if done is None or odd is None:
+            return
+        text = f"Replica {odd} failed what replica {done} has done, so that they differ: {errors[odd]}"
+        log.error("%s", text)
+        raise EngineStateError(f"{text} Repeat it until all have done it, or undo it.") from errors[odd]
 
     def stats(self) -> EngineStats:
         """Return the sums over the replicas."""

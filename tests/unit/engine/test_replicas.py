@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 
 import pytest
 
-from octavo.core.errors import EngineDeadError, InvalidRequestError, UnsupportedError
+from octavo.core.errors import EngineDeadError, EngineStateError, InvalidRequestError, UnsupportedError
 from octavo.core.info import Health
 from octavo.core.output import TokenDelta
 from octavo.core.params import SamplingParams
@@ -316,6 +316,28 @@ async def test_weights_that_any_replica_may_have_replaced_do(
         made[0].error, made[1].error = one, other
         await asyncio.gather(client.update_weights("new"), return_exceptions=True)
         assert (client._reason_against(1) is None) == kept
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@in_loop
+async def test_replicas_that_differ_after_a_command_are_named(
+    command: Callable[[ReplicaClient], Coroutine[Any, Any, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not one that has died: it is started again, or never serves."""
+    said = "Replica 1 failed what replica 0 has done, so that they differ: no memory. Repeat it until all have done it"
+    async with two_told() as (client, made):
+        made[1].error = UnsupportedError("no memory.")
+        with pytest.raises(EngineStateError, match=said):
+            await command(client)
+        assert "Replica 1 failed" in caplog.text
+
+        async def dies(command: object) -> dict[str, Any]:
+            made[1].death = "killed"
+            raise EngineDeadError("killed")
+
+        made[1]._call = dies  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match="killed"):
+            await command(client)
 
 
 @pytest.mark.parametrize(
