@@ -131,7 +131,7 @@ class Connections:
             connection.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        with contextlib.suppress(OSError):  # also if no descriptor is free: the front end waits, and is looked at again
             peer, _ = self._listener.accept()
             peer.setblocking(False)
             self._open[peer.fileno()] = Connection(peer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 
 import pytest
@@ -33,6 +35,25 @@ def connected(folder):
         assert message == b"hello"
         yield connections, connection, peer
     connections.close()
+
+
+def test_a_front_end_waits_while_no_descriptor_is_free(short_path):
+    """The core goes on with those that it has."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connected(short_path) as (connections, _, peer), socket.socket(socket.AF_UNIX) as late:
+        late.connect(str(short_path / "core.sock"))
+        late.sendall(frame(b"late"))
+        lowest = os.dup(peer.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            assert list(connections.receive(0)) == []
+            peer.sendall(frame(b"again"))
+            assert [message for _, message in connections.receive(0)] == [b"again"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert list(connections.receive(0)) == []
+        assert [message for _, message in connections.receive(0)] == [b"late"]
 
 
 def read(connections, peer, count):
