@@ -16,6 +16,7 @@ import msgspec
 
 from octavo.core.errors import DeviceLostError, EngineStateError, OctavoError
 from octavo.core.futures import done
+from octavo.core.garbage import seldom_collecting
 from octavo.core.memory import memory_errors
 from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
@@ -69,8 +70,9 @@ class RankServer:
     def run(self) -> int:
         """Serve; return the process's exit code, 1 if the device was lost, which was reported to the engine."""
         try:
-            for message in self._messages():
-                self._take(wire.decode_to_rank(message))
+            with seldom_collecting():
+                for message in self._messages():
+                    self._take(wire.decode_to_rank(message))
         except DeviceLostError:
             return 1
         except ConnectionError:

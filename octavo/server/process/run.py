@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.garbage import seldom_collecting
 from octavo.core.memory import memory_errors
 from octavo.core.terminal import say
 from octavo.server.fingerprint import check_fingerprint
 from octavo.server.middleware import load_middleware
 from octavo.server.process.address import bind_all, release
-from octavo.server.process.garbage import seldom_collecting
 from octavo.server.process.keys import with_key_file
 from octavo.server.process.log import log_to
 from octavo.server.process.stop import Stop

@@ -11,10 +11,10 @@ import socket
 import sys
 
 from octavo.core.errors import OctavoError
+from octavo.core.garbage import seldom_collecting
 from octavo.core.memory import memory_errors
 from octavo.engine.client import CoreClient
 from octavo.engine.process import GROUP_SIGNALS, CoreElsewhere, die_with_parent
-from octavo.server.process.garbage import seldom_collecting
 from octavo.server.process.log import log_to
 from octavo.server.process.run import loop_factory
 from octavo.server.process.serving import serve

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from octavo.server.process.garbage import seldom_collecting
+from octavo.core.garbage import seldom_collecting
 
 
 def test_what_exists_is_set_aside_for_the_time_of_the_block_only() -> None:
