@@ -76,8 +76,8 @@ def resolve(
 
 
 def eos_token_ids(files: ModelFiles) -> list[int]:
-    """Return the end-of-sequence tokens: those of the generation config, then those of the model's config; if neither
-    has any, the end mark that the tokenizer's files name.
+    """Return the end-of-sequence tokens: those of the generation config, those of the model's config, then the end mark
+    that the tokenizer's files name. The latter is often the only one that fine-tuned models have right.
 
     Raises:
         ModelFileError: one of these files can't be read.
@@ -88,9 +88,9 @@ def eos_token_ids(files: ModelFiles) -> list[int]:
         for token in value if isinstance(value, list) else [value]:
             if isinstance(token, int) and token not in found:
                 found.append(token)
-    if not found and files.path.is_dir():
-        named = end_token(files)
-        return [] if named is None else [named]
+    named = end_token(files, search=not found) if files.path.is_dir() else None
+    if named is not None and named not in found:
+        found.append(named)
     return found
 
 

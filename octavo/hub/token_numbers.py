@@ -24,8 +24,11 @@ def token_numbers(files: ModelFiles, tokens: Any) -> list[int]:
     return [token if isinstance(token, int) else _number(files, str(token)) for token in tokens]
 
 
-def end_token(files: ModelFiles) -> int | None:
+def end_token(files: ModelFiles, *, search: bool) -> int | None:
     """Return the number of the token that the tokenizer's files name as its end mark; None if they name none.
+
+    Args:
+        search: read tokenizer.json, which may be large, if tokenizer_config.json does not have the number.
 
     Raises:
         ModelFileError: one of the files can't be read.
@@ -36,7 +39,12 @@ def end_token(files: ModelFiles) -> int | None:
     )
     value = named.get("eos_token")
     token = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(token, str) or not (folder / _TOKENIZER).is_file():
+    if not isinstance(token, str):
+        return None
+    for number, added in (named.get("added_tokens_decoder") or {}).items():
+        if added.get("content") == token:
+            return int(number)
+    if not search or not (folder / _TOKENIZER).is_file():
         return None
     return _look_up(read_json(folder / _TOKENIZER), token)
 

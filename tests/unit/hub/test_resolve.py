@@ -75,6 +75,16 @@ def test_without_an_end_token_in_the_configs_the_tokenizers_end_mark_ends_answer
     assert eos_token_ids(resolve(str(folder))) == [2]
 
 
+def test_the_tokenizers_end_mark_ends_answers_beside_those_of_the_configs(folder: Path) -> None:
+    """Fine-tuned models often keep the base model's configs."""
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "eos_token_id": 2}')
+    decoder = {"2": {"content": "</s>"}, "9": {"content": "<|im_end|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "added_tokens_decoder": decoder})
+    )
+    assert eos_token_ids(resolve(str(folder))) == [2, 9]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "method"),
     [
