@@ -19,6 +19,24 @@ UNFOLLOWED = "The form of the output can't be followed: "
 """Start of the error text if a form turns out to be impossible after tokens were generated."""
 
 
+class FramePart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """JSON of a schema, as a part of a frame. `where` and `path` are for errors.
+
+    Attributes:
+        name: the frame refers to it as `@name`.
+        schema: the JSON schema, as text.
+        where: what it belongs to, in words.
+        path: its place in the schema of that.
+        strict: refuse keywords that can't be enforced, instead of leaving them to the model.
+    """
+
+    name: str
+    schema: str
+    where: str
+    path: str = ""
+    strict: bool = False
+
+
 class StructuredOutputsParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, omit_defaults=True):
     """Exactly one form; the first six fields are the forms. Names are those of vLLM.
 
@@ -35,6 +53,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=Suggesting, frozen=True,
         param: the request's field that sets this, for errors.
         frame: a Lark grammar that refers to the form as `@content`; a frame alone is a form, too. Made by the text
             front end for tool calls and reasoning.
+        parts: schemas to which the frame refers.
 
     Raises:
         InvalidRequestError: no form or several are set, or one is empty.
@@ -51,6 +70,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=Suggesting, frozen=True,
     whitespace_pattern: str | None = None
     param: str = "structured_outputs"
     frame: str | None = None
+    parts: tuple[FramePart, ...] = ()
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,9 +17,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import StructuredOutputsParams
+from octavo.core.structured import FramePart, StructuredOutputsParams
 from octavo.features.grammar.defaults import NO_DEFAULTS, StructuredDefaults
-from octavo.features.grammar.lower import lower
+from octavo.features.grammar.lower import lower, with_options
+from octavo.features.grammar.mending import Fault, mended
 
 if TYPE_CHECKING:
     from octavo.text.tokenizers.tokenizer import Tokenizer
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 16 << 20
 _THREADS = 2
-_MAX_REASON = 500
+_MAX_REASON, _MAX_SHOWN = 500, 100
 _NOT_FOR_USERS = re.compile(r"\n?<(?:backtrace|non-verbose/?|state)>")
 """What llguidance appends to a reason: its stack, or a note on omitted state."""
 
@@ -89,13 +91,41 @@ class Compiler:
 
     def _compile(self, key: bytes) -> CompiledGrammar:
         params = self._defaults.applied(msgspec.msgpack.decode(key, type=StructuredOutputsParams))
-        matcher = LLMatcher(self._with_tokenizer(), lower(params), log_level=0, limits=_limits())
+        made = self._made(lower(params))
+        if made.matcher.is_error() and params.parts:
+            made = self._made(lower(self._with_usable_parts(params)))
+        if made.matcher.is_error():
+            raise InvalidRequestError(_reason(params, made.matcher.get_error()), param=params.param)
+        return made
+
+    def _made(self, grammar: str) -> CompiledGrammar:
+        """Compile a grammar; the matcher may be in an error."""
+        matcher = LLMatcher(self._with_tokenizer(), grammar, log_level=0, limits=_limits())
         first = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
-        if matcher.is_error():
-            raise InvalidRequestError(_reason(params, matcher.get_error()), param=params.param)
         return CompiledGrammar(matcher, first)
+
+    def _with_usable_parts(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return the form without the keywords of its parts that can't be enforced.
+
+        Raises:
+            InvalidRequestError: a strict part has one.
+        """
+        return msgspec.structs.replace(params, parts=tuple(self._usable(part, params.param) for part in params.parts))
+
+    def _usable(self, part: FramePart, param: str) -> FramePart:
+        def error_of(schema: dict[str, Any]) -> str:
+            grammar = json.dumps({"grammars": [{"json_schema": with_options(schema, part)}]})
+            matcher = self._made(grammar).matcher
+            return _plain(matcher.get_error()) if matcher.is_error() else ""
+
+        schema, faults = mended(json.loads(part.schema), error_of)
+        if part.strict and faults:
+            raise InvalidRequestError(_fault_text(part, faults[0]), param=param)
+        if faults and error_of(schema):  # more faults than are looked for
+            schema = {"type": "object"} if schema.get("type") == "object" else {}
+        return msgspec.structs.replace(part, schema=json.dumps(schema))
 
     def _with_tokenizer(self) -> LLTokenizer:
         """Return the tokenizer in llguidance's form; the first thread that calls makes it."""
@@ -111,10 +141,25 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(verbose_errors=False)
 
 
+def _plain(error: str) -> str:
+    return _NOT_FOR_USERS.split(error, maxsplit=1)[0].strip()
+
+
+def _fault_text(part: FramePart, fault: Fault) -> str:
+    path = ".".join(one for one in (part.path, fault.path) if one)
+    value = json.dumps(fault.value, ensure_ascii=False)
+    shown = value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}..."
+    reason = "no output can match it" if fault.reason == _NO_OUTPUT else fault.reason.rpartition("\nerror: ")[2]
+    return (
+        f"The schema of {part.where} can't be enforced: {fault.keyword} {f'in {path}' if path else 'at its top'} is "
+        f"{shown}, and llguidance says: {reason[:_MAX_REASON]}. Correct it, leave it out, or set strict to false."
+    )
+
+
 def _reason(params: StructuredOutputsParams, error: str) -> str:
     names = {"json": "JSON schema", "json_object": "JSON schema", "regex": "regular expression"}
     what = names.get(params.form, params.form.replace("_", " "))
-    text = _NOT_FOR_USERS.split(error, maxsplit=1)[0].strip()
+    text = _plain(error)
     if text == _NO_OUTPUT:
         loop = _LOOPS.get(params.form)
         text = "no output can match it. " + (

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import StructuredOutputsParams
+from octavo.core.structured import FramePart, StructuredOutputsParams
 
 # Request field -> the constraint that it sets.
 _PLAIN = {
@@ -102,7 +102,9 @@ def _response_format(body: Any) -> StructuredOutputsParams:
 
 def _structured_outputs(body: Any) -> StructuredOutputsParams:
     assert body.structured_outputs is not None
-    return StructuredOutputsParams(**body.structured_outputs.model_dump(exclude_none=True, by_alias=True))
+    given = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+    parts = tuple(FramePart(**one) for one in given.pop("parts", ()))
+    return StructuredOutputsParams(**given, parts=parts)
 
 
 def _form(body: Any, param: str, **form: Any) -> StructuredOutputsParams:

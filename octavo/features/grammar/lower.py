@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import JSON_WHITESPACE, StructuredOutputsParams
+from octavo.core.structured import JSON_WHITESPACE, FramePart, StructuredOutputsParams
 from octavo.features.grammar.closing import closed
 from octavo.features.grammar.tags import tags_to_lark
 
@@ -38,10 +38,19 @@ def lower(params: StructuredOutputsParams) -> str:
     if params.frame is None:
         return _lower(params)
     grammars: list[dict[str, Any]] = [{"lark_grammar": params.frame}]
+    for part in params.parts:
+        schema = _object(part.schema, part.name, params.param)
+        grammars.append({"name": part.name, "json_schema": with_options(schema, part)})
     if params.form != "frame":
         (inner,) = json.loads(_lower(params))["grammars"]
         grammars.append(inner | {"name": "content"})
     return json.dumps({"grammars": grammars})
+
+
+def with_options(schema: dict[str, Any], part: FramePart) -> dict[str, Any]:
+    """Return the schema of a part of a frame with llguidance's options."""
+    options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
+    return schema | {"x-guidance": options if part.strict else options | {"lenient": True}}
 
 
 def _lower(params: StructuredOutputsParams) -> str:

@@ -12,6 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from octavo.server.openai.fields import Int
 
 
+class StructuredPart(BaseModel):
+    """JSON of a schema, as a part of a frame."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
+
+    name: str
+    schema_: Annotated[str, Field(alias="schema")]
+    where: str
+    path: str = ""
+    strict: bool = False
+
+
 class StructuredOutputs(BaseModel):
     """The form of the output; exactly one of the first six."""
 
@@ -28,6 +40,8 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: str | None = None
     frame: str | None = None
     """Grammar of tools and reasoning, as returned by the /render routes."""
+    parts: list[StructuredPart] | None = None
+    """Schemas to which that grammar refers."""
 
 
 class ResponseFormat(BaseModel):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured import JSON_WHITESPACE
+from octavo.core.structured import FramePart
 from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.keyed import Keyed, without_null, words_of
 from octavo.text.tools.tool import Tool
@@ -37,7 +37,11 @@ _COMPOSED = {
 
 
 class Frame:
-    """Writes the Lark grammar of a plan; `@content` refers to the grammar of the content."""
+    """Writes the Lark grammar of a plan; `@content` refers to the grammar of the content.
+
+    Attributes:
+        parts: the JSON in it, once `text` has been written.
+    """
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -47,6 +51,11 @@ class Frame:
             if token.special
         }
         self._rules: list[str] = []
+        self._parts: dict[tuple[str, bool], FramePart] = {}
+
+    @property
+    def parts(self) -> tuple[FramePart, ...]:
+        return tuple(self._parts.values())
 
     def text(self) -> str:
         start = self._body()
@@ -103,13 +112,13 @@ class Frame:
     def _arguments(self, number: int, tool: Tool) -> str:
         keyed = self._plan.format.keyed
         if keyed is None:
-            return f"%json {json.dumps(_arguments_schema(tool))}"
+            return self._json(tool, _arguments_schema(tool))
         _check_keyed(tool, self._plan.format.name)
         properties, required = properties_of(tool), tool.parameters.get("required") or ()
         names = []
         for place, (key, schema) in enumerate(properties.items()):
             names.append(f"arg_{number}_{place}")
-            value = self._value(keyed, tool, schema)
+            value = self._value(keyed, tool, key, schema)
             head = f"{self._literal(keyed.key_open)} {_quoted(key)} {self._literal(keyed.key_close)}"
             self._rules.append(f"{names[-1]}: {head} {value}")
         return self._in_order(names, [key in required for key in properties], self._literal(keyed.separator))
@@ -125,13 +134,21 @@ class Frame:
             ways.append('""')
         return f"({' | '.join(ways)})"
 
-    def _value(self, keyed: Keyed, tool: Tool, schema: Any) -> str:
+    def _json(self, tool: Tool, schema: Any, path: str = "") -> str:
+        """Return a reference to JSON of this schema; all references to the same schema share it."""
+        known = json.dumps(schema), tool.strict
+        if known not in self._parts:
+            name, where = f"json_{len(self._parts)}", f"the function {tool.name!r}"
+            self._parts[known] = FramePart(name=name, schema=known[0], where=where, path=path, strict=tool.strict)
+        return f"@{self._parts[known].name}"
+
+    def _value(self, keyed: Keyed, tool: Tool, key: str, schema: Any) -> str:
         """Return the rule of a value and its end."""
         kind, close = keyed.kind(schema), self._literal(keyed.value_close)
         if kind == "json":
             if not keyed.raw and isinstance(schema, Mapping) and schema.get("type") == "boolean":
                 return f'("True" | "False") {close}'
-            return f"%json {json.dumps(_property_schema(tool, schema))} {close}"
+            return f"{self._json(tool, _property_schema(tool, schema), f'properties.{key}')} {close}"
         inner, _ = without_null(schema)
         words = words_of(inner)
         if words is None:
@@ -151,9 +168,9 @@ class Frame:
 
     def _literal(self, text: str) -> str:
         """Return the text with special tokens written by their ids: they are tokens, not text."""
-        return " ".join(self._parts(text))
+        return " ".join(self._pieces(text))
 
-    def _parts(self, text: str) -> Iterator[str]:
+    def _pieces(self, text: str) -> Iterator[str]:
         if not text:
             return
         known = sorted(self._special, key=len, reverse=True)
@@ -169,19 +186,14 @@ class Frame:
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:
-    return {"x-guidance": _options(tool), "type": "object", **_closed({"properties": {}} | dict(tool.parameters))}
-
-
-def _options(tool: Tool) -> dict[str, Any]:
-    options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
-    return options if tool.strict else options | {"lenient": True}
+    return {"type": "object", **_closed({"properties": {}} | dict(tool.parameters))}
 
 
 def _property_schema(tool: Tool, schema: Any) -> dict[str, Any]:
     """Return the schema of one argument, with the shared definitions of the tool's schema."""
     alone = schema if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
     shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
-    return {"x-guidance": _options(tool), **shared, **_closed(alone)}
+    return {**shared, **_closed(alone)}
 
 
 def properties_of(tool: Tool) -> Mapping[str, Any]:

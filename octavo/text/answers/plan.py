@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from octavo.core.structured import StructuredOutputsParams
 from octavo.text.answers.frame import Frame, properties_of
 from octavo.text.answers.reasoning import ReasoningFormat
@@ -99,13 +101,7 @@ class OutputPlan:
         """
         if not self.calls and (self.content is None or self.reasoning is None):
             return self.content
-        frame = Frame(self, tokenizer).text()
+        frame = Frame(self, tokenizer)
         if self.content is None:
-            return StructuredOutputsParams(frame=frame, param="tools")
-        return _framed(self.content, frame)
-
-
-def _framed(content: StructuredOutputsParams, frame: str) -> StructuredOutputsParams:
-    return StructuredOutputsParams(
-        **{name: getattr(content, name) for name in content.__struct_fields__ if name != "frame"}, frame=frame
-    )
+            return StructuredOutputsParams(frame=frame.text(), parts=frame.parts, param="tools")
+        return msgspec.structs.replace(self.content, frame=frame.text(), parts=frame.parts)

@@ -15,6 +15,7 @@ from octavo.core.structured import UNFOLLOWED, StructuredOutputsParams
 from octavo.server.openai.feature_fields import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+PART = {"name": "x", "schema": "{}", "where": "the function 'f'"}
 PATHS = {"/v1/chat/completions": HELLO, "/v1/completions": {"prompt": "Hello"}}
 
 
@@ -55,6 +56,7 @@ def asked(path: str, fields: dict[str, Any]) -> dict[str, Any]:
         ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
         ({"structured_outputs": {"json": "{}"}}, {"json": "{}"}),
         ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"frame": "start: @x", "parts": [PART]}}, {"frame": "start: @x", "parts": (PART,)}),
         (
             {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
             {"json_object": True, "disable_any_whitespace": True},
@@ -96,6 +98,7 @@ def test_a_spelling_is_understood(path: str, fields: dict[str, Any], form: dict[
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"frame": "", "parts": [{"name": "x"}]}}, "structured_outputs.parts.0.schema"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice.0"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "regex": "b"}, "regex"),

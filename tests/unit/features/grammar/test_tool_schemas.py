@@ -1,0 +1,96 @@
+"""Schemas of tools that can't be enforced in full: guided as far as possible, or refused where they are at fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from toy_tokenizers import byte_level
+
+from octavo.core.errors import InvalidRequestError
+from octavo.features.grammar.compiler import Compiler
+from octavo.features.grammar.mending import mended
+from octavo.text.answers.plan import OutputPlan
+from octavo.text.tokenizers.tokenizer import Tokenizer
+from octavo.text.tools.formats import GLM45, HERMES, PYTHONIC, QWEN_CODER, ToolFormat
+from octavo.text.tools.tool import Tool, ToolUse
+
+BACKEND = byte_level()
+TOKENIZER = Tokenizer(BACKEND)
+COMPILER = Compiler(lambda: TOKENIZER, BACKEND.get_vocab_size(), (2,))
+KINDS = [HERMES, QWEN_CODER, PYTHONIC, GLM45]
+in_each_format = pytest.mark.parametrize("form", KINDS, ids=lambda form: form.name)
+AHEAD = "^(?=x)x+$"
+
+
+def objects(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)} | more
+
+
+def takes(form: ToolFormat, parameters: dict[str, Any], arguments: dict[str, Any], *, strict: bool = False) -> bool:
+    """Whether a call with these arguments is among the possible answers.
+
+    Raises:
+        InvalidRequestError: the schema is refused.
+    """
+    tool = Tool(name="f", parameters=parameters, strict=strict)
+    use = ToolUse(offered=[tool], callable=[tool], mode="required", parallel=False)
+    wanted = OutputPlan(format=form, tools=use).form(TOKENIZER)
+    matcher = COMPILER.open(msgspec.Raw(msgspec.msgpack.encode(wanted))).result().matcher.deep_copy()
+    tokens = TOKENIZER.encode(
+        form.group_open + form.write("f", json.dumps(arguments)) + form.group_close, add_special_tokens=False
+    )
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+@in_each_format
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "integer", "pattern": AHEAD}, 3),
+        ({"type": "integer", "format": 3}, 3),
+        ({"type": "array", "items": {"type": "string", "pattern": AHEAD}}, ["a"]),
+        ({"type": "object", "properties": {"b": {"type": "string", "pattern": "("}}}, {"b": "("}),
+        ({"type": "object", "patternProperties": {AHEAD: {}}}, {}),
+        ({"type": "thing"}, 1),
+        ({"$ref": "elsewhere.json"}, 1),
+    ],
+)
+def test_what_cannot_be_enforced_is_left_out(form: ToolFormat, schema: dict[str, Any], value: Any) -> None:
+    parameters = objects({"a": schema, "n": {"type": "integer"}}, "a", "n")
+    assert takes(form, parameters, {"a": value, "n": 1})
+    assert not takes(form, parameters, {"a": value, "n": "many"})
+
+
+@in_each_format
+def test_what_cannot_be_enforced_is_named(form: ToolFormat) -> None:
+    parameters = objects({"o": objects({"a": {"type": "string", "pattern": AHEAD}})}, additionalProperties=False)
+    with pytest.raises(
+        InvalidRequestError, match=r"function 'f'.* pattern in properties\.o\.properties\.a .*look-ahead"
+    ):
+        takes(form, parameters, {}, strict=True)
+
+
+def test_definitions_are_mended_in_their_place() -> None:
+    node = objects({"next": {"$ref": "#/$defs/node"}, "name": {"type": "string", "pattern": AHEAD}}, "name")
+    parameters = objects({"first": {"$ref": "#/$defs/node"}}, "first", **{"$defs": {"node": node}})
+    assert takes(HERMES, parameters, {"first": {"next": {"name": "b"}, "name": "a"}})
+    assert not takes(HERMES, parameters, {"first": {"next": {}, "name": "a"}})
+
+
+def test_a_schema_with_too_many_faults_is_any_object() -> None:
+    parameters = objects({f"p{number}": {"type": "string", "pattern": AHEAD} for number in range(400)}, "p0")
+    assert takes(HERMES, parameters, {})
+
+
+def test_only_the_keyword_at_fault_is_left_out() -> None:
+    def error_of(schema: dict[str, Any]) -> str:
+        return "bad" if '"bad"' in json.dumps(schema) else ""
+
+    schema = {"type": "array", "items": {"anyOf": [{"enum": [1]}, {"format": "bad", "maxLength": 3}]}, "minItems": 1}
+    made, (fault,) = mended(schema, error_of)
+    assert made == {"type": "array", "items": {"anyOf": [{"enum": [1]}, {"maxLength": 3}]}, "minItems": 1}
+    assert (fault.path, fault.keyword, fault.value) == ("items.anyOf.1", "format", "bad")
+    assert mended(made, error_of) == (made, [])
