@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured import FramePart
 from octavo.text.tokenizers.tokenizer import Tokenizer
+from octavo.text.tools.arguments import arguments_of, undeclared, with_required
 from octavo.text.tools.keyed import Keyed, without_null, words_of
 from octavo.text.tools.tool import Tool
 
@@ -114,7 +115,7 @@ class Frame:
         if keyed is None:
             return self._json(tool, _arguments_schema(tool))
         _check_keyed(tool, self._plan.format.name)
-        properties, required = properties_of(tool), tool.parameters.get("required") or ()
+        properties, required = arguments_of(tool)
         names = []
         for place, (key, schema) in enumerate(properties.items()):
             names.append(f"arg_{number}_{place}")
@@ -186,20 +187,17 @@ class Frame:
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:
-    return {"type": "object", **_closed({"properties": {}} | dict(tool.parameters))}
+    schema = {"properties": {}} | dict(tool.parameters)
+    if not (tool.strict or isinstance(schema["properties"], Mapping)):
+        schema["properties"] = {}  # some languages write an empty object as a list
+    return {"type": "object", **_closed(schema, tool.strict)}
 
 
 def _property_schema(tool: Tool, schema: Any) -> dict[str, Any]:
     """Return the schema of one argument, with the shared definitions of the tool's schema."""
     alone = schema if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
     shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
-    return {**shared, **_closed(alone)}
-
-
-def properties_of(tool: Tool) -> Mapping[str, Any]:
-    """Return argument -> its schema."""
-    properties = tool.parameters.get("properties")
-    return properties if isinstance(properties, Mapping) else {}
+    return {**shared, **_closed(alone, tool.strict)}
 
 
 def _check_keyed(tool: Tool, form: str) -> None:
@@ -213,19 +211,37 @@ def _check_keyed(tool: Tool, form: str) -> None:
             f"arguments are written one by one, as in the format {form!r}; leave it out, or set strict to false.",
             param="tools",
         )
+    fault = ""
+    if not isinstance(tool.parameters.get("properties", {}), Mapping):
+        fault = "properties that are no object; correct them"
+    elif _contradicts(tool.parameters):
+        fault = f"required {', '.join(undeclared(tool.parameters))}, which additionalProperties forbids; declare them"
+    if tool.strict and fault:
+        text = f"The schema of the function {tool.name!r} has {fault}, or set strict to false."
+        raise InvalidRequestError(text, param="tools")
 
 
-def _closed(schema: Any) -> Any:
-    """Return the schema closed to undeclared properties, unless it allows them: functions don't accept them."""
+def _closed(schema: Any, strict: bool) -> Any:
+    """Return the schema closed to undeclared properties, unless it allows them: functions don't accept them.
+
+    A required property that is not declared may be any value.
+    """
     if not isinstance(schema, Mapping) or schema.keys() & _COMPOSED:
         return schema
     closed = dict(schema)
     if isinstance(closed.get("properties"), Mapping):
-        closed["properties"] = {name: _closed(one) for name, one in closed["properties"].items()}
+        if closed.get("additionalProperties", False) is False and not (strict and _contradicts(closed)):
+            closed["properties"] = with_required(closed)
+        closed["properties"] = {name: _closed(one, strict) for name, one in closed["properties"].items()}
         closed.setdefault("additionalProperties", False)
     if "items" in closed:
-        closed["items"] = _closed(closed["items"])
+        closed["items"] = _closed(closed["items"], strict)
     return closed
+
+
+def _contradicts(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema requires properties that it forbids."""
+    return schema.get("additionalProperties") is False and bool(undeclared(schema))
 
 
 def _quoted(text: str) -> str:

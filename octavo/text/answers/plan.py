@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import msgspec
 
 from octavo.core.structured import StructuredOutputsParams
-from octavo.text.answers.frame import Frame, properties_of
+from octavo.text.answers.frame import Frame
 from octavo.text.answers.reasoning import ReasoningFormat
 from octavo.text.answers.router import Router
 from octavo.text.tokenizers.tokenizer import Tokenizer
+from octavo.text.tools.arguments import arguments_of
 from octavo.text.tools.formats import ToolFormat
 from octavo.text.tools.keyed import ValueKind
 from octavo.text.tools.tool import ToolUse
@@ -81,7 +82,7 @@ class OutputPlan:
         if keyed is None or self.tools is None:
             return {}
         return {
-            tool.name: {name: keyed.kind(schema) for name, schema in properties_of(tool).items()}
+            tool.name: {name: keyed.kind(schema) for name, schema in arguments_of(tool)[0].items()}
             for tool in self.tools.callable
         }
 

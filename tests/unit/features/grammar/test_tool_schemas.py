@@ -73,6 +73,37 @@ def test_what_cannot_be_enforced_is_named(form: ToolFormat) -> None:
         takes(form, parameters, {}, strict=True)
 
 
+@in_each_format
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_required_property_that_is_not_declared_may_be_any_value(form: ToolFormat, strict: bool) -> None:
+    inner = objects({"a": {"type": "integer"}}, "b")
+    parameters = objects({"o": inner}, "o", "x")
+    assert takes(form, parameters, {"o": {"a": 1, "b": [2]}, "x": {"y": 1}}, strict=strict)
+    assert not takes(form, parameters, {"o": {"a": 1}, "x": 1}, strict=strict)
+    assert not takes(form, parameters, {"o": {"a": 1, "b": 2}}, strict=strict)
+    assert not takes(form, parameters, {"o": {"b": 2, "c": 3}, "x": 1}, strict=strict)
+
+
+@in_each_format
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_required_property_that_is_forbidden_is_refused_by_strict(form: ToolFormat, nested: bool) -> None:
+    inner = objects({"a": {"type": "integer"}}, "b", additionalProperties=False)
+    parameters = objects({"o": inner}, "o", additionalProperties=False) if nested else inner
+    arguments = {"a": 1, "b": 2}
+    assert takes(form, parameters, {"o": arguments} if nested else arguments)
+    with pytest.raises(InvalidRequestError, match=r"function 'f'.* required"):
+        takes(form, parameters, arguments, strict=True)
+
+
+@in_each_format
+@pytest.mark.parametrize("properties", [[], None])
+def test_properties_of_another_type_are_none(form: ToolFormat, properties: Any) -> None:
+    assert takes(form, {"type": "object", "properties": properties, "required": "a"}, {})
+    assert not takes(form, {"type": "object", "properties": properties}, {"a": 1})
+    with pytest.raises(InvalidRequestError, match=r"function 'f'.* properties"):
+        takes(form, {"type": "object", "properties": properties}, {}, strict=True)
+
+
 def test_definitions_are_mended_in_their_place() -> None:
     node = objects({"next": {"$ref": "#/$defs/node"}, "name": {"type": "string", "pattern": AHEAD}}, "name")
     parameters = objects({"first": {"$ref": "#/$defs/node"}}, "first", **{"$defs": {"node": node}})
