@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.json_schema import alone
 from octavo.core.structured import FramePart
 from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.arguments import arguments_of, undeclared, with_required
@@ -116,10 +117,11 @@ class Frame:
             return self._json(tool, _arguments_schema(tool))
         _check_keyed(tool, self._plan.format.name)
         properties, required = arguments_of(tool)
+        root = _closed(tool.parameters, tool.strict)
         names = []
         for place, (key, schema) in enumerate(properties.items()):
             names.append(f"arg_{number}_{place}")
-            value = self._value(keyed, tool, key, schema)
+            value = self._value(keyed, tool, key, schema, root)
             head = f"{self._literal(keyed.key_open)} {_quoted(key)} {self._literal(keyed.key_close)}"
             self._rules.append(f"{names[-1]}: {head} {value}")
         return self._in_order(names, [key in required for key in properties], self._literal(keyed.separator))
@@ -143,13 +145,14 @@ class Frame:
             self._parts[known] = FramePart(name=name, schema=known[0], where=where, path=path, strict=tool.strict)
         return f"@{self._parts[known].name}"
 
-    def _value(self, keyed: Keyed, tool: Tool, key: str, schema: Any) -> str:
-        """Return the rule of a value and its end."""
+    def _value(self, keyed: Keyed, tool: Tool, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the rule of a value and its end. `root` is the schema around the value's."""
         kind, close = keyed.kind(schema), self._literal(keyed.value_close)
         if kind == "json":
             if not keyed.raw and isinstance(schema, Mapping) and schema.get("type") == "boolean":
                 return f'("True" | "False") {close}'
-            return f"{self._json(tool, _property_schema(tool, schema), f'properties.{key}')} {close}"
+            one = alone(_closed(_as_object(schema), tool.strict), root)
+            return f"{self._json(tool, one, f'properties.{key}')} {close}"
         inner, _ = without_null(schema)
         words = words_of(inner)
         if words is None:
@@ -193,11 +196,8 @@ def _arguments_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **_closed(schema, tool.strict)}
 
 
-def _property_schema(tool: Tool, schema: Any) -> dict[str, Any]:
-    """Return the schema of one argument, with the shared definitions of the tool's schema."""
-    alone = schema if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
-    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
-    return {**shared, **_closed(alone, tool.strict)}
+def _as_object(schema: Any) -> Any:
+    return schema if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
 
 
 def _check_keyed(tool: Tool, form: str) -> None:

@@ -104,6 +104,28 @@ def test_properties_of_another_type_are_none(form: ToolFormat, properties: Any) 
         takes(form, {"type": "object", "properties": properties}, {}, strict=True)
 
 
+@in_each_format
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("root", ["#", "http://a.b/c#"])
+def test_a_schema_may_refer_to_its_own_parts(form: ToolFormat, strict: bool, root: str) -> None:
+    pair = {"type": "array", "items": {"$ref": f"{root}/properties/unit~1name"}, "maxItems": 2}
+    node = objects(
+        {"next": {"$ref": "#node"}, "unit": {"$ref": f"{root}/properties/units"}}, "unit", **{"$anchor": "node"}
+    )
+    properties = {"unit/name": {"enum": ["a", "b"]}, "units": pair, "node": {"$ref": f"{root}/$defs/list%20node"}}
+    parameters = objects(properties, **{"$id": "http://a.b/c", "$defs": {"list node": node}})
+    assert takes(form, parameters, {"units": ["a", "b"], "node": {"next": {"unit": []}, "unit": ["b"]}}, strict=strict)
+    assert not takes(form, parameters, {"units": ["c"]}, strict=strict)
+    assert not takes(form, parameters, {"node": {"next": {"unit": ["c"]}, "unit": []}}, strict=strict)
+
+
+@in_each_format
+def test_a_schema_may_contain_itself(form: ToolFormat) -> None:
+    parameters = objects({"n": {"type": "integer"}, "inner": {"$ref": "#"}}, "n")
+    assert takes(form, parameters, {"n": 1, "inner": {"n": 2, "inner": {"n": 3}}})
+    assert not takes(form, parameters, {"n": 1, "inner": {"n": 2, "inner": {}}})
+
+
 def test_definitions_are_mended_in_their_place() -> None:
     node = objects({"next": {"$ref": "#/$defs/node"}, "name": {"type": "string", "pattern": AHEAD}}, "name")
     parameters = objects({"first": {"$ref": "#/$defs/node"}}, "first", **{"$defs": {"node": node}})
