@@ -36,6 +36,8 @@ _COMPOSED = {
     "minProperties",
     "unevaluatedProperties",
 }
+_OTHER = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+"""Name of an argument that is not declared."""
 
 
 class Frame:
@@ -116,26 +118,25 @@ class Frame:
         if keyed is None:
             return self._json(tool, _arguments_schema(tool))
         _check_keyed(tool, self._plan.format.name)
-        properties, required = arguments_of(tool)
+        arguments = arguments_of(tool)
         root = _closed(tool.parameters, tool.strict)
         names = []
-        for place, (key, schema) in enumerate(properties.items()):
+        for place, (key, schema) in enumerate(arguments.properties.items()):
             names.append(f"arg_{number}_{place}")
-            value = self._value(keyed, tool, key, schema, root)
-            head = f"{self._literal(keyed.key_open)} {_quoted(key)} {self._literal(keyed.key_close)}"
-            self._rules.append(f"{names[-1]}: {head} {value}")
-        return self._in_order(names, [key in required for key in properties], self._literal(keyed.separator))
+            value = self._value(keyed, tool, f"properties.{key}", schema, root)
+            self._rules.append(f"{names[-1]}: {self._key(keyed, _quoted(key))} {value}")
+        needed = [key in arguments.required for key in arguments.properties]
+        separator, other = self._literal(keyed.separator), ""
+        if arguments.others is not None:
+            other = f"other_{number}"
+            known = [name for name in arguments.properties if re.fullmatch(_OTHER, name, re.ASCII)]
+            self._rules.append(f"OTHER_{number}: /{_OTHER}/" + (f" & ~/{'|'.join(known)}/" if known else ""))
+            value = self._value(keyed, tool, "additionalProperties", arguments.others, root)
+            self._rules.append(f"{other}: {self._key(keyed, f'OTHER_{number}')} {value}")
+        return _in_order(names, needed, separator, other)
 
-    def _in_order(self, names: list[str], needed: list[bool], separator: str) -> str:
-        """Return the rules in order, optional unless needed, with a separator between any two."""
-        if not separator:
-            return " ".join(name if must else f"{name}?" for name, must in zip(names, needed, strict=True))
-        more = [f"({separator} {name}){'' if must else '?'}" for name, must in zip(names, needed, strict=True)]
-        first = next((place for place, must in enumerate(needed) if must), len(names))
-        ways = [" ".join([name, *more[place + 1 :]]) for place, name in enumerate(names[: first + 1])]
-        if first == len(names):
-            ways.append('""')
-        return f"({' | '.join(ways)})"
+    def _key(self, keyed: Keyed, name: str) -> str:
+        return f"{self._literal(keyed.key_open)} {name} {self._literal(keyed.key_close)}"
 
     def _json(self, tool: Tool, schema: Any, path: str = "") -> str:
         """Return a reference to JSON of this schema; all references to the same schema share it."""
@@ -145,14 +146,14 @@ class Frame:
             self._parts[known] = FramePart(name=name, schema=known[0], where=where, path=path, strict=tool.strict)
         return f"@{self._parts[known].name}"
 
-    def _value(self, keyed: Keyed, tool: Tool, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the rule of a value and its end. `root` is the schema around the value's."""
+    def _value(self, keyed: Keyed, tool: Tool, path: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the rule of a value and its end. The schema is at this path of `root`."""
         kind, close = keyed.kind(schema), self._literal(keyed.value_close)
         if kind == "json":
             if not keyed.raw and isinstance(schema, Mapping) and schema.get("type") == "boolean":
                 return f'("True" | "False") {close}'
             one = alone(_closed(_as_object(schema), tool.strict), root)
-            return f"{self._json(tool, one, f'properties.{key}')} {close}"
+            return f"{self._json(tool, one, path)} {close}"
         inner, _ = without_null(schema)
         words = words_of(inner)
         if words is None:
@@ -242,6 +243,20 @@ def _closed(schema: Any, strict: bool) -> Any:
 def _contradicts(schema: Mapping[str, Any]) -> bool:
     """Return whether a schema requires properties that it forbids."""
     return schema.get("additionalProperties") is False and bool(undeclared(schema))
+
+
+def _in_order(names: list[str], needed: list[bool], separator: str, other: str) -> str:
+    """Return the rules in order, optional unless needed, then any number of `other`, with separators if there are."""
+    if not separator:
+        ordered = [name if must else f"{name}?" for name, must in zip(names, needed, strict=True)]
+        return " ".join([*ordered, f"{other}*"] if other else ordered)
+    more = [f"({separator} {name}){'' if must else '?'}" for name, must in zip(names, needed, strict=True)]
+    more += [f"({separator} {other})*"] if other else []
+    first = next((place for place, must in enumerate(needed) if must), len(names))
+    ways = [" ".join([name, *more[place + 1 :]]) for place, name in enumerate(names[: first + 1])]
+    if first == len(names):
+        ways += [f"{other} {more[-1]}", '""'] if other else ['""']
+    return f"({' | '.join(ways)})"
 
 
 def _quoted(text: str) -> str:

@@ -5,7 +5,7 @@ answer:  reasoning? (content | content? calls)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from octavo.core.structured import StructuredOutputsParams
 from octavo.text.answers.frame import Frame
 from octavo.text.answers.reasoning import ReasoningFormat
-from octavo.text.answers.router import Router
+from octavo.text.answers.router import Kinds, Router
 from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.arguments import arguments_of
 from octavo.text.tools.formats import ToolFormat
@@ -77,14 +77,17 @@ class OutputPlan:
             inside=self.inside,
         )
 
-    def _kinds(self) -> Mapping[str, Mapping[str, ValueKind]]:
+    def _kinds(self) -> Kinds:
         keyed = self.format.keyed
         if keyed is None or self.tools is None:
             return {}
-        return {
-            tool.name: {name: keyed.kind(schema) for name, schema in arguments_of(tool)[0].items()}
-            for tool in self.tools.callable
-        }
+        kinds: dict[str, dict[str | None, ValueKind]] = {}
+        for tool in self.tools.callable:
+            arguments = arguments_of(tool)
+            kinds[tool.name] = {name: keyed.kind(schema) for name, schema in arguments.properties.items()}
+            if arguments.others is not None:
+                kinds[tool.name][None] = keyed.kind(arguments.others)
+        return kinds
 
     def marks(self) -> list[str]:
         """Texts that a router looks for."""

@@ -17,7 +17,8 @@ from octavo.text.tools.keyed import KeyedReader, ValueKind
 from octavo.text.tools.scan import ObjectScan, begun
 
 PieceKind = Literal["reasoning", "content", "call"]
-Kinds = Mapping[str, Mapping[str, ValueKind]]
+Kinds = Mapping[str, Mapping[str | None, ValueKind]]
+"""Function -> argument -> how its value is written; None stands for all arguments that are not declared."""
 
 
 @dataclass(slots=True)

@@ -105,10 +105,11 @@ class KeyedReader:
 
     Args:
         call_close: the end of a call.
-        kinds: how the values of known arguments are written; others are text, or JSON if the form has no text.
+        kinds: how the values of known arguments are written; None stands for the others. If it is missing, they are
+            text, or JSON if the form has no text.
     """
 
-    def __init__(self, form: Keyed, call_close: str, kinds: Mapping[str, ValueKind]) -> None:
+    def __init__(self, form: Keyed, call_close: str, kinds: Mapping[str | None, ValueKind]) -> None:
         self.complete = False
         self._form = form
         self._close = call_close
@@ -144,7 +145,7 @@ class KeyedReader:
         if place < 0:
             return "", 0
         name = text[len(lead) : place]
-        self._kind = self._kinds.get(name, "text" if form.raw else "json")
+        self._kind = self._kinds.get(name) or self._kinds.get(None, "text" if form.raw else "json")
         self._in_value, self._opened, self._scan, self._scalar = True, False, ValueScan(), ""
         opening = ", " if self._count else "{"
         self._count += 1

@@ -29,19 +29,24 @@ def objects(properties: dict[str, Any], *required: str, **more: Any) -> dict[str
     return {"type": "object", "properties": properties, "required": list(required)} | more
 
 
+def plan_of(form: ToolFormat, parameters: dict[str, Any], *, strict: bool = False) -> OutputPlan:
+    tool = Tool(name="f", parameters=parameters, strict=strict)
+    return OutputPlan(format=form, tools=ToolUse(offered=[tool], callable=[tool], mode="required", parallel=False))
+
+
+def written(form: ToolFormat, arguments: dict[str, Any]) -> str:
+    return form.group_open + form.write("f", json.dumps(arguments)) + form.group_close
+
+
 def takes(form: ToolFormat, parameters: dict[str, Any], arguments: dict[str, Any], *, strict: bool = False) -> bool:
     """Whether a call with these arguments is among the possible answers.
 
     Raises:
         InvalidRequestError: the schema is refused.
     """
-    tool = Tool(name="f", parameters=parameters, strict=strict)
-    use = ToolUse(offered=[tool], callable=[tool], mode="required", parallel=False)
-    wanted = OutputPlan(format=form, tools=use).form(TOKENIZER)
+    wanted = plan_of(form, parameters, strict=strict).form(TOKENIZER)
     matcher = COMPILER.open(msgspec.Raw(msgspec.msgpack.encode(wanted))).result().matcher.deep_copy()
-    tokens = TOKENIZER.encode(
-        form.group_open + form.write("f", json.dumps(arguments)) + form.group_close, add_special_tokens=False
-    )
+    tokens = TOKENIZER.encode(written(form, arguments), add_special_tokens=False)
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
@@ -147,3 +152,70 @@ def test_only_the_keyword_at_fault_is_left_out() -> None:
     assert made == {"type": "array", "items": {"anyOf": [{"enum": [1]}, {"maxLength": 3}]}, "minItems": 1}
     assert (fault.path, fault.keyword, fault.value) == ("items.anyOf.1", "format", "bad")
     assert mended(made, error_of) == (made, [])
+
+
+DEFS = {
+    "unit": {"type": "string", "enum": ["x", "y"], "description": "Any."},
+    "args": objects({"a": {"type": "integer"}, "u": {"$ref": "#/$defs/unit"}}, "a"),
+}
+
+
+def way(kind: str, name: str, schema: Any) -> dict[str, Any]:
+    return objects({"kind": {"const": kind}, name: schema}, "kind", name)
+
+
+@in_each_format
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"$ref": "#/$defs/args"}, {"a": 1, "u": "x"}, {"u": "x"}),
+        ({"allOf": [{"$ref": "#/$defs/args"}, objects({"b": {"type": "integer"}}, "b")]}, {"a": 1, "b": 2}, {"a": 1}),
+        (
+            {"anyOf": [way("p", "z", {"type": "integer"}), way("q", "w", {"type": "boolean"})]},
+            {"kind": "q", "w": True},
+            {"kind": "r", "w": True},
+        ),
+        ({"properties": {"a": {"allOf": [{"$ref": "#/$defs/unit"}], "default": "x"}}}, {"a": "x"}, {"a": "z"}),
+        (
+            {"properties": {"a": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}], "default": None}}},
+            {"a": "x"},
+            {"a": "z"},
+        ),
+        ({"properties": {"a": {"$ref": "#/properties/a"}, "b": {"type": "integer"}}}, {"b": 1}, {"b": "x"}),
+        ({"properties": {"a": False, "b": {"type": "integer"}}}, {"b": 1}, {"a": 1}),
+    ],
+)
+def test_arguments_are_found_wherever_they_are_declared(
+    form: ToolFormat, parameters: dict[str, Any], good: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    parameters = {"$defs": DEFS} | parameters
+    assert takes(form, parameters, good)
+    assert not takes(form, parameters, bad)
+
+
+@pytest.mark.parametrize("form", [QWEN_CODER, PYTHONIC, GLM45], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        (
+            objects({"a": {"type": "integer"}}, "a", additionalProperties=True),
+            [{"a": 1}, {"a": 1, "ab": 5}, {"a": 1, "c": 2, "d": [3]}],
+            [{"b": 2}, {"a": "x"}, {"a": 1, "a ": 2}],
+        ),
+        ({"additionalProperties": {"type": "integer"}}, [{}, {"b": 1}, {"b": 1, "c": 2}], [{"b": "x"}]),
+        (
+            objects({"é": {}}, additionalProperties={"type": "string"}),
+            [{"é": 1, "b": "x"}],
+            [{"b": "x", "é": 1}, {"è": "x"}],
+        ),
+    ],
+)
+def test_arguments_without_a_declaration_are_taken_if_the_schema_allows_them(
+    form: ToolFormat, parameters: dict[str, Any], good: list[dict[str, Any]], bad: list[dict[str, Any]]
+) -> None:
+    for arguments in good:
+        assert takes(form, parameters, arguments), arguments
+        pieces = plan_of(form, parameters).router().push(written(form, arguments))
+        assert json.loads("".join(piece.text for piece in pieces)) == arguments
+    for arguments in bad:
+        assert not takes(form, parameters, arguments), arguments
