@@ -17,6 +17,13 @@ _DIRECT = (
 """Keywords with a schema or a list of schemas."""
 
 _NAMES = ("$id", "$anchor")
+COUNTS = (
+    *(("minLength", "maxLength"), ("minItems", "maxItems")),
+    *(("minProperties", "maxProperties"), ("minContains", "maxContains")),
+)
+"""Keywords that bound a number of things, from below and from above."""
+MOST = 2**31 - 1
+"""Nothing that is generated has more characters, items or properties."""
 
 
 def inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -46,6 +53,25 @@ def mapped(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str,
             made[keyword] = change(found)
         elif isinstance(found, list):
             made[keyword] = [change(one) for one in found]
+    return made
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a number is an integer as JSON schemas define it: 5.0 is one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+
+
+def with_plain_counts(schema: Any) -> Any:
+    """Return the schema with counts such as 5.0 written as integers, and without upper bounds beyond reach."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = mapped(schema, with_plain_counts)
+    for low, high in COUNTS:
+        for keyword in (low, high):
+            if is_whole(made.get(keyword)):
+                made[keyword] = int(made[keyword])
+        if is_whole(made.get(high)) and made[high] > MOST:
+            del made[high]
     return made
 
 

@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.json_schema import with_plain_counts
 from octavo.core.structured import JSON_WHITESPACE, FramePart, StructuredOutputsParams
 from octavo.features.grammar.closing import closed
 from octavo.features.grammar.tags import tags_to_lark
@@ -50,7 +51,7 @@ def lower(params: StructuredOutputsParams) -> str:
 def with_options(schema: dict[str, Any], part: FramePart) -> dict[str, Any]:
     """Return the schema of a part of a frame with llguidance's options."""
     options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
-    return schema | {"x-guidance": options if part.strict else options | {"lenient": True}}
+    return {**with_plain_counts(schema), "x-guidance": options if part.strict else options | {"lenient": True}}
 
 
 def _lower(params: StructuredOutputsParams) -> str:
@@ -78,7 +79,7 @@ def json_options(params: StructuredOutputsParams) -> JsonCompileOptions:
 
 
 def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
-    schema = closed(schema, everywhere=params.disable_additional_properties)
+    schema = closed(with_plain_counts(schema), everywhere=params.disable_additional_properties)
     return str(LLMatcher.grammar_from_json_schema(schema, defaults=json_options(params)))
 
 

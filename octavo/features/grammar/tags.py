@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import regex_to_lark
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.json_schema import with_plain_counts
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # only its stub has it
@@ -132,7 +133,7 @@ class _Writer:
     def json(self, schema: Any, where: str) -> str:
         if not isinstance(schema, dict | bool):
             raise self.wrong(where, "must be a JSON schema", schema)
-        laid_out = {"x-guidance": self._options, **schema} if isinstance(schema, dict) else schema
+        laid_out = {"x-guidance": self._options, **with_plain_counts(schema)} if isinstance(schema, dict) else schema
         return self.rule("%json " + json.dumps(laid_out))
 
     def regex(self, pattern: Any, where: str) -> str:

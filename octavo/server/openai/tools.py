@@ -8,6 +8,7 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.server.body import require
 from octavo.server.openai.protocol import ChatBody, ToolBody
+from octavo.text.tools.bounds import check_bounds
 from octavo.text.tools.loose import json_types
 from octavo.text.tools.tool import Mode, Tool, ToolUse
 
@@ -79,6 +80,7 @@ def _tool(number: int, body: ToolBody) -> Tool:
         kind,
         f"{where}.function.parameters must be the JSON schema of an object.",
     )
+    check_bounds(parameters, function.name, f"{where}.function.parameters")
     return Tool(
         name=function.name,
         description=function.description,

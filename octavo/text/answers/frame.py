@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.json_schema import alone
+from octavo.core.json_schema import alone, with_plain_counts
 from octavo.core.structured import FramePart
 from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.arguments import arguments_of, undeclared, with_required
@@ -157,6 +157,7 @@ class Frame:
         inner, _ = without_null(schema)
         words = words_of(inner)
         if words is None:
+            inner = with_plain_counts(inner)
             return self._upto(keyed.value_close, inner.get("minLength", 0), inner.get("maxLength", ""))
         if kind == "nullable":
             words = [*words, "null"]

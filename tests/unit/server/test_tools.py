@@ -256,6 +256,10 @@ def test_logprobs_are_of_all_tokens() -> None:
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
             "tools.0.function.parameters",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"maxProperties": None}}}]},
+            "tools.0.function.parameters",
+        ),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -55,6 +55,7 @@ NOTE = {"type": "tag", "begin": "<note>", "content": ANY, "end": "</note>"}
     ("form", "good", "bad"),
     [
         ({"json": PERSON}, ['{"name":"Al","age":3}', '{\n  "name": "Al"\n}'], ['{"age":3}', '{"name":1}', "{}", "[]"]),
+        ({"json": {"type": "string", "minLength": 1.0, "maxLength": 2.0}}, ['"a"', '"ab"'], ['""', '"abc"']),
         ({"json": '{"type": "boolean"}'}, ["true"], ['"true"', "1"]),
         ({"json": {"enum": ["a/b", "ü", 7]}}, ['"a/b"', '"ü"', "7"], ['"a"', "8"]),
         ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a":}']),

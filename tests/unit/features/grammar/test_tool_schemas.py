@@ -131,6 +131,15 @@ def test_a_schema_may_contain_itself(form: ToolFormat) -> None:
     assert not takes(form, parameters, {"n": 1, "inner": {"n": 2, "inner": {}}})
 
 
+@in_each_format
+@pytest.mark.parametrize("most", [3.0, 2**63])
+def test_any_integer_of_json_is_a_bound(form: ToolFormat, most: float) -> None:
+    parameters = objects({"a": {"type": "string", "minLength": 2.0, "maxLength": most}, "b": {"maxItems": most}}, "a")
+    assert takes(form, parameters, {"a": "abc", "b": []}, strict=True)
+    assert not takes(form, parameters, {"a": "a"}, strict=True)
+    assert takes(form, parameters, {"a": "abcd"}, strict=True) == (most > 3)
+
+
 def test_definitions_are_mended_in_their_place() -> None:
     node = objects({"next": {"$ref": "#/$defs/node"}, "name": {"type": "string", "pattern": AHEAD}}, "name")
     parameters = objects({"first": {"$ref": "#/$defs/node"}}, "first", **{"$defs": {"node": node}})
