@@ -71,6 +71,8 @@ def test_what_cannot_be_enforced_is_left_out(form: ToolFormat, schema: dict[str,
 
 @in_each_format
 def test_what_cannot_be_enforced_is_named(form: ToolFormat) -> None:
+    with pytest.raises(InvalidRequestError, match=r"function 'f'.* enum in properties\.a is \[\]"):
+        takes(form, objects({"a": {"enum": []}}, "a"), {}, strict=True)
     parameters = objects({"o": objects({"a": {"type": "string", "pattern": AHEAD}})}, additionalProperties=False)
     with pytest.raises(
         InvalidRequestError, match=r"function 'f'.* pattern in properties\.o\.properties\.a .*look-ahead"
