@@ -32,6 +32,8 @@ _MAX_REASON, _MAX_SHOWN = 500, 100
 _NOT_FOR_USERS = re.compile(r"\n?<(?:backtrace|non-verbose/?|state)>")
 """What llguidance appends to a reason: its stack, or a note on omitted state."""
 
+_TOO_LARGE, _PANIC = "panic: assertion failed: grammar.symbols", "panic:"
+"""llguidance's reasons for a grammar of more than 65,525 symbols, and for its other faults."""
 _NO_OUTPUT = "NoExtensionBias"
 """llguidance's reason for a grammar without a possible first token."""
 _LOOPS = {"json": "one of its $ref", "grammar": "one of its rules", "structural_tag": "one of its $ref"}
@@ -92,7 +94,7 @@ class Compiler:
     def _compile(self, key: bytes) -> CompiledGrammar:
         params = self._defaults.applied(msgspec.msgpack.decode(key, type=StructuredOutputsParams))
         made = self._made(lower(params))
-        if made.matcher.is_error() and params.parts:
+        if made.matcher.is_error() and params.parts and not made.matcher.get_error().startswith(_TOO_LARGE):
             made = self._made(lower(self._with_usable_parts(params)))
         if made.matcher.is_error():
             raise InvalidRequestError(_reason(params, made.matcher.get_error()), param=params.param)
@@ -157,9 +159,13 @@ def _fault_text(part: FramePart, fault: Fault) -> str:
 
 
 def _reason(params: StructuredOutputsParams, error: str) -> str:
-    names = {"json": "JSON schema", "json_object": "JSON schema", "regex": "regular expression"}
+    names = {"json": "JSON schema", "json_object": "JSON schema", "regex": "regular expression", "frame": "form"}
     what = names.get(params.form, params.form.replace("_", " "))
     text = _plain(error)
+    if text.startswith(_TOO_LARGE):
+        text = "it is too large for a grammar. Make it simpler, or offer fewer tools."
+    elif text.startswith(_PANIC):
+        text = "llguidance fails on it. Make it simpler."
     if text == _NO_OUTPUT:
         loop = _LOOPS.get(params.form)
         text = "no output can match it. " + (

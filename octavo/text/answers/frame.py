@@ -133,7 +133,29 @@ class Frame:
             self._rules.append(f"OTHER_{number}: /{_OTHER}/" + (f" & ~/{'|'.join(known)}/" if known else ""))
             value = self._value(keyed, tool, "additionalProperties", arguments.others, root)
             self._rules.append(f"{other}: {self._key(keyed, f'OTHER_{number}')} {value}")
-        return _in_order(names, needed, separator, other)
+        if not separator:
+            ordered = [name if must else f"{name}?" for name, must in zip(names, needed, strict=True)]
+            return " ".join([*ordered, f"{other}*"] if other else ordered)
+        more = f" ({separator} {other})*" if other else ""
+        ways = [self._some(names, needed, separator) + more] if names else []
+        if not any(needed):
+            ways += [other + more, '""'] if other else ['""']
+        return f"({' | '.join(ways)})"
+
+    def _some(self, names: list[str], needed: list[bool], separator: str) -> str:
+        """Return the rule of one or more of the names, in order, with separators.
+
+        It is made of those of both halves, so that the grammar is neither large nor deep.
+        """
+        if len(names) == 1:
+            return names[0]
+        half = len(names) // 2
+        before = self._some(names[:half], needed[:half], separator)
+        after = self._some(names[half:], needed[half:], separator)
+        rule = f"some_{len(self._rules)}"
+        both = f"{before} ({separator} {after}){'' if any(needed[half:]) else '?'}"
+        self._rules.append(f"{rule}: {both}" + ("" if any(needed[:half]) else f" | {after}"))
+        return rule
 
     def _key(self, keyed: Keyed, name: str) -> str:
         return f"{self._literal(keyed.key_open)} {name} {self._literal(keyed.key_close)}"
@@ -244,20 +266,6 @@ def _closed(schema: Any, strict: bool) -> Any:
 def _contradicts(schema: Mapping[str, Any]) -> bool:
     """Return whether a schema requires properties that it forbids."""
     return schema.get("additionalProperties") is False and bool(undeclared(schema))
-
-
-def _in_order(names: list[str], needed: list[bool], separator: str, other: str) -> str:
-    """Return the rules in order, optional unless needed, then any number of `other`, with separators if there are."""
-    if not separator:
-        ordered = [name if must else f"{name}?" for name, must in zip(names, needed, strict=True)]
-        return " ".join([*ordered, f"{other}*"] if other else ordered)
-    more = [f"({separator} {name}){'' if must else '?'}" for name, must in zip(names, needed, strict=True)]
-    more += [f"({separator} {other})*"] if other else []
-    first = next((place for place, must in enumerate(needed) if must), len(names))
-    ways = [" ".join([name, *more[place + 1 :]]) for place, name in enumerate(names[: first + 1])]
-    if first == len(names):
-        ways += [f"{other} {more[-1]}", '""'] if other else ['""']
-    return f"({' | '.join(ways)})"
 
 
 def _quoted(text: str) -> str:

@@ -152,6 +152,32 @@ def test_what_is_no_call_is_not_let_through(form: ToolFormat, arguments: dict[st
     assert not takes(text, plan_of(form, WEATHER))
 
 
+@pytest.mark.parametrize("form", [QWEN_CODER, PYTHONIC], ids=lambda form: form.name)
+@pytest.mark.parametrize("needed", ["", "a", "c", "bd", "abcde"])
+def test_arguments_are_in_order_and_any_but_the_required_may_be_missing(form: ToolFormat, needed: str) -> None:
+    properties = {key: {"type": "integer"} for key in "abcde"}
+    plan = plan_of(form, Tool(name="f", parameters={"properties": properties, "required": list(needed)}))
+    grammar = matcher(plan)
+    for count in range(6):
+        for names in itertools.permutations("abcde", count):
+            text = form.group_open + form.write("f", json.dumps(dict.fromkeys(names, 1))) + form.group_close
+            tokens = TOKENIZER.encode(text, add_special_tokens=False)
+            made = grammar.deep_copy()
+            taken = made.try_consume_tokens(tokens) == len(tokens) and made.is_accepting()
+            assert taken == (sorted(names) == list(names) and set(needed) <= set(names)), names
+
+
+@pytest.mark.parametrize("form", KEYED, ids=lambda form: form.name)
+def test_grammars_grow_in_proportion_to_the_arguments(form: ToolFormat) -> None:
+    def size(count: int) -> int:
+        properties = {f"p{number}": {"type": "integer"} for number in range(100, 100 + count)}
+        wanted = plan_of(form, Tool(name="f", parameters={"properties": properties})).form(TOKENIZER)
+        assert wanted is not None
+        return len(str(wanted.frame))
+
+    assert size(800) < 3 * size(400)
+
+
 def test_how_the_formats_look() -> None:
     arguments = '{"city": "Rome", "days": 3}'
     coder = "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"

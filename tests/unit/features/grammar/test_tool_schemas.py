@@ -154,6 +154,21 @@ def test_a_schema_with_too_many_faults_is_any_object() -> None:
     assert takes(HERMES, parameters, {})
 
 
+def test_tools_too_large_for_a_grammar_are_refused_in_plain_words() -> None:
+    def one(number: int) -> Tool:
+        kinds = [{"type": "array", "items": {"enum": [f"{number}-{place}"]}} for place in range(20)]
+        return Tool(name=f"f{number}", parameters=objects({f"p{place}": kind for place, kind in enumerate(kinds)}))
+
+    tools = [one(number) for number in range(512)]
+    plan = OutputPlan(format=PYTHONIC, tools=ToolUse(offered=tools, callable=tools, mode="auto"))
+    option = msgspec.Raw(msgspec.msgpack.encode(plan.form(TOKENIZER)))
+    with pytest.raises(InvalidRequestError, match=r"of tools can't be used: it is too large .* fewer tools") as caught:
+        COMPILER.open(option).result()
+    assert "panic" not in str(caught.value)
+    few = OutputPlan(format=PYTHONIC, tools=ToolUse(offered=tools, callable=tools[:64], mode="auto"))
+    COMPILER.open(msgspec.Raw(msgspec.msgpack.encode(few.form(TOKENIZER)))).result()
+
+
 def test_only_the_keyword_at_fault_is_left_out() -> None:
     def error_of(schema: dict[str, Any]) -> str:
         return "bad" if '"bad"' in json.dumps(schema) else ""
