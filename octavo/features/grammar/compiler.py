@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 16 << 20
 _THREADS = 2
+_STACK_BYTES = 512 << 20
+"""llguidance recurses along chains of rules and references: up to 8 KB for each of 65,525 symbols, and 2.7 KB for each
+terminal, of which 1 MiB of text may have 120,000. Only what is used takes memory."""
 _MAX_REASON, _MAX_SHOWN = 500, 100
 _NOT_FOR_USERS = re.compile(r"\n?<(?:backtrace|non-verbose/?|state)>")
 """What llguidance appends to a reason: its stack, or a note on omitted state."""
@@ -72,7 +75,7 @@ class Compiler:
         self._eos = list(eos_token_ids)
         self._kept: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._kept_bytes = 0
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-compile")
+        self._threads: ThreadPoolExecutor | None = None
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
 
@@ -81,6 +84,7 @@ class Compiler:
         key = bytes(option)
         future = self._kept.get(key)
         if future is None:
+            self._threads = self._threads or _started()
             future = self._threads.submit(self._compile, key)
             self._kept[key] = future
             self._kept_bytes += len(key)
@@ -137,6 +141,21 @@ class Compiler:
                 eos = [token for token in self._eos if token < self.vocab_size]
                 self._tokenizer = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=eos or None)
             return self._tokenizer
+
+
+def _started() -> ThreadPoolExecutor:
+    """Return the pool with all its threads started."""
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-compile")
+    all_started = threading.Barrier(_THREADS)
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        for _ in range(_THREADS):
+            pool.submit(all_started.wait)
+    except RuntimeError:  # no address space for such a stack
+        all_started.abort()
+    finally:
+        threading.stack_size(before)
+    return pool
 
 
 def _limits() -> LLParserLimits:
