@@ -97,6 +97,13 @@ class Compiler:
 
     def _compile(self, key: bytes) -> CompiledGrammar:
         params = self._defaults.applied(msgspec.msgpack.decode(key, type=StructuredOutputsParams))
+        try:
+            return self._compiled(params)
+        except RecursionError:
+            text = f"{params.form} of {params.param} is nested too deeply; llguidance takes about 100 levels."
+            raise InvalidRequestError(text, param=params.param) from None
+
+    def _compiled(self, params: StructuredOutputsParams) -> CompiledGrammar:
         made = self._made(lower(params))
         if made.matcher.is_error() and params.parts and not made.matcher.get_error().startswith(_TOO_LARGE):
             made = self._made(lower(self._with_usable_parts(params)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -196,6 +197,7 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled(monkeypatch: pytest.M
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
         ({"json": "{"}, "JSON"),
+        *[({"json": '{"items":' * depth + "{}" + "}" * depth}, "nested|recursion") for depth in (300, 700, 3000)],
         ({"regex": "(a|b"}, "unclosed"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"grammar": "start: foo"}, "foo"),
@@ -214,7 +216,7 @@ def test_a_bad_form_fails_its_own_request_only(form: dict[str, Any], word: str) 
         end = house.end("bad", index)
         assert (end.finish, end.refused, end.tokens) == (FinishReason.ERROR, "field", [])
         assert end.error is not None
-        assert word in end.error
+        assert re.search(word, end.error)
         assert len(end.error) < 700
         assert "<" not in end.error
 
