@@ -36,6 +36,8 @@ _COMPOSED = {
     "minProperties",
     "unevaluatedProperties",
 }
+_SPACE = r"[\s\x1c-\x1f]"
+"""What Python's `strip` removes."""
 _OTHER = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 """Name of an argument that is not declared."""
 
@@ -62,8 +64,8 @@ class Frame:
         return tuple(self._parts.values())
 
     def text(self) -> str:
-        start = self._body()
         plan = self._plan
+        start = self._body()
         if plan.reasoning is not None:
             end = self._upto(plan.reasoning.end)
             gap = "GAP"
@@ -89,11 +91,23 @@ class Frame:
                     param=plan.content.param,
                 )
             return f"@content | {self._literal(form.opening)} {self._calls()}"
+        opens = [plan.reasoning.begin] if plan.reasoning is not None and not plan.inside else []
         if form.trigger:
+            text = self._not_opening("CONTENT", opens) if opens else "TEXT"
             rest = self._literal(form.opening[len(form.trigger) :])
-            return f"TEXT | {self._upto(form.trigger)} {rest} {self._calls()}"
-        self._rules.append(f"OTHER: /[^{re.escape(form.opening[0])}](.|\\n)*/")
-        return f'"" | OTHER | {self._literal(form.opening)} {self._calls()}'
+            return f"{text} | {self._upto(form.trigger, text=text)} {rest} {self._calls()}"
+        text = self._not_opening("OTHER", [*opens, form.opening[0]])
+        return f"{text} | {self._literal(form.opening)} {self._calls()}"
+
+    def _not_opening(self, name: str, marks: list[str]) -> str:
+        """Return the terminal of text that does not begin with a mark.
+
+        The router ignores white space before the reasoning, and between it and the rest; so it does not matter here.
+        """
+        space = f"{_SPACE}*" if self._plan.reasoning is not None else ""
+        ways = "|".join(map(_as_pattern, marks))
+        self._rules.append(f"{name}: /(.|\\n)*/ & ~/{space}({ways})(.|\\n)*/")
+        return name
 
     def _calls(self) -> str:
         """Return the rule for everything after the opening of the first call."""
@@ -185,13 +199,13 @@ class Frame:
             words = [*words, "null"]
         return f"({' | '.join(map(_quoted, words))}) {close}"
 
-    def _upto(self, mark: str, least: int = 0, most: int | str = "") -> str:
+    def _upto(self, mark: str, least: int = 0, most: int | str = "", text: str = "TEXT") -> str:
         """Return the rule of any text with a bounded number of characters, followed by the mark."""
-        text = "TEXT" if (least, most) == (0, "") else f"/(.|\\n){{{least},{most}}}/"
+        text = text if (least, most) == (0, "") else f"/(.|\\n){{{least},{most}}}/"
         if any(mark.startswith(one) for one in self._special):
             return f"{text} {self._literal(mark)}"
         name = f"upto_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: /(.|\\n){{{least},{most}}}/ {_quoted(mark)}")
+        self._rules.append(f"{name}[lazy]: {text} {_quoted(mark)}")
         return name
 
     def _literal(self, text: str) -> str:
@@ -266,6 +280,10 @@ def _closed(schema: Any, strict: bool) -> Any:
 def _contradicts(schema: Mapping[str, Any]) -> bool:
     """Return whether a schema requires properties that it forbids."""
     return schema.get("additionalProperties") is False and bool(undeclared(schema))
+
+
+def _as_pattern(text: str) -> str:
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _quoted(text: str) -> str:

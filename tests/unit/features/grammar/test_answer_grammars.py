@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -16,7 +17,7 @@ from octavo.features.grammar.lower import lower
 from octavo.text.answers.plan import OutputPlan
 from octavo.text.answers.reasoning import MISTRAL_THINK, THINK
 from octavo.text.tokenizers.tokenizer import Tokenizer
-from octavo.text.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
+from octavo.text.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, PYTHONIC, ToolFormat
 from octavo.text.tools.tool import Tool, ToolUse
 
 WEATHER = Tool(
@@ -47,12 +48,19 @@ def use(mode: Any, *, parallel: bool = True, tools: tuple[Tool, ...] = (WEATHER,
 
 
 def takes(text: str, kind: tuple[Tokenizer, LLTokenizer] = PLAIN, **plan: Any) -> bool:
-    tokenizer, grammar_tokenizer = kind
-    form = OutputPlan(**{"format": HERMES, **plan}).form(tokenizer)
+    return matched(compiled(OutputPlan(**{"format": HERMES, **plan}), kind), text, kind)
+
+
+def compiled(plan: OutputPlan, kind: tuple[Tokenizer, LLTokenizer]) -> LLMatcher:
+    form = plan.form(kind[0])
     assert form is not None
-    matcher = LLMatcher(grammar_tokenizer, lower(form), log_level=0)
+    matcher = LLMatcher(kind[1], lower(form), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return matcher
+
+
+def matched(matcher: LLMatcher, text: str, kind: tuple[Tokenizer, LLTokenizer]) -> bool:
+    tokens = kind[0].encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(tokens) == len(tokens) and (matcher.is_accepting() or matcher.is_stopped())
 
 
@@ -90,6 +98,34 @@ def test_reasoning_comes_first(kind: tuple[Tokenizer, LLTokenizer]) -> None:
     assert not takes("<think>hm" + call, kind, **plan)
     assert takes("\nhm</think>" + call, kind, **plan, inside=True)
     assert not takes(call, kind, **plan, inside=True)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [PLAIN, MARKED], ids=["text marks", "special tokens"])
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, PYTHONIC], ids=lambda form: form.name)
+def test_reasoning_and_calls_are_where_the_router_finds_them(
+    form: ToolFormat, kind: tuple[Tokenizer, LLTokenizer], inside: bool
+) -> None:
+    """Of all answers made of these parts, those that the grammar takes are read without loss."""
+    plan = OutputPlan(format=form, tools=use("auto"), reasoning=THINK, inside=inside)
+    matcher = compiled(plan, kind)
+    parts = ["<think>", "</think>", "\n", "\t", "a", form.opening[0], calls(form, ("clock", "{}"))]
+    took = 0
+    for chosen in itertools.chain(*(itertools.product(parts, repeat=count) for count in range(5))):
+        text = "".join(chosen)
+        if matched(matcher.deep_copy(), text, kind):
+            took += 1
+            router = plan.router()
+            pieces = router.push(text) + router.flush()
+            said = "".join(piece.text for piece in pieces if piece.kind != "call")
+            made = "".join(f"{piece.name or ''}{piece.text}" for piece in pieces if piece.kind == "call")
+            count = len(made) // len("clock{}")
+            assert made == "clock{}" * count, text
+            left = text.removesuffix("\n".join([parts[-1]] * count))
+            for mark in ["<think>", "</think>"] if not inside and text.startswith("<think>") else ["</think>"] * inside:
+                left = left.replace(mark, "", 1)
+            assert "".join(said.split()) == "".join(left.split()), text
+    assert took > 100
 
 
 @pytest.mark.parametrize(
