@@ -23,7 +23,7 @@ class ChoiceText:
         stopped_by_text: a stop string or `ends` found this end, so the engine must abort the choice.
 
     Args:
-        ends: called with pieces of the text; returns True where the answer ends.
+        ends: called with all pieces of the text; returns True where the answer ends, whatever `min_tokens` says.
     """
 
     def __init__(
@@ -116,16 +116,19 @@ class ChoiceText:
             return
         text = self._detokenizer.push(token)
         if self._count <= self._params.min_tokens:
-            self._text.append(text)
+            self._tell(text)
         else:
             self._match(text)
 
     def _match(self, text: str) -> None:
         safe, stop = self._matcher.push(text)
-        self._text.append(safe)
+        self._tell(safe)
         if stop is not None:
             self.finish, self.stop_reason, self.stopped_by_text = FinishReason.STOP, stop, True
-        elif self._ends is not None and self._ends(safe):
+
+    def _tell(self, text: str) -> None:
+        self._text.append(text)
+        if self._ends is not None and self._ends(text):
             self.finish, self.stopped_by_text = FinishReason.STOP, True
 
     def _end(self, delta: TokenDelta) -> None:

@@ -298,6 +298,18 @@ def test_a_call_that_is_required_and_repeated_ends_the_answer() -> None:
 
 
 @pytest.mark.features("grammar")
+@pytest.mark.parametrize("stop", [None, "never said"])
+@pytest.mark.parametrize("least", [len(CALL) // 2, 5 * len(CALL)])
+def test_a_repeated_call_ends_the_answer_before_its_least_length(least: int, stop: str | None) -> None:
+    place = Place("\n".join([CALL] * 40))
+    asked = ASKED | REQUIRED | {"min_tokens": least, "max_tokens": 7 * len(CALL), "stop": stop}
+    message, finish = place.both(asked)
+    assert message["tool_calls"] == [function("weather", '{"city": "Paris"}')]
+    assert finish == "tool_calls"
+    assert place.ask(asked).json()["usage"]["completion_tokens"] < 2 * len(CALL) + len("never said")
+
+
+@pytest.mark.features("grammar")
 def test_only_the_choice_that_repeats_a_call_is_ended() -> None:
     place = Place("")
     circles, other = "\n".join([CLOCK_CALL] * 9), f"{CALL}\n{CLOCK_CALL}"
