@@ -79,7 +79,7 @@ async def _whole(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> di
             tokens += len(choice.token_ids)
             told.note(output, choice, news.finish)
     usage = _usage(chat, told.cached, tokens)
-    return answer.message(_content(message), told.stop(calls=bool(message.calls)), usage)
+    return answer.message(_content(message), told.stop(calls=bool(message.calls) and not routed.cut), usage)
 
 
 async def _stream(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> AsyncGenerator[bytes, None]:
@@ -96,7 +96,11 @@ async def _stream(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> A
             events += blocks.take(news)
             if events:
                 yield b"".join(events)
-    end = {"type": "message_delta", "delta": told.stop(calls=blocks.calls), "usage": _usage(chat, told.cached, tokens)}
+    end = {
+        "type": "message_delta",
+        "delta": told.stop(calls=blocks.calls and not routed.cut),
+        "usage": _usage(chat, told.cached, tokens),
+    }
     yield b"".join(
         [*blocks.close(), named_event("message_delta", end), named_event("message_stop", {"type": "message_stop"})]
     )

@@ -36,6 +36,11 @@ class Routed:
         self._show = show_reasoning
         self._calls = 0
 
+    @property
+    def cut(self) -> bool:
+        """Whether the last call is incomplete."""
+        return self._router.in_arguments
+
     def take(self, choice: CompletionOutput) -> ChoiceDelta:
         if self._router.transparent:
             finish = choice.finish_reason
@@ -69,9 +74,9 @@ class Routed:
         return ToolCallDelta(call, FunctionDelta(name=name), made, "function")
 
     def _finish(self, reason: str) -> str:
-        """Return "tool_calls" for calls that the model chose to make; not for calls that the request named."""
+        """Return "tool_calls" for complete calls that the model chose to make; not for calls that the request named."""
         named = self._plan.tools is not None and self._plan.tools.mode == "named"
-        return "tool_calls" if reason == "stop" and self._calls and not named else reason
+        return "tool_calls" if reason == "stop" and self._calls and not (named or self.cut) else reason
 
 
 @dataclass(slots=True)

@@ -83,6 +83,11 @@ class Router:
     def in_reasoning(self) -> bool:
         return self._step in (self._before_reasoning, self._in_reasoning)
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments of a call have begun and not ended."""
+        return self._step == self._arguments
+
     def push(self, text: str) -> list[AnswerPiece]:
         """Add text. Return the pieces that are certain now."""
         self._text += text

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from server_kit import TOKENIZER, VOCAB_SIZE, Answer, ask_now, saying
+from server_kit import TOKENIZER, VOCAB_SIZE, Answer, ask_now, ids, saying
 from test_tools import CALL, CLOCK_CALL, THINKING, WITH_TOOLS
 
 from octavo.config import ServerConfig
@@ -86,7 +86,8 @@ def merged(text: str) -> dict[str, Any]:
     assert open_ is None
     for block in message["content"]:
         if "partial_json" in block:
-            block["input"] = json.loads(block.pop("partial_json"))
+            written = block.pop("partial_json")
+            block["input"] = json.loads(written) if written.endswith("}") else {}
     return message
 
 
@@ -118,6 +119,21 @@ def test_calls_are_blocks() -> None:
     assert message["stop_reason"] == "tool_use"
     named = Place(CALL).both(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
     assert named["stop_reason"] == "tool_use"
+
+
+@pytest.mark.features("grammar")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_tokens": CALL.index("ris")}, "max_tokens"),
+        ({"stop_sequences": ["ris"]}, "stop_sequence"),
+        ({"stop_token_ids": ids("P")}, "end_turn"),
+    ],
+)
+def test_a_call_that_is_cut_off_is_not_ready_for_use(fields: dict[str, Any], reason: str) -> None:
+    message = Place(CALL).both(tools=[TOOL], **fields)
+    assert message["content"] == [{"type": "tool_use", "name": "weather", "input": {}}]
+    assert message["stop_reason"] == reason
 
 
 def test_thinking_is_a_block() -> None:

@@ -133,6 +133,20 @@ def test_a_call_cut_short_ends_by_length() -> None:
 
 
 @pytest.mark.features("grammar")
+@pytest.mark.parametrize("stop", [{"stop": "Pa"}, {"stop_token_ids": ids("P")}])
+def test_a_call_that_a_stop_cuts_off_is_no_finished_call(stop: dict[str, Any]) -> None:
+    message, finish = Place(CALL).both(ASKED | stop)
+    assert message["tool_calls"] == [function("weather", '{"city": "')]
+    assert finish == "stop"
+    message, finish = Place(CALL).both(ASKED | {"stop": "}\n</tool"})
+    assert message["tool_calls"] == [function("weather", '{"city": "Paris"}')]
+    assert finish == "tool_calls"
+    message, finish = Place(f"{CALL}\n{CLOCK_CALL}").both(ASKED | {"stop": "lock"})
+    assert message["tool_calls"] == [function("weather", '{"city": "Paris"}')]
+    assert finish == "tool_calls"
+
+
+@pytest.mark.features("grammar")
 def test_the_template_is_told_of_tools_or_it_is_said_in_words() -> None:
     place = Place("x")
     place.ask(ASKED)
