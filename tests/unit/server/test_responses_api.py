@@ -131,6 +131,27 @@ def test_calls_and_reasoning_are_items() -> None:
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len("hm</think>")
 
 
+@pytest.mark.features("grammar")
+@pytest.mark.parametrize(
+    ("cut", "reason"), [({"max_output_tokens": CALL.index("ris")}, "max_output_tokens"), ({"stop": "ris"}, "stop")]
+)
+def test_a_call_that_is_cut_off_is_incomplete(cut: dict[str, Any], reason: str) -> None:
+    place = Place(CALL)
+    response = place.both(tools=[TOOL], **cut)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": reason})
+    (call,) = response["output"]
+    assert (call["arguments"], call["status"]) == ('{"city": "Pa', "incomplete")
+    assert place.ask("And now?", previous_response_id=response["id"]).status == 200
+    assert place.prompt == "[user]Hello\n[user]And now?\n[assistant]"
+
+
+@pytest.mark.features("grammar")
+def test_a_call_before_the_cut_is_complete() -> None:
+    response = Place(CALL).both(tools=[TOOL], max_output_tokens=CALL.index("}}") + 2)
+    (call,) = response["output"]
+    assert (response["status"], call["status"], call["arguments"]) == ("incomplete", "completed", '{"city": "Paris"}')
+
+
 def test_items_become_a_conversation() -> None:
     calls = "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments.city }}){% endfor %}"
     place = Place("x", "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + calls + "{% endfor %}{{ tools or '' }}")

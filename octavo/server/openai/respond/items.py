@@ -13,14 +13,19 @@ _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reaso
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return chat messages; calls are merged into the preceding assistant message.
 
+    Calls that were cut off are left out, unless there is an output for them: their arguments are not JSON.
+
     Raises:
         InvalidRequestError: an item is malformed.
         UnsupportedError: an item of an unknown type.
     """
     messages: list[dict[str, Any]] = []
+    answered = [item.get("call_id") for item in items if item.get("type") == "function_call_output"]
     for number, item in enumerate(items):
         where = f"input.{number}"
         match item:
+            case {"type": "function_call", "status": "incomplete", "call_id": call} if call not in answered:
+                pass
             case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
                 function = {"name": name, "arguments": arguments}
                 _callers(messages).append({"id": call, "type": "function", "function": function})

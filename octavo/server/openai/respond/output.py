@@ -45,12 +45,13 @@ class ResponseOutput:
                 self._open["arguments"] += call.function.arguments
                 yield self._event("response.function_call_arguments.delta", delta=call.function.arguments)
 
-    def close(self, status: str) -> Iterator[ResponseEvent]:
-        """End the open item; nothing follows."""
+    def close(self, status: str, *, call: str = "") -> Iterator[ResponseEvent]:
+        """End the open item; nothing follows. `call` is the status if that is a call."""
         if not self.items:
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield from self._begin("message", {"role": "assistant", "content": []}, part)
-        yield from self._end(status)
+        called = self._open is not None and self._open["type"] == "function_call"
+        yield from self._end(call if call and called else status)
 
     def _begin(self, kind: str, fields: dict[str, Any], part: dict[str, Any]) -> Iterator[ResponseEvent]:
         if self._open is not None and self._open["type"] == kind:

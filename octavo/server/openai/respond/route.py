@@ -32,7 +32,7 @@ RECALLED = "/own/responses"
 _FAILED, _CANCELLED = "failed", "cancelled"
 _PREFIX = "resp_"
 _CUT = {"length": "max_output_tokens", "repetition": "repetition", "abort": "abort"}
-"""Finish reasons of incomplete answers -> the reason in `incomplete_details`."""
+"""Finish reasons of incomplete answers -> the reason in `incomplete_details`. A stop string may also cut a call."""
 
 
 @dataclass(slots=True)
@@ -179,9 +179,9 @@ class Responses:
                 making.finish = news.finish or making.finish
                 yield list(making.output.take(news, making.writer.chat(choice) if choice.logprobs else None))
         making.reasoning_tokens = routed.reasoning_tokens
-        cut = making.finish in _CUT
-        yield list(making.output.close(INCOMPLETE if cut else COMPLETED))
-        _complete(making, INCOMPLETE if cut else COMPLETED)
+        status = INCOMPLETE if routed.cut or making.finish in _CUT else COMPLETED
+        yield list(making.output.close(status, call=INCOMPLETE if routed.cut else COMPLETED))
+        _complete(making, status)
 
     async def _drive(self, making: _Making) -> None:
         async for _ in self._events(making):
@@ -284,7 +284,7 @@ def _complete(making: _Making, status: str) -> None:
         response["input_messages"] = [_raw(str(job.text or ""), job.prompt_tokens)]
         response["output_messages"] = [_raw(making.text, making.tokens)]
     if status == INCOMPLETE:
-        response["incomplete_details"] = {"reason": _CUT.get(making.finish, "max_output_tokens")}
+        response["incomplete_details"] = {"reason": _CUT.get(making.finish, "stop")}
 
 
 def _raw(text: str, tokens: list[int]) -> dict[str, Any]:
