@@ -35,15 +35,15 @@ def arguments_of(tool: Tool) -> Arguments:
     A reference to the schema of a single argument is replaced by that schema.
     """
     found = _Gathering(tool.parameters).declared(tool.parameters, ())
+    others = tool.parameters.get("additionalProperties", False)
+    found.others = {} if others is True else others if isinstance(others, Mapping) else None
     for name in sorted(found.required - found.properties.keys()):
-        found.properties[name] = {}
+        found.properties[name] = found.others or {}
     found.properties = {
         name: _resolved(one, tool.parameters)
         for name, one in found.properties.items()
         if one is not False or name in found.required
     }
-    others = tool.parameters.get("additionalProperties", False)
-    found.others = {} if others is True else others if isinstance(others, Mapping) else None
     return found
 
 

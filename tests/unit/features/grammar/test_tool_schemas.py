@@ -229,6 +229,7 @@ def test_arguments_are_found_wherever_they_are_declared(
             [{"b": 2}, {"a": "x"}, {"a": 1, "a ": 2}],
         ),
         ({"additionalProperties": {"type": "integer"}}, [{}, {"b": 1}, {"b": 1, "c": 2}], [{"b": "x"}]),
+        (objects({}, "b", additionalProperties={"type": "integer"}), [{"b": 1}, {"b": 1, "c": 2}], [{"b": None}, {}]),
         (
             objects({"é": {}}, additionalProperties={"type": "string"}),
             [{"é": 1, "b": "x"}],
