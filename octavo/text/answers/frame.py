@@ -95,7 +95,7 @@ class Frame:
         if form.trigger:
             text = self._not_opening("CONTENT", opens) if opens else "TEXT"
             rest = self._literal(form.opening[len(form.trigger) :])
-            return f"{text} | {self._upto(form.trigger, text=text)} {rest} {self._calls()}"
+            return f"{text} | {self._upto(form.trigger, text)} {rest} {self._calls()}"
         text = self._not_opening("OTHER", [*opens, form.opening[0]])
         return f"{text} | {self._literal(form.opening)} {self._calls()}"
 
@@ -194,14 +194,15 @@ class Frame:
         words = words_of(inner)
         if words is None:
             inner = with_plain_counts(inner)
-            return self._upto(keyed.value_close, inner.get("minLength", 0), inner.get("maxLength", ""))
+            least, most = inner.get("minLength", 0), inner.get("maxLength", "")
+            text = "TEXT" if (least, most) == (0, "") else f"/(.|\\n){{{least},{most}}}/"
+            return self._upto(keyed.value_close, f'({text} | "null")' if kind == "nullable" else text)
         if kind == "nullable":
             words = [*words, "null"]
         return f"({' | '.join(map(_quoted, words))}) {close}"
 
-    def _upto(self, mark: str, least: int = 0, most: int | str = "", text: str = "TEXT") -> str:
-        """Return the rule of any text with a bounded number of characters, followed by the mark."""
-        text = text if (least, most) == (0, "") else f"/(.|\\n){{{least},{most}}}/"
+    def _upto(self, mark: str, text: str = "TEXT") -> str:
+        """Return the rule of text up to and including the mark."""
         if any(mark.startswith(one) for one in self._special):
             return f"{text} {self._literal(mark)}"
         name = f"upto_{len(self._rules)}"

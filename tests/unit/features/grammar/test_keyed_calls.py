@@ -30,7 +30,7 @@ quick = settings(max_examples=30, deadline=None)
 
 SCHEMAS: list[dict[str, Any]] = [
     {"type": "string", "maxLength": 4},
-    {"type": ["string", "null"], "maxLength": 4},
+    {"type": ["string", "null"], "maxLength": 3},
     {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "null"}], "title": "Maybe"},
     {"enum": ["celsius", "no\nline", "nu"]},
     {"const": "null and void"},
@@ -150,6 +150,18 @@ def test_calls_in_each_format(form: ToolFormat, arguments: dict[str, Any]) -> No
 def test_what_is_no_call_is_not_let_through(form: ToolFormat, arguments: dict[str, Any]) -> None:
     text = form.group_open + form.write("weather", json.dumps(arguments)) + form.group_close
     assert not takes(text, plan_of(form, WEATHER))
+
+
+@pytest.mark.parametrize("form", KEYED, ids=lambda form: form.name)
+@pytest.mark.parametrize("bounds", [{}, {"maxLength": 3}, {"minLength": 5}, {"minLength": 0, "maxLength": 9}])
+def test_a_string_may_be_null_whatever_its_length(form: ToolFormat, bounds: dict[str, int]) -> None:
+    schema = {"anyOf": [{"type": "string"} | bounds, {"type": "null"}]}
+    plan = plan_of(form, Tool(name="f", parameters={"properties": {"a": schema}, "required": ["a"]}))
+    text = form.group_open + form.write("f", '{"a": null}').replace("None", "null") + form.group_close
+    assert takes(text, plan)
+    assert read(plan.router(), list(text)) == [("f", '{"a": null}')]
+    long = form.group_open + form.write("f", '{"a": "abcd"}') + form.group_close
+    assert takes(long, plan) == (bounds.get("maxLength", 4) >= 4 >= bounds.get("minLength", 4))
 
 
 @pytest.mark.parametrize("form", [QWEN_CODER, PYTHONIC], ids=lambda form: form.name)
