@@ -95,7 +95,8 @@ class Frame:
         if form.trigger:
             text = self._not_opening("CONTENT", opens) if opens else "TEXT"
             rest = self._literal(form.opening[len(form.trigger) :])
-            return f"{text} | {self._upto(form.trigger, text)} {rest} {self._calls()}"
+            self._rules.append(f"NO_CALL: {text} & ~{_containing(form.trigger)}")
+            return f"NO_CALL | {self._upto(form.trigger, text)} {rest} {self._calls()}"
         text = self._not_opening("OTHER", [*opens, form.opening[0]])
         return f"{text} | {self._literal(form.opening)} {self._calls()}"
 
@@ -196,18 +197,25 @@ class Frame:
             inner = with_plain_counts(inner)
             least, most = inner.get("minLength", 0), inner.get("maxLength", "")
             text = "TEXT" if (least, most) == (0, "") else f"/(.|\\n){{{least},{most}}}/"
-            return self._upto(keyed.value_close, f'({text} | "null")' if kind == "nullable" else text)
+            either = f'({text} | "null")' if kind == "nullable" else text
+            return self._upto(keyed.value_close, either, short=not least)
         if kind == "nullable":
             words = [*words, "null"]
         return f"({' | '.join(map(_quoted, words))}) {close}"
 
-    def _upto(self, mark: str, text: str = "TEXT") -> str:
-        """Return the rule of text up to and including the mark."""
+    def _upto(self, mark: str, text: str = "TEXT", *, short: bool = True) -> str:
+        """Return the rule of text up to and including the mark.
+
+        The text does not contain the mark: not after it was too short to end there, nor spelled by other tokens than
+        the special one. If it may be `short`, the first mark ends it anyway.
+        """
+        number, written = len(self._rules), _as_pattern(mark)
         if any(mark.startswith(one) for one in self._special):
-            return f"{text} {self._literal(mark)}"
-        name = f"upto_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: {text} {_quoted(mark)}")
-        return name
+            self._rules.append(f"BEFORE_{number}: {text} & ~{_containing(mark)}")
+            return f"BEFORE_{number} {self._literal(mark)}"
+        once = "" if short else f" & ~/(.|\\n)*{written}(.|\\n)+/"
+        self._rules.append(f"upto_{number}[lazy]: ({text} /{written}/){once}")
+        return f"upto_{number}"
 
     def _literal(self, text: str) -> str:
         """Return the text with special tokens written by their ids: they are tokens, not text."""
@@ -281,6 +289,10 @@ def _closed(schema: Any, strict: bool) -> Any:
 def _contradicts(schema: Mapping[str, Any]) -> bool:
     """Return whether a schema requires properties that it forbids."""
     return schema.get("additionalProperties") is False and bool(undeclared(schema))
+
+
+def _containing(mark: str) -> str:
+    return f"/(.|\\n)*{_as_pattern(mark)}(.|\\n)*/"
 
 
 def _as_pattern(text: str) -> str:

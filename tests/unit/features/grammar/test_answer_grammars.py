@@ -100,6 +100,19 @@ def test_reasoning_comes_first(kind: tuple[Tokenizer, LLTokenizer]) -> None:
     assert not takes(call, kind, **plan, inside=True)
 
 
+@pytest.mark.parametrize(
+    ("inside", "begin", "mark"),
+    [(False, "a ", ""), (False, "", "<think>"), (True, "a</think>b", ""), (True, "a", "</think>")],
+)
+@pytest.mark.parametrize("form", [HERMES, MISTRAL], ids=lambda form: form.name)
+def test_special_tokens_are_not_spelled_by_others(form: ToolFormat, inside: bool, begin: str, mark: str) -> None:
+    plan = OutputPlan(format=form, tools=use("auto"), reasoning=THINK, inside=inside)
+    mark = mark or form.trigger
+    parts = [MARKED[0].encode(part, add_special_tokens=False) for part in (begin, mark[:4], mark[4:])]
+    tokens = list(itertools.chain(*parts))
+    assert compiled(plan, MARKED).try_consume_tokens(tokens) == len(tokens) - 1
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("kind", [PLAIN, MARKED], ids=["text marks", "special tokens"])
 @pytest.mark.parametrize("form", [HERMES, LLAMA3, PYTHONIC], ids=lambda form: form.name)

@@ -164,6 +164,17 @@ def test_a_string_may_be_null_whatever_its_length(form: ToolFormat, bounds: dict
     assert takes(long, plan) == (bounds.get("maxLength", 4) >= 4 >= bounds.get("minLength", 4))
 
 
+@pytest.mark.parametrize("form", [form for form in KEYED if form.keyed and form.keyed.raw], ids=lambda form: form.name)
+def test_a_string_that_is_too_short_cannot_be_closed(form: ToolFormat) -> None:
+    properties = {"a": {"type": "string", "minLength": 30}, "b": {"type": "integer"}}
+    plan = plan_of(form, Tool(name="f", parameters={"properties": properties, "required": ["a"]}))
+    made = matcher(plan)
+    begin, end = form.write("f", '{"a": "ab"}').split("ab")
+    tokens = TOKENIZER.encode(f"{form.group_open}{begin}ab{end}", add_special_tokens=False)
+    assert made.try_consume_tokens(tokens) < len(tokens)
+    assert takes(f"{form.group_open}{begin}{'ab' * 15}{end}{form.group_close}", plan)
+
+
 @pytest.mark.parametrize("form", [QWEN_CODER, PYTHONIC], ids=lambda form: form.name)
 @pytest.mark.parametrize("needed", ["", "a", "c", "bd", "abcde"])
 def test_arguments_are_in_order_and_any_but_the_required_may_be_missing(form: ToolFormat, needed: str) -> None:
