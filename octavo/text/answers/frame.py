@@ -15,7 +15,7 @@ from octavo.core.json_schema import alone, with_plain_counts
 from octavo.core.structured import FramePart
 from octavo.text.tokenizers.tokenizer import Tokenizer
 from octavo.text.tools.arguments import arguments_of, undeclared, with_required
-from octavo.text.tools.keyed import Keyed, without_null, words_of
+from octavo.text.tools.keyed import Keyed, python_words_of, without_null, words_of
 from octavo.text.tools.tool import Tool
 
 if TYPE_CHECKING:
@@ -187,10 +187,11 @@ class Frame:
         """Return the rule of a value and its end. The schema is at this path of `root`."""
         kind, close = keyed.kind(schema), self._literal(keyed.value_close)
         if kind == "json":
-            if not keyed.raw and isinstance(schema, Mapping) and schema.get("type") == "boolean":
-                return f'("True" | "False") {close}'
-            one = alone(_closed(_as_object(schema), tool.strict), root)
-            return f"{self._json(tool, one, path)} {close}"
+            schema = _as_object(schema)
+            ways = [] if keyed.raw else list(map(_quoted, python_words_of(schema)))
+            if not ways or schema.get("type") != "boolean":
+                ways.insert(0, self._json(tool, alone(_closed(schema, tool.strict), root), path))
+            return f"({' | '.join(ways)}) {close}"
         inner, _ = without_null(schema)
         words = words_of(inner)
         if words is None:

@@ -26,6 +26,7 @@ _PLAIN = {
     "maxLength",
 }
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_COMPOSED = frozenset(("$ref", "allOf", "not", "if"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,28 @@ class Keyed:
         if not (plain and clean and inner.keys() <= _PLAIN):
             return "json"
         return "nullable" if nullable else "text"
+
+
+def python_words_of(schema: Any) -> list[str]:
+    """Return which of Python's True, False and None stand for values of this schema, as far as that is plain."""
+    return [word for word, name in _PYTHON_WORDS.items() if _allows(schema, json.loads(name))]
+
+
+def _allows(schema: Any, value: bool | None) -> bool:
+    if not isinstance(schema, Mapping):
+        return schema is True
+    words = words_of(schema)
+    if words is not None:
+        return any(word is value for word in words)
+    kind = schema.get("type", [])
+    kinds = kind if isinstance(kind, list) else [kind]
+    some, single = (schema.get(keyword) for keyword in ("anyOf", "oneOf"))
+    return (
+        (not kinds or ("null" if value is None else "boolean") in kinds)
+        and (not isinstance(some, list) or any(_allows(one, value) for one in some))
+        and (not isinstance(single, list) or sum(_allows(one, value) for one in single) == 1)
+        and not _COMPOSED & schema.keys()
+    )
 
 
 def without_null(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:

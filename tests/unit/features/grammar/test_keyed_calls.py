@@ -66,7 +66,11 @@ def matcher(plan: OutputPlan) -> LLMatcher:
 
 
 def takes(text: str, plan: OutputPlan) -> bool:
-    made = matcher(plan)
+    return fits(matcher(plan), text)
+
+
+def fits(grammar: LLMatcher, text: str) -> bool:
+    made = grammar.deep_copy()
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     return made.try_consume_tokens(tokens) == len(tokens) and made.is_accepting()
 
@@ -227,6 +231,27 @@ def test_python_words_become_json() -> None:
     assert read(router, ['[weather(city="a", wet=', "Tr", "ue, n=None)]"]) == [
         ("weather", '{"city": "a", "wet": true, "n": null}')
     ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({}, "True False None true null 3"),
+        ({"type": ["boolean", "null"]}, "True False None true null"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None null 3"),
+        ({"type": "boolean", "const": True}, "True"),
+        ({"enum": [1, None]}, "None null"),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "None null 3"),
+        ({"allOf": [{"type": ["integer", "null"]}]}, "None null 3"),
+        ({"allOf": [{"type": "null"}, {}]}, "null"),
+        (True, "True False None true null 3"),
+    ],
+)
+def test_python_words_stand_for_the_values_that_the_schema_allows(schema: Any, words: str) -> None:
+    plan = plan_of(PYTHONIC, Tool(name="f", parameters={"properties": {"a": schema}, "required": ["a"]}))
+    grammar = matcher(plan)
+    taken = ["True", "False", "None", "true", "null", "3"]
+    assert [word for word in taken if fits(grammar, f"[f(a={word})]")] == words.split()
 
 
 def test_a_strict_schema_is_enforced_whole_or_refused() -> None:
