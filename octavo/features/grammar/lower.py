@@ -49,9 +49,10 @@ def lower(params: StructuredOutputsParams) -> str:
 
 
 def with_options(schema: dict[str, Any], part: FramePart) -> dict[str, Any]:
-    """Return the schema of a part of a frame with llguidance's options."""
+    """Return the schema of a part of a frame, closed where that is possible, with llguidance's options."""
     options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
-    return {**with_plain_counts(schema), "x-guidance": options if part.strict else options | {"lenient": True}}
+    made = closed(with_plain_counts(schema), everywhere=False)
+    return made | {"x-guidance": options if part.strict else options | {"lenient": True}}
 
 
 def _lower(params: StructuredOutputsParams) -> str:

@@ -142,6 +142,16 @@ def test_any_integer_of_json_is_a_bound(form: ToolFormat, most: float) -> None:
     assert takes(form, parameters, {"a": "abcd"}, strict=True) == (most > 3)
 
 
+@in_each_format
+def test_objects_in_definitions_and_alternatives_are_closed(form: ToolFormat) -> None:
+    point = objects({"x": {"type": "integer"}})
+    ways = [{"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}, {"anyOf": [point, {"type": "null"}]}]
+    for schema in ({"$ref": "#/$defs/point"}, *ways):
+        parameters = objects({"a": schema}, **{"$defs": {"point": point}})
+        assert takes(form, parameters, {"a": {"x": 1}})
+        assert not takes(form, parameters, {"a": {"y": 1}})
+
+
 def test_definitions_are_mended_in_their_place() -> None:
     node = objects({"next": {"$ref": "#/$defs/node"}, "name": {"type": "string", "pattern": AHEAD}}, "name")
     parameters = objects({"first": {"$ref": "#/$defs/node"}}, "first", **{"$defs": {"node": node}})
