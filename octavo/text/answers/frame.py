@@ -139,7 +139,7 @@ class Frame:
         for place, (key, schema) in enumerate(arguments.properties.items()):
             names.append(f"arg_{number}_{place}")
             value = self._value(keyed, tool, f"properties.{key}", schema, root)
-            self._rules.append(f"{names[-1]}: {self._key(keyed, _quoted(key))} {value}")
+            self._rules.append(f"{names[-1]}: {self._literal(keyed.key_open)} {self._key(keyed, key)} {value}")
         needed = [key in arguments.required for key in arguments.properties]
         separator, other = self._literal(keyed.separator), ""
         if arguments.others is not None:
@@ -147,7 +147,8 @@ class Frame:
             known = [name for name in arguments.properties if re.fullmatch(_OTHER, name, re.ASCII)]
             self._rules.append(f"OTHER_{number}: /{_OTHER}/" + (f" & ~/{'|'.join(known)}/" if known else ""))
             value = self._value(keyed, tool, "additionalProperties", arguments.others, root)
-            self._rules.append(f"{other}: {self._key(keyed, f'OTHER_{number}')} {value}")
+            head = f"{self._literal(keyed.key_open)} OTHER_{number} {self._literal(keyed.key_close)}"
+            self._rules.append(f"{other}: {head} {value}")
         if not separator:
             ordered = [name if must else f"{name}?" for name, must in zip(names, needed, strict=True)]
             return " ".join([*ordered, f"{other}*"] if other else ordered)
@@ -173,7 +174,10 @@ class Frame:
         return rule
 
     def _key(self, keyed: Keyed, name: str) -> str:
-        return f"{self._literal(keyed.key_open)} {name} {self._literal(keyed.key_close)}"
+        """Return the name and its end, if possible as one literal: the name may be the beginning of another."""
+        first, *rest = self._pieces(keyed.key_close)
+        joined = [_quoted(name + json.loads(first))] if first.startswith('"') else [_quoted(name), first]
+        return " ".join([*joined, *rest])
 
     def _json(self, tool: Tool, schema: Any, path: str = "") -> str:
         """Return a reference to JSON of this schema; all references to the same schema share it."""

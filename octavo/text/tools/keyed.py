@@ -164,15 +164,23 @@ class KeyedReader:
         lead = (form.separator if self._count else "") + form.key_open
         if self._close.startswith(text) or len(text) < len(lead):
             return "", 0
-        place = text.find(form.key_close, len(lead))
-        if place < 0:
+        name = self._name(text[len(lead) :])
+        if name is None:
             return "", 0
-        name = text[len(lead) : place]
         self._kind = self._kinds.get(name) or self._kinds.get(None, "text" if form.raw else "json")
         self._in_value, self._opened, self._scan, self._scalar = True, False, ValueScan(), ""
         opening = ", " if self._count else "{"
         self._count += 1
-        return f"{opening}{json.dumps(name, ensure_ascii=False)}: ", place + len(form.key_close)
+        return f"{opening}{json.dumps(name, ensure_ascii=False)}: ", len(lead) + len(name) + len(form.key_close)
+
+    def _name(self, text: str) -> str | None:
+        """Return the name at the start of the text; None if more is needed. Known names may contain `key_close`."""
+        ends = [name + self._form.key_close for name in self._kinds if name is not None]
+        if any(end.startswith(text) and end != text for end in ends):
+            return None
+        known = max((end for end in ends if text.startswith(end)), key=len, default="")
+        place = len(known) - len(self._form.key_close) if known else text.find(self._form.key_close)
+        return None if place < 0 else text[:place]
 
     def _value(self, text: str) -> tuple[str, int]:
         return self._json(text) if self._kind == "json" else self._text(text)

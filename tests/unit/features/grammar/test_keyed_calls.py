@@ -46,7 +46,7 @@ DEFS = {"point": {"type": "object", "properties": {"x": {"type": "boolean"}}, "r
 @st.composite
 def tools(draw: st.DrawFn) -> Tool:
     chosen = draw(st.lists(st.sampled_from(SCHEMAS), max_size=4))
-    names = draw(st.permutations(["city", "a-b", "días", "_"]))
+    names = draw(st.permutations(["city", "a-b", "días", "_", "x=y>z", 'x"', "x=y>", "</arg_key>"]))
     properties = dict(zip(names, chosen, strict=False))
     required = [name for name in properties if draw(st.booleans())]
     parameters = {"type": "object", "properties": properties, "required": required, "$defs": DEFS}
@@ -224,6 +224,17 @@ def test_calls_that_are_numbered_keep_their_ids() -> None:
         ("clock", "functions.clock:8"),
     ]
     assert takes("So: " + KIMI.group_open + KIMI.write("clock", "{}", 12) + KIMI.group_close, plan)
+
+
+@pytest.mark.parametrize("form", KEYED, ids=lambda form: form.name)
+def test_names_of_arguments_may_contain_marks(form: ToolFormat) -> None:
+    assert form.keyed is not None
+    names = ["a", f"a{form.keyed.key_close}b", f"{form.keyed.key_close}c", "ab"]
+    plan = plan_of(form, Tool(name="f", parameters={"properties": {name: {"type": "integer"} for name in names}}))
+    arguments = json.dumps(dict.fromkeys(names, 1))
+    text = form.group_open + form.write("f", arguments) + form.group_close
+    assert takes(text, plan)
+    assert read(plan.router(), [text]) == read(plan.router(), list(text)) == [("f", arguments)]
 
 
 def test_python_words_become_json() -> None:
