@@ -13,7 +13,8 @@ from typing import Any
 
 from octavo.core.json_schema import alone, inner, mapped, target
 
-_MAX_TRIALS = 400
+_MAX_FAILED = 400
+"""Most trials that fail, after which a schema counts as faulty as it is."""
 _KEPT = frozenset(("title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$comment"))
 _LAST = ("$ref", "allOf", "anyOf", "oneOf", "required", "additionalProperties", "items", "properties", "type")
 """Keywords that are left out only if the others are not at fault: they say most about the value."""
@@ -70,7 +71,7 @@ class _Mending:
         self.faults: list[Fault] = []
         self._root = root
         self._error_of = error_of
-        self._trials = 0
+        self._failed = 0
 
     def visit(self, schema: Any, path: str, *, follow: bool) -> None:
         if not isinstance(schema, dict) or not self._error(schema, follow):
@@ -92,10 +93,11 @@ class _Mending:
         return keywords[0] if keywords else None
 
     def _error(self, schema: dict[str, Any], follow: bool) -> str:
-        self._trials += 1
-        if self._trials > _MAX_TRIALS:
+        if self._failed > _MAX_FAILED:
             return ""
-        return self._error_of(alone(schema, self._root) if follow else self._cut(schema))
+        error = self._error_of(alone(schema, self._root) if follow else self._cut(schema))
+        self._failed += bool(error)
+        return error
 
     def _cut(self, schema: Any) -> Any:
         """Return the schema without its references to others in the root."""

@@ -159,6 +159,13 @@ def test_definitions_are_mended_in_their_place() -> None:
     assert not takes(HERMES, parameters, {"first": {"next": {}, "name": "a"}})
 
 
+def test_one_fault_among_many_properties_is_found() -> None:
+    properties = {f"p{number}": {"type": "string"} for number in range(450)}
+    parameters = objects(properties | {"last": {"type": "string", "pattern": AHEAD}}, "p449")
+    assert takes(HERMES, parameters, {"p449": "a", "last": "b"})
+    assert not takes(HERMES, parameters, {"p449": 1})
+
+
 def test_a_schema_with_too_many_faults_is_any_object() -> None:
     parameters = objects({f"p{number}": {"type": "string", "pattern": AHEAD} for number in range(400)}, "p0")
     assert takes(HERMES, parameters, {})
