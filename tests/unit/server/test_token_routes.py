@@ -138,6 +138,19 @@ def test_a_rendered_chat_computes_as_the_chat_would() -> None:
     assert forms[0] == forms[1]
 
 
+@pytest.mark.features("grammar")
+def test_a_rendered_chat_keeps_the_schemas_of_its_tools() -> None:
+    house = make_house(saying("hi"), features=["grammar"])
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
+    asked = HELLO | {"tools": [{"type": "function", "function": function}]}
+    rendered = ask_now(house.app, "/v1/chat/completions/render", asked).json()
+    assert ask_now(house.app, GENERATE, rendered).status == 200
+    assert ask_now(house.app, "/v1/chat/completions", asked).status == 200
+    forms = [msgspec.msgpack.decode(request.options["grammar"]) for request in house.engine.requests]
+    assert forms[0]["parts"] == forms[1]["parts"]
+    assert [(part["name"], part["strict"]) for part in forms[0]["parts"]] == [("json_0", True)]
+
+
 def test_a_rendered_stream_is_still_one(house: House) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     answer = ask_now(
