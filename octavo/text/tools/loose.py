@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.core.json_schema import mapped
+
 _MEANT = {
     "string": "str text char varchar date datetime time uuid uri url bytes",
     "integer": "int uint long bigint smallint tinyint short byte unsigned",
@@ -18,34 +20,31 @@ _MEANT = {
 _ANY = "any"
 _JSON = {other: name for name, others in _MEANT.items() for other in (name, *others.split())} | {_ANY: _ANY}
 _WORD = re.compile(r"[a-z]+")
-# Keywords whose values contain schemas: by name, in a list, or alone.
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-_ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 
 
 def json_types(schema: Any) -> Any:
     """Return the schema with JSON's type names. Unknown names are unchanged, and `any` is removed.
 
-    Types in capitals and with arguments, such as `VARCHAR(20)` and `List[int]`, are recognized by their first word.
+    A property may be only the name of its type. Types in capitals and with arguments, such as `VARCHAR(20)`
+    and `List[int]`, are recognized by their first word.
     """
     if not isinstance(schema, Mapping):
         return schema
-    made = dict(schema)
+    made = mapped(schema, json_types)
     if "type" in made:
         made["type"] = _types(made["type"])
         if made["type"] == _ANY or (isinstance(made["type"], list) and _ANY in made["type"]):
             del made["type"]
-    for name in _NAMED:
-        if isinstance(made.get(name), Mapping):
-            made[name] = {key: json_types(one) for key, one in made[name].items()}
-    for name in _LISTED:
-        if isinstance(made.get(name), list):
-            made[name] = [json_types(one) for one in made[name]]
-    for name in _ALONE:
-        if isinstance(made.get(name), Mapping):
-            made[name] = json_types(made[name])
+    if isinstance(made.get("properties"), Mapping):
+        made["properties"] = {name: _as_schema(one) for name, one in made["properties"].items()}
     return made
+
+
+def _as_schema(given: Any) -> Any:
+    """Return the schema of a property of which there may be only the type; any value if it is no schema."""
+    if isinstance(given, str):
+        return json_types({"type": given})
+    return given if isinstance(given, Mapping | bool) else {}
 
 
 def _types(given: Any) -> Any:

@@ -44,6 +44,12 @@ def test_other_names_of_types(given: Any, meant: Any) -> None:
     assert inside["type"] == "dict"
 
 
+def test_properties_may_be_only_types() -> None:
+    given = {"properties": {"a": "string", "b": "List[int]", "c": None, "d": True, "e": {"properties": {"f": "any"}}}}
+    kinds = {"a": {"type": "string"}, "b": {"type": "array"}, "c": {}, "d": True, "e": {"properties": {"f": {}}}}
+    assert json_types(given) == {"properties": kinds}
+
+
 @pytest.mark.parametrize("given", ["any", "Any", ["string", "any"]])
 def test_any_type_is_none(given: Any) -> None:
     assert json_types({"type": given, "enum": ["a"]}) == {"enum": ["a"]}
