@@ -56,6 +56,8 @@ class Frame:
             for number, token in tokenizer.backend.get_added_tokens_decoder().items()
             if token.special
         }
+        known = sorted(self._special, key=len, reverse=True)
+        self._any_special = re.compile("|".join(map(re.escape, known)) or r"(?!)")
         self._rules: list[str] = []
         self._parts: dict[tuple[str, bool], FramePart] = {}
 
@@ -229,10 +231,8 @@ class Frame:
     def _pieces(self, text: str) -> Iterator[str]:
         if not text:
             return
-        known = sorted(self._special, key=len, reverse=True)
-        pattern = "|".join(map(re.escape, known)) or r"(?!)"
         at = 0
-        for match in re.finditer(pattern, text):
+        for match in self._any_special.finditer(text):
             if match.start() > at:
                 yield _quoted(text[at : match.start()])
             yield f"<[{self._special[match.group()]}]>"
