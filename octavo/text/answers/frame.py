@@ -141,7 +141,9 @@ class Frame:
         for place, (key, schema) in enumerate(arguments.properties.items()):
             names.append(f"arg_{number}_{place}")
             value = self._value(keyed, tool, f"properties.{key}", schema, root)
-            self._rules.append(f"{names[-1]}: {self._literal(keyed.key_open)} {self._key(keyed, key)} {value}")
+            self._rules.append(
+                f"{names[-1]}: {self._literal(keyed.key_open)} {self._ended(key, keyed.key_close)} {value}"
+            )
         needed = [key in arguments.required for key in arguments.properties]
         separator, other = self._literal(keyed.separator), ""
         if arguments.others is not None:
@@ -175,10 +177,13 @@ class Frame:
         self._rules.append(f"{rule}: {both}" + ("" if any(needed[:half]) else f" | {after}"))
         return rule
 
-    def _key(self, keyed: Keyed, name: str) -> str:
-        """Return the name and its end, if possible as one literal: the name may be the beginning of another."""
-        first, *rest = self._pieces(keyed.key_close)
-        joined = [_quoted(name + json.loads(first))] if first.startswith('"') else [_quoted(name), first]
+    def _ended(self, text: str, mark: str) -> str:
+        """Return the text and the mark after it, if possible as one literal.
+
+        With two, a longer text that begins like both would be taken for the only possibility.
+        """
+        first, *rest = self._pieces(mark)
+        joined = [_quoted(text + json.loads(first))] if first.startswith('"') else [_quoted(text), first]
         return " ".join([*joined, *rest])
 
     def _json(self, tool: Tool, schema: Any, path: str = "") -> str:
@@ -191,8 +196,9 @@ class Frame:
 
     def _value(self, keyed: Keyed, tool: Tool, path: str, schema: Any, root: Mapping[str, Any]) -> str:
         """Return the rule of a value and its end. The schema is at this path of `root`."""
-        kind, close = keyed.kind(schema), self._literal(keyed.value_close)
+        kind = keyed.kind(schema)
         if kind == "json":
+            close = self._literal(keyed.value_close)
             schema = _as_object(schema)
             ways = [] if keyed.raw else list(map(_quoted, python_words_of(schema)))
             if not ways or schema.get("type") != "boolean":
@@ -208,7 +214,7 @@ class Frame:
             return self._upto(keyed.value_close, either, short=not least)
         if kind == "nullable":
             words = [*words, "null"]
-        return f"({' | '.join(map(_quoted, words))}) {close}"
+        return f"({' | '.join(self._ended(word, keyed.value_close) for word in words)})"
 
     def _upto(self, mark: str, text: str = "TEXT", *, short: bool = True) -> str:
         """Return the rule of text up to and including the mark.

@@ -69,7 +69,8 @@ class Keyed:
         inner, nullable = without_null(schema)
         words = words_of(inner)
         plain = inner.get("type") == "string" if words is None else all(isinstance(word, str) for word in words)
-        clean = words is None or (words and not any(self.value_close in str(word) for word in words))
+        close = self.value_close
+        clean = words is None or (words and all(f"{word}{close}".find(close) == len(str(word)) for word in words))
         if not (plain and clean and inner.keys() <= _PLAIN):
             return "json"
         return "nullable" if nullable else "text"

@@ -157,6 +157,28 @@ def test_what_is_no_call_is_not_let_through(form: ToolFormat, arguments: dict[st
 
 
 @pytest.mark.parametrize("form", KEYED, ids=lambda form: form.name)
+def test_words_may_begin_like_others_and_their_end(form: ToolFormat) -> None:
+    assert form.keyed is not None
+    words = ["<", "<<", "<=", "<\n", f"<{form.keyed.value_close[:3]}", "", "nu", "null "]
+    kinds: list[dict[str, Any]] = [{"enum": words}, {"type": ["string", "null"], "enum": words}]
+    for schema in kinds:
+        plan = plan_of(form, Tool(name="f", parameters={"properties": {"a": schema}, "required": ["a"]}))
+        grammar = matcher(plan)
+        for word in words:
+            arguments = json.dumps({"a": word})
+            text = form.group_open + form.write("f", arguments) + form.group_close
+            assert fits(grammar, text), word
+            assert read(plan.router(), list(text)) == [("f", arguments)]
+
+
+@pytest.mark.parametrize("word", ["a\n</parameter>\nb", "a\n</parameter>"])
+def test_words_that_would_end_early_are_quoted(word: str) -> None:
+    assert QWEN_CODER.keyed is not None
+    assert QWEN_CODER.keyed.kind({"enum": ["a", word]}) == "json"
+    assert QWEN_CODER.keyed.kind({"enum": ["a", word[:-1]]}) == ("json" if word.endswith("b") else "text")
+
+
+@pytest.mark.parametrize("form", KEYED, ids=lambda form: form.name)
 @pytest.mark.parametrize("bounds", [{}, {"maxLength": 3}, {"minLength": 5}, {"minLength": 0, "maxLength": 9}])
 def test_a_string_may_be_null_whatever_its_length(form: ToolFormat, bounds: dict[str, int]) -> None:
     schema = {"anyOf": [{"type": "string"} | bounds, {"type": "null"}]}
