@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 from octavo.config import DeviceConfig, EngineConfig
+from octavo.core.garbage import collect_seldom
 from octavo.core.info import ModelInfo
 from octavo.core.log import FORM
 from octavo.core.memory import check_address_space, memory_errors
@@ -42,6 +43,7 @@ def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[
         core = build_core(config, files, on_phase)
     keep_freed_memory()
     switch_threads_often()
+    collect_seldom()
     return core
 
 

@@ -9,6 +9,7 @@ import time
 
 import msgspec
 
+from octavo.core.garbage import collect_seldom
 from octavo.core.log import FORM
 from octavo.device.early import begin_context, without_collection
 from octavo.engine.plan_codec import PlanCodec
@@ -36,6 +37,7 @@ def main(device: str) -> int:
     waited = time.perf_counter() - imported
     log.info("imported in %.1f s, then waited %.1f s for the engine", imported - began, waited)
     place = msgspec.structs.replace(place, memory=memory)
+    collect_seldom()
     codec = PlanCodec(payload_types())
     code = RankServer(peer, ring, lambda: build_rank(config, files, place), codec, answers=place.answers).run()
     if code or place.size > 1:  # destructors of tensors, graphs and groups fail or wait where a device or rank is lost

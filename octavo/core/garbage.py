@@ -12,6 +12,11 @@ from contextlib import contextmanager
 _THRESHOLDS = (50_000, 20, 10)
 
 
+def collect_seldom() -> None:
+    """Collect rarely from now on, in a process of its own."""
+    gc.set_threshold(*_THRESHOLDS)
+
+
 @contextmanager
 def seldom_collecting() -> Iterator[None]:
     """For the time of the block, exempt existing objects from collection, and collect rarely.
@@ -21,7 +26,7 @@ def seldom_collecting() -> Iterator[None]:
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
+    collect_seldom()
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -14,7 +15,6 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.core.errors import DeviceLostError, EngineStateError, InvalidRequestError, OctavoError, internal_error
-from octavo.core.garbage import seldom_collecting
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta, failed
 from octavo.core.pausing import PauseMode, SleepTag
@@ -138,8 +138,9 @@ class CoreServer:
             self._broadcast(wire.Failed(Failure.of(error)))
             return self._close(1)
         self._broadcast(wire.Ready(self._info))
-        with seldom_collecting():
-            lost = self._serve(self._loop)
+        gc.collect()
+        gc.freeze()
+        lost = self._serve(self._loop)
         if lost is not None:
             self._take_leave(lost)
             return self._close(LOST)

@@ -16,7 +16,6 @@ import msgspec
 
 from octavo.core.errors import DeviceLostError, EngineStateError, OctavoError
 from octavo.core.futures import done
-from octavo.core.garbage import seldom_collecting
 from octavo.core.memory import memory_errors
 from octavo.core.pausing import SleepTag
 from octavo.core.profiling import ProfileSettings
@@ -70,9 +69,8 @@ class RankServer:
     def run(self) -> int:
         """Serve; return the process's exit code, 1 if the device was lost, which was reported to the engine."""
         try:
-            with seldom_collecting():
-                for message in self._messages():
-                    self._take(wire.decode_to_rank(message))
+            for message in self._messages():
+                self._take(wire.decode_to_rank(message))
         except DeviceLostError:
             return 1
         except ConnectionError:
