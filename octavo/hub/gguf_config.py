@@ -23,6 +23,12 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>")
+_ENDS += ("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>")
+_ENDS += ("<end_of_utterance>",)
+"""Texts of tokens that end an answer in any model that has them, as in llama.cpp (`src/llama-vocab.cpp`)."""
+_CALLS = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+"""Where all of these end an answer, <|end|> only ends a part of it (gpt-oss, Solar)."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -56,18 +62,25 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
 def generation_config(file: GGUFFile) -> dict[str, Any]:
     """Return the equivalent of generation_config.json: end-of-turn tokens and sampling defaults."""
     config: dict[str, Any] = {}
-    ends: list[int] = []
-    for key in ("eos", "eot", "eom"):
-        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token is not None and token not in ends:
-            ends.append(token)
-    if ends:
+    if ends := _ends(file):
         config["eos_token_id"] = ends
     for key, name in _SAMPLING.items():
         value = file.metadata.get(key)
         if value is not None:
             config[name] = shortest(value) if isinstance(value, float) else value
     return config
+
+
+def _ends(file: GGUFFile) -> list[int]:
+    """Return the tokens that end an answer: those that the file names, and those known by their text, since the
+    converter names only one of them (Gemma's `<eos>`, Phi's `<|endoftext|>`), and not the one that ends a turn."""
+    named = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    found = {
+        text: number for number, text in enumerate(file.metadata.get("tokenizer.ggml.tokens", [])) if text in _ENDS
+    }
+    if any(calls <= found.keys() for calls in _CALLS):
+        found.pop("<|end|>", None)
+    return list(dict.fromkeys(number for number in (*named, *found.values()) if number is not None))
 
 
 def _family(keys: Keys) -> Family:

@@ -44,7 +44,7 @@ def test_the_real_model(smollm2_files: ModelFiles) -> None:
         "eos_token_id": 2,
     }
     assert {key: smollm2_files.config[key] for key in expected} == expected
-    assert smollm2_files.generation_config["eos_token_id"] == [2]
+    assert smollm2_files.generation_config["eos_token_id"] == [2, 0], "<|im_end|>, and <|endoftext|> by its text"
 
 
 @pytest.mark.parametrize(
@@ -231,3 +231,24 @@ def test_generation_config(tmp_path: Path) -> None:
     }
     file = read_gguf(write_gguf(tmp_path / "toy.gguf", LLAMA | keys))
     assert generation_config(file) == {"eos_token_id": [2, 5], "temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named", "ends"),
+    [
+        (["<pad>", "<eos>", "a", "<start_of_turn>", "<end_of_turn>"], 1, [1, 4]),  # Gemma
+        (["a", "<|endoftext|>", "<|assistant|>", "<|end|>"], 1, [1, 3]),  # Phi
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "a"], 0, [0, 1, 2]),  # Llama 3
+        (["<|return|>", "<|end|>", "<|call|>", "a"], 0, [0, 2]),  # gpt-oss, whose parts end with <|end|>
+        (["a", "</s>"], None, []),
+    ],
+)
+def test_ends_of_turns_are_known_by_their_text(
+    tmp_path: Path, tokens: list[str], named: int | None, ends: list[int]
+) -> None:
+    """Converters name one token, which is often the end of a document; llama.cpp knows the others by their text."""
+    keys: dict[str, Any] = {"tokenizer.ggml.tokens": tokens}
+    if named is not None:
+        keys["tokenizer.ggml.eos_token_id"] = named
+    file = read_gguf(write_gguf(tmp_path / "toy.gguf", LLAMA | keys))
+    assert generation_config(file).get("eos_token_id", []) == ends

@@ -37,9 +37,9 @@ def test_catalogue_name(smollm2_files: ModelFiles) -> None:
     assert smollm2_files.format == "gguf"
     assert smollm2_files.weights == (smollm2_files.path,)
     assert smollm2_files.path.stat().st_size == CATALOGUE["smollm2"].num_bytes
-    assert eos_token_ids(smollm2_files) == [2]
+    assert eos_token_ids(smollm2_files) == [2, 0]
     assert smollm2_files.generation_config == {
-        "eos_token_id": [2],
+        "eos_token_id": [2, 0],
         "temperature": 0.2,
         "top_p": 0.9,
         "repetition_detection": {"max_pattern_size": 128, "min_count": 4, "min_tokens": 256},
@@ -47,7 +47,7 @@ def test_catalogue_name(smollm2_files: ModelFiles) -> None:
 
 
 def test_what_the_catalogue_recommends_is_not_said_of_the_same_file_under_its_path(smollm2_files: ModelFiles) -> None:
-    assert resolve(str(smollm2_files.path)).generation_config == {"eos_token_id": [2]}
+    assert resolve(str(smollm2_files.path)).generation_config == {"eos_token_id": [2, 0]}
 
 
 def test_folder(folder: Path) -> None:
