@@ -23,7 +23,16 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>")
+_ENDS: tuple[str, ...] = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|flush|>",
+)
 _ENDS += ("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>")
 _ENDS += ("<end_of_utterance>",)
 """Texts of tokens that end an answer in any model that has them, as in llama.cpp (`src/llama-vocab.cpp`)."""
@@ -180,20 +189,38 @@ def _rope_scaling(keys: Keys, theta: float) -> dict[str, Any] | None:
             original=original or keys.need("context_length"),
             attention_factor=keys.get("rope.scaling.attn_factor"),
         )
-    kind = keys.get("rope.scaling.type", "none")
-    if kind in ("none", ""):
-        return None
-    if kind not in ("linear", "yarn"):
+    kind = keys.get("rope.scaling.type") or "linear"  # llama.cpp's default, which an old file's factor relies on
+    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 0.0
+    if kind not in ("none", "linear", "yarn"):
         raise ModelFileError(
             f"{file.path}: {keys.arch}.rope.scaling.type is {kind!r}; supported are none, linear, yarn, and llama3 and "
             "longrope with their tensors of factors."
         )
-    scaling = {"rope_type": kind, "factor": keys.need("rope.scaling.factor")}
+    attention = keys.get("rope.scaling.attn_factor", 1.0)
+    if kind != "yarn":
+        _refuse(keys, "rope.scaling.attn_factor", (1.0,))
+    if kind == "none" or factor in (0.0, 1.0):
+        return None
+    scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
+        _refuse(keys, "rope.scaling.yarn_ext_factor", (1.0, -1.0))
+        if keys.arch != "deepseek2":  # which reads it
+            _refuse(keys, "rope.scaling.yarn_log_multiplier", (0.0,))
         optional = {
             "original_max_position_embeddings": original,
             "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
             "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+            "attention_factor": keys.get("rope.scaling.yarn_attn_factor", attention if attention != 1.0 else None),
         }
         scaling.update({name: value for name, value in optional.items() if value is not None})
     return scaling
+
+
+def _refuse(keys: Keys, key: str, neutral: tuple[float, ...]) -> None:
+    """Refuse a number that would change rotary positions in a way that the families here don't have."""
+    value = keys.get(key)
+    if value is not None and value not in neutral:
+        raise ModelFileError(
+            f"{keys.file.path}: {keys.arch}.{key} is {value}; only {neutral[0]} is supported. Use the model's "
+            "safetensors checkpoint instead."
+        )

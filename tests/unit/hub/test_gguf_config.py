@@ -144,6 +144,38 @@ def test_yarn_scaling(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_kind_is_linear(tmp_path: Path, key: str) -> None:
+    """As llama.cpp reads files of old converters, which have no kind, or one number under an old name."""
+    config = config_of(tmp_path, {f"llama.{key}": 4.0})
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize("factor", [None, 0.0, 1.0])
+@pytest.mark.parametrize("kind", ["linear", "none", "yarn"])
+def test_a_scaling_without_a_factor_is_none(tmp_path: Path, kind: str, factor: float | None) -> None:
+    keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": factor}
+    assert config_of(tmp_path, keys)["rope_scaling"] is None
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
+def test_the_temperature_of_yarn_is_that_of_the_file(tmp_path: Path, key: str) -> None:
+    """The converter stores the configuration's `attention_factor` under one key or the other."""
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 32, key: 1.25}
+    config = config_of(tmp_path, {f"llama.rope.scaling.{name}": value for name, value in keys.items()})
+    assert config["rope_scaling"]["attention_factor"] == 1.25
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("yarn", "yarn_ext_factor", 0.5), ("yarn", "yarn_log_multiplier", 0.1), ("none", "attn_factor", 1.25)],
+)
+def test_rotary_settings_that_would_be_ignored_are_refused(tmp_path: Path, kind: str, key: str, value: float) -> None:
+    keys = {"type": kind, "factor": 4.0, "original_context_length": 32, key: value}
+    with pytest.raises(ModelFileError, match=rf"llama\.rope\.scaling\.{key} is {value}; only"):
+        config_of(tmp_path, {f"llama.rope.scaling.{name}": value for name, value in keys.items()})
+
+
 def test_longrope_scaling(tmp_path: Path) -> None:
     keys = {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.scaling.attn_factor": 1.25}
     factors = {
