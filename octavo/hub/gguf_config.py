@@ -23,18 +23,10 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-_ENDS: tuple[str, ...] = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|calls|>",
-    "<|flush|>",
-)
-_ENDS += ("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>")
-_ENDS += ("<end_of_utterance>",)
+_ENDS = {"<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_turn>", "<end_of_utterance>"} | {
+    f"<|{name}|>"
+    for name in ("eot_id", "eom_id", "im_end", "end", "return", "call", "calls", "flush", "endoftext", "end_of_text")
+}
 """Texts of tokens that end an answer in any model that has them, as in llama.cpp (`src/llama-vocab.cpp`)."""
 _CALLS = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 """Where all of these end an answer, <|end|> only ends a part of it (gpt-oss, Solar)."""
@@ -56,6 +48,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
             "llama-gguf-split --merge FIRST_PART OUTPUT.gguf"
         )
     family = _family(keys)
+    _check_decoder(keys)
     tokens = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     numbers = {name: file.metadata.get(f"tokenizer.ggml.{short}_token_id") for name, short in tokens.items()}
     return {
@@ -107,6 +100,22 @@ def _family(keys: Keys) -> Family:
             f"architecture is known without experts, and with them are: {', '.join(with_experts())}."
         )
     return family
+
+
+def _check_decoder(keys: Keys) -> None:
+    """Refuse what changes a decoder into another kind of model."""
+    if keys.arch == "bert":
+        return
+    if keys.get("attention.causal", True) is False:
+        raise ModelFileError(
+            f"{keys.file.path}: {keys.arch}.attention.causal is False, so tokens attend in both directions; of this "
+            "architecture only causal models are supported. Serve another model."
+        )
+    if keys.has("cls.weight", "cls.output.weight"):
+        raise ModelFileError(
+            f"{keys.file.path} holds a decoder with a classification head (cls.output.weight), as a reranker has; GGUF "
+            "files with one are supported of RoBERTa's form. Use the model's safetensors checkpoint instead."
+        )
 
 
 def _identity(file: GGUFFile, family: Family) -> dict[str, Any]:

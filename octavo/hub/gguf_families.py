@@ -15,6 +15,8 @@ from octavo.hub import gguf_recurrent as recurrent
 from octavo.hub.gguf_keys import Keys
 from octavo.hub.gguf_latent import minicpm3
 
+_RANK = 4
+"""llama.cpp's number of the pooling of rerankers (`pooling_type`)."""
 Fields = Callable[[Keys], dict[str, Any]]
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
@@ -192,12 +194,13 @@ def _bert(keys: Keys) -> dict[str, Any]:
         "max_position_embeddings": positions.shape[0] if positions else keys.need("context_length"),
     }
     labels = tensors.get("cls.output.weight")
-    if labels is None:
+    if labels is None and not keys.has("cls.weight") and keys.get("pooling_type") != _RANK:
         return sizes
-    if not keys.has("cls.weight"):
+    if labels is None or not keys.has("cls.weight"):
         raise ModelFileError(
-            f"{keys.file.path} holds a classifier without the dense layer in front of it, which llama.cpp's converter "
-            "leaves out for BERT. Use the model's safetensors checkpoint instead."
+            f"{keys.file.path} holds a classifier with one of the two layers that RoBERTa's have (cls.weight, "
+            "cls.output.weight); llama.cpp's converter leaves out one of BERT's. Use the model's safetensors "
+            "checkpoint instead."
         )
     names = keys.each("classifier.output_labels") or [f"LABEL_{i}" for i in range(labels.shape[0])]
     return {

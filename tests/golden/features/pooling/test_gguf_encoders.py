@@ -98,19 +98,45 @@ def test_scores_of_a_reranker(tmp_path: Path) -> None:
             np.testing.assert_allclose(one.outputs.probs, expected, atol=2e-5)
 
 
-def test_a_head_that_lacks_a_layer_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "classifier.gguf"
-    writer = gguf.GGUFWriter(path, "bert")
+@pytest.mark.parametrize(
+    ("tensors", "pooling"),
+    [(["cls.output.weight"], None), (["cls.weight"], None), (["cls.weight"], 4), ([], 4)],
+)
+def test_a_head_that_lacks_a_layer_is_refused(tmp_path: Path, tensors: list[str], pooling: int | None) -> None:
+    """Otherwise a reranker would answer with cosines of what its head was trained to read."""
+    path = write_small(
+        tmp_path, "bert", ["token_embd.weight", *tensors], {} if pooling is None else {"pooling_type": 4}
+    )
+    with pytest.raises(ModelFileError, match="one of the two layers"):
+        LLM(str(path), skip_tokenizer_init=True)
+
+
+def test_decoders_that_are_no_causal_models_are_refused(tmp_path: Path) -> None:
+    """One that attends in both directions, and a reranker."""
+    both = write_small(tmp_path, "qwen3", ["token_embd.weight"], {"attention.causal": False})
+    with pytest.raises(ModelFileError, match=r"qwen3\.attention\.causal is False"):
+        LLM(str(both), skip_tokenizer_init=True)
+    reranker = write_small(tmp_path, "qwen3", ["token_embd.weight", "cls.output.weight"], {"pooling_type": 4})
+    with pytest.raises(ModelFileError, match=r"classification head \(cls\.output\.weight\)"):
+        LLM(str(reranker), skip_tokenizer_init=True)
+
+
+def write_small(folder: Path, arch: str, tensors: list[str], keys: dict[str, Any]) -> Path:
+    """Write a file with metadata that suffices to read its architecture."""
+    path = folder / "small.gguf"
+    writer = gguf.GGUFWriter(path, arch)
     for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length):
         add(8)
     writer.add_feed_forward_length(8)
     writer.add_head_count(2)
     writer.add_layer_norm_eps(1e-12)
-    for name in ("token_embd.weight", "cls.output.weight"):
+    writer.add_layer_norm_rms_eps(1e-6)
+    for key, value in keys.items():
+        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"{arch}.{key}", value)
+    for name in tensors:
         writer.add_tensor(name, np.zeros((4, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelFileError, match="without the dense layer"):
-        LLM(str(path), skip_tokenizer_init=True)
+    return path
