@@ -43,7 +43,7 @@ from octavo.models.families.qwen2 import mimo, qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.qwen3_next import qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
-from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, has_language_head, num_labels
+from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, has_language_head, num_labels, only
 from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
 from octavo.models.text_half import text_half
@@ -183,6 +183,7 @@ def spec_of(config: Config) -> DecoderSpec:
     if name not in ARCHITECTURES:
         raise ConfigError(f"{unknown(names[0])} Serve a model of one of these.")
     method_of(config)
+    only(config, "is_causal", True)
     spec = ARCHITECTURES[name](config)
     # Checkpoints of bare models and of classifiers have no language-model head.
     if name == names[0]:

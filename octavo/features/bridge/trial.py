@@ -65,6 +65,8 @@ def run_trial(model: PreTrainedModel, name: str) -> Trial:
     Raises:
         ConfigError: Octavo can't compute the module; the text says why.
     """
+    if not getattr(model.config, "is_causal", True):
+        raise refusal(name, "is_causal is false in its config, so it attends in both directions")
     paths = {}
     meta = copy.deepcopy(model).to("meta").to(torch.bfloat16)
     for path, module in meta.named_modules():

@@ -412,3 +412,11 @@ def test_latent_attention_has_no_longer_sequences_than_it_was_trained_for() -> N
     longest = spec_of(LATENT).max_position
     assert spec_of(LATENT).within(longest + 1).max_position == longest
     assert spec_of(LATENT).within(longest - 1).max_position == longest - 1
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "LlamaModel", "Qwen3ForSequenceClassification"])
+def test_decoders_that_attend_in_both_directions_are_refused(architecture: str) -> None:
+    """Some embedding models are decoders trained so (gte-Qwen2); transformers reads the same field."""
+    with pytest.raises(ConfigError, match="is_causal=False"):
+        spec_of(config(architecture, is_causal=False))
+    assert spec_of(config(architecture, is_causal=True))

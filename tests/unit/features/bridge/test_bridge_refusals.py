@@ -46,6 +46,7 @@ def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
         (of("T5ForConditionalGeneration", "t5"), "an encoder and a decoder"),
         (of("ElectraForMaskedLM", "electra"), "is not a language model"),
         (of("ElectraForCausalLM", "electra"), "attends in both directions"),
+        (of("ArceeForCausalLM", "arcee", is_causal=False), "is_causal is false in its config"),
         (of("ArceeForSequenceClassification", "arcee"), "Octavo runs ArceeForCausalLM"),
         (of("DiffLlamaForCausalLM", "diffllama"), "attends more than once in a step"),
         (of("NemotronForCausalLM", "nemotron"), "does not pass its keyword arguments on"),
