@@ -23,6 +23,7 @@ _SMALL_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     "modules.json",
+    "config_sentence_transformers.json",
     "sentence_*_config.json",
     "[0-9]_*/config.json",
 )

@@ -13,6 +13,7 @@ from octavo.core.errors import InvalidRequestError, ModelFileError
 from octavo.hub.files import ModelFiles
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.json_file import read_json_if_there
+from octavo.hub.sentence_transformers import text_settings
 from octavo.text.tokenizers import gguf
 from octavo.text.tokenizers.literal import LiteralEncoder, LiteralText, SpecialTokens
 from octavo.text.tokenizers.token_bytes import decoding_of, token_bytes
@@ -225,7 +226,9 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     Raises:
         ModelFileError: missing, corrupt, or of an unknown kind.
     """
-    return _from_gguf(files.path) if files.format == "gguf" else _from_folder(files.path)
+    if files.format == "gguf":
+        return _from_gguf(files.path)
+    return _from_folder(files.path, lowercase=text_settings(files).get("do_lower_case") is True)
 
 
 def _from_gguf(path: Path) -> Tokenizer:
@@ -239,7 +242,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     )
 
 
-def _from_folder(folder: Path) -> Tokenizer:
+def _from_folder(folder: Path, *, lowercase: bool = False) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelFileError(
@@ -251,6 +254,9 @@ def _from_folder(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises bare Exception for any error
         raise ModelFileError(f"{path} is corrupt or in an unknown format: {exc}. Download the file again.") from exc
+    if lowercase:  # as sentence-transformers: in front of the tokenizer's own rules
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *own])
     config = read_json_if_there(folder / "tokenizer_config.json")
     return Tokenizer(backend, named_tokens=_named_tokens(folder, config), chat_templates=_templates(folder, config))
 

@@ -179,3 +179,9 @@ def test_the_length_that_the_authors_meant(tmp_path: Path) -> None:
     assert max_sequence_length(files) is None
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
     assert max_sequence_length(files) == 256
+
+
+def test_the_length_of_a_camembert(tmp_path: Path) -> None:
+    files = checkpoint(tmp_path, "Transformer", "Pooling", pooling_mode="mean")
+    (tmp_path / "sentence_camembert_config.json").write_text('{"max_seq_length": 128}')
+    assert max_sequence_length(files) == 128

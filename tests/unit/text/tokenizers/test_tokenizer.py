@@ -224,3 +224,17 @@ def test_a_text_after_something_else_is_as_after_a_special_token(
     ids = tokenizer.encode("</s>" + text, add_special_tokens=False)
     assert tokenizer.backend.id_to_token(ids[0]) == "</s>"
     assert tokenizer.encode_after(text) == ids[1:]
+
+
+@pytest.mark.parametrize(("modules", "lowered"), [(True, True), (False, False)])
+def test_texts_are_lowered_where_a_sentence_transformer_asks_for_it(
+    tmp_path: Path, modules: bool, lowered: bool
+) -> None:
+    """In front of the tokenizer's own rules; special tokens stay."""
+    toy_tokenizers.sentencepiece().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 8, "do_lower_case": true}')
+    if modules:
+        (tmp_path / "modules.json").write_text("[]")
+    loaded = load_tokenizer(ModelFiles(name="m", path=tmp_path, format="safetensors", weights=(), config={}))
+    assert (loaded.encode("Hello </s>") == PIECES.encode("hello </s>")) is lowered
+    assert loaded.encode("hello </s>") == PIECES.encode("hello </s>")
