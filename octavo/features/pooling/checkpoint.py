@@ -17,7 +17,7 @@ from octavo.hub.gguf_file import read_gguf
 from octavo.hub.gguf_keys import Keys
 from octavo.hub.json_file import read_json
 from octavo.hub.sentence_transformers import MODULES as _MODULES
-from octavo.hub.sentence_transformers import is_sentence_transformer
+from octavo.hub.sentence_transformers import is_sentence_transformer, model_settings
 
 _KINDS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
 _GGUF_KINDS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
@@ -55,7 +55,9 @@ def pooler_of(
     """
     pooling, normalize = _in_gguf(files) or default, True
     if is_sentence_transformer(files):
-        pooling, normalize = _from_modules(files.path, stated="pooling_type" in override, default=default)
+        pooling, normalize = _from_modules(
+            files.path, stated="pooling_type" in override, default=default, scores=labels == 1
+        )
     late = is_late_interaction(files)
     chosen = _checked(override)
     task: Task = chosen.get("task", "classify" if labels else "token_embed" if late else "embed")
@@ -148,8 +150,13 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         raise ModelFileError(f"{folder / _MODULES} is corrupt: {exc}. Download the file again.") from exc
 
 
-def _from_modules(folder: Path, *, stated: bool, default: Pooling) -> tuple[Pooling, bool]:
-    """Return pooling and normalization. `stated`: the user has set the pooling; the checkpoint's may be unknown."""
+def _from_modules(folder: Path, *, stated: bool, default: Pooling, scores: bool) -> tuple[Pooling, bool]:
+    """Return pooling and normalization.
+
+    Args:
+        stated: the user has set the pooling; the checkpoint's may be unknown.
+        scores: the model's head makes a score.
+    """
     pooling, normalize = default, False
     modules = _modules(folder)
     kinds = [kind for kind, _ in modules if kind != "Dropout"]
@@ -165,6 +172,14 @@ def _from_modules(folder: Path, *, stated: bool, default: Pooling) -> tuple[Pool
                 pooling = pooling if stated else _pooling_mode(folder / path / "config.json")
             case "Normalize":
                 normalize = True
+            case "LogitScore" if scores:
+                pass
+            case "LogitScore":
+                raise ConfigError(
+                    f"{folder / _MODULES} makes scores of a token's logit. Name the tokens that {folder / path} "
+                    'states, and the classifier of the family: --hf-overrides \'{"architectures": '
+                    '["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}\'.'
+                )
             case _:
                 raise ConfigError(
                     f"{folder / _MODULES} puts a module {kind} after the model, which Octavo does not have; it has "
@@ -176,10 +191,11 @@ def _from_modules(folder: Path, *, stated: bool, default: Pooling) -> tuple[Pool
 def _pooling_mode(path: Path) -> Pooling:
     config = read_json(path)
     mode = config.get("pooling_mode")
-    modes = [str(mode)] if mode else [name for flag, name in _FLAGS.items() if config.get(flag)]
+    given = mode if isinstance(mode, list) else [mode] if mode else []
+    modes = [str(one) for one in given] or [name for flag, name in _FLAGS.items() if config.get(flag)] or ["mean"]
     if len(modes) != 1 or modes[0] not in _KINDS:
         raise ConfigError(
-            f"{path} pools by {' and '.join(modes) or 'nothing'}; Octavo supports mean, cls and last, one of them at a "
+            f"{path} pools by {' and '.join(modes)}; Octavo supports mean, cls and last, one of them at a "
             'time. Use another model, or choose one with --pooler-config \'{"pooling_type": "MEAN"}\', which gives '
             "other vectors than the model was trained for."
         )
@@ -234,9 +250,10 @@ def _labels(config: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _head_activation(files: ModelFiles, labels: int) -> Activation:
-    """Return the activation that a cross-encoder's config states; otherwise as Transformers' pipelines choose."""
+    """Return the activation that a cross-encoder's files state; otherwise as Transformers' pipelines choose."""
     nested = files.config.get("sentence_transformers") or {}
-    stated = nested.get("activation_fn") or files.config.get("sbert_ce_default_activation_function")
+    newer = model_settings(files).get("activation_fn") if labels else None
+    stated = newer or nested.get("activation_fn") or files.config.get("sbert_ce_default_activation_function")
     if stated is not None:
         kind = str(stated).rpartition(".")[2].lower()
         known: dict[str, Activation] = {"identity": "none", "sigmoid": "sigmoid", "softmax": "softmax"}

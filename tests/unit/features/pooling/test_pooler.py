@@ -40,6 +40,8 @@ def pooler(files: ModelFiles, labels: int = 0, **override: Any) -> PoolerInfo:
         ({"pooling_mode_lasttoken": True}, "last"),
         ({"pooling_mode": "mean"}, "mean"),
         ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": ["cls"]}, "cls"),
+        ({"word_embedding_dimension": 8}, "mean"),
     ],
 )
 def test_the_pooling_is_that_of_the_checkpoint(tmp_path: Path, mode: dict[str, Any], expected: str) -> None:
@@ -65,7 +67,12 @@ def test_the_users_word_comes_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [{"pooling_mode_max_tokens": True}, {}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}]
+    "mode",
+    [
+        {"pooling_mode_max_tokens": True},
+        {"pooling_mode": ["mean", "max"]},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+    ],
 )
 def test_another_pooling_is_refused_unless_the_user_chooses(tmp_path: Path, mode: dict[str, Any]) -> None:
     files = checkpoint(tmp_path, "Transformer", "Pooling", **mode)
@@ -162,6 +169,26 @@ def test_what_follows_the_head(tmp_path: Path, config: dict[str, Any], labels: i
     found = pooler(checkpoint(tmp_path, config=config), labels=labels)
     assert found.activation == expected
     assert found.labels == [f"LABEL_{i}" for i in range(labels)]
+
+
+def test_the_activation_that_newer_versions_store(tmp_path: Path) -> None:
+    """Beside the config, in config_sentence_transformers.json; that of an embedding model is another thing."""
+    settings(tmp_path, activation_fn="torch.nn.modules.linear.Identity")
+    assert pooler(checkpoint(tmp_path), labels=1).activation == "none"
+    settings(tmp_path, activation_fn="torch.nn.Tanh")
+    assert pooler(checkpoint(tmp_path)).activation == "none"
+
+
+def settings(folder: Path, **content: Any) -> None:
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(content))
+
+
+def test_scores_of_a_tokens_logit(tmp_path: Path) -> None:
+    """Such a reranker is served as a classifier of its tokens, or not at all."""
+    files = checkpoint(tmp_path, "Transformer", "LogitScore")
+    with pytest.raises(ConfigError, match=r"1_LogitScore.*--hf-overrides.*classifier_from_token"):
+        pooler(files)
+    assert pooler(files, labels=1).activation == "sigmoid"
 
 
 def test_labels_bear_their_names(tmp_path: Path) -> None:
