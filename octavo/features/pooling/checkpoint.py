@@ -17,7 +17,7 @@ from octavo.hub.gguf_file import read_gguf
 from octavo.hub.gguf_keys import Keys
 from octavo.hub.json_file import read_json
 from octavo.hub.sentence_transformers import MODULES as _MODULES
-from octavo.hub.sentence_transformers import is_sentence_transformer, model_settings
+from octavo.hub.sentence_transformers import SETTINGS, is_sentence_transformer, model_settings
 
 _KINDS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
 _GGUF_KINDS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
@@ -35,7 +35,9 @@ _DENSE_NEUTRAL: Mapping[str, Any] = {
     "module_output_name": "sentence_embedding",
     "use_residual": False,
 }
-_SETTINGS = "pooling_type, seq_pooling_type, normalize, use_activation, is_matryoshka, matryoshka_dimensions, task"
+_SETTINGS = (
+    "pooling_type, seq_pooling_type, normalize, use_activation, is_matryoshka, matryoshka_dimensions, prompt, task"
+)
 
 
 def pooler_of(
@@ -73,6 +75,8 @@ def pooler_of(
         labels=_labels(files.config, labels),
         activation=_head_activation(files, labels),
         task=task,
+        prompt="" if labels else chosen.get("prompt", _default_prompt(files, asked="prompt" in chosen)),
+        dimensions=None if labels or late else _length(files, size),
     )
 
 
@@ -150,6 +154,37 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         raise ModelFileError(f"{folder / _MODULES} is corrupt: {exc}. Download the file again.") from exc
 
 
+def _default_prompt(files: ModelFiles, *, asked: bool) -> str:
+    """Return the prompt that a checkpoint puts in front of texts by default. `asked`: the user has set another.
+
+    Raises:
+        ConfigError: it is not one of the checkpoint's prompts, or its tokens do not belong to the vector.
+    """
+    settings = model_settings(files)
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
+    if name is None or asked or not is_sentence_transformer(files):
+        return ""
+    if name not in prompts:
+        raise ConfigError(
+            f"{files.path / SETTINGS} has default_prompt_name={name!r}, which is not among its prompts "
+            f'({", ".join(map(repr, prompts)) or "none"}). Give one with --pooler-config \'{{"prompt": "..."}}\'.'
+        )
+    prompt = str(prompts[name] or "")
+    places = [files.path / path / "config.json" for kind, path in _modules(files.path) if kind == "Pooling"]
+    if prompt and any(read_json(place).get("include_prompt", True) is False for place in places):
+        raise ConfigError(
+            f"{places[0]} has include_prompt=false, and {SETTINGS} a default prompt ({name}); Octavo pools the "
+            'prompt\'s tokens, too. Serve it without, with --pooler-config \'{"prompt": ""}\'.'
+        )
+    return prompt
+
+
+def _length(files: ModelFiles, size: int) -> int | None:
+    """Return the length to which a checkpoint cuts its vectors by default; None if it does not."""
+    length = model_settings(files).get("truncate_dim")
+    return length if type(length) is int and 0 < length < size else None
+
+
 def _from_modules(folder: Path, *, stated: bool, default: Pooling, scores: bool) -> tuple[Pooling, bool]:
     """Return pooling and normalization.
 
@@ -219,6 +254,10 @@ def _checked(override: Mapping[str, Any]) -> dict[str, Any]:
                 chosen.setdefault("matryoshka", [] if value else None)
             case "matryoshka_dimensions" if _are_sizes(value):
                 chosen["matryoshka"] = sorted(value)
+            case "prompt" if isinstance(value, str):
+                chosen["prompt"] = value
+            case "prompt":
+                raise ConfigError(f"--pooler-config: prompt is a text in front of others, not {value!r}.")
             case "task" if value in get_args(Task):
                 chosen["task"] = value
             case "task":

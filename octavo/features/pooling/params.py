@@ -87,6 +87,8 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
         labels: names of the classification head's outputs; [] without a head.
         activation: function applied to those outputs.
         task: the default task.
+        prompt: text in front of each text that is embedded.
+        dimensions: elements of embeddings of which a request does not say it; None for all.
     """
 
     pooling: Pooling
@@ -96,6 +98,8 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
     labels: list[str] = msgspec.field(default_factory=list)
     activation: Activation = "none"
     task: Task = "embed"
+    prompt: str = ""
+    dimensions: int | None = None
 
 
 def pooler_info(info: ModelInfo) -> PoolerInfo | None:

@@ -76,6 +76,8 @@ class PoolingPreparer:
             return PoolingSpec(task=task, pooling=pooler.pooling, activation=activation)
         self._check_dimensions(pooler, dimensions)
         normalize = pooler.normalize if normalize is None else normalize
+        if dimensions is None and task == "embed":
+            dimensions = pooler.dimensions
         return PoolingSpec(
             task=task,
             pooling=pooler.pooling,
@@ -96,6 +98,7 @@ class PoolingPreparer:
         side: Side = "right",
         param: str = "input",
         options: Mapping[str, msgspec.Raw] | None = None,
+        prompted: bool = True,
     ) -> GenerateRequest:
         """Return a request for one prompt.
 
@@ -105,6 +108,7 @@ class PoolingPreparer:
             side: end of the prompt at which to cut.
             param: name of the prompt's field, for errors.
             options: other features' options of the request's model.
+            prompted: put the model's own prompt in front of a text that is embedded.
 
         Raises:
             InvalidRequestError: the message names the field, the value and the limit.
@@ -120,7 +124,8 @@ class PoolingPreparer:
         else:
             text, given, salt = parts_of(prompt, param)
             if given is None:
-                tokens, _ = self._encode(text or "", None, limit, side, add_special_tokens, param)
+                text = (self._prompt(params) if prompted else "") + (text or "")
+                tokens, _ = self._encode(text, None, limit, side, add_special_tokens, param)
             else:
                 self._check_ids(given, param)
                 tokens = cut(given, limit, side)
@@ -144,6 +149,9 @@ class PoolingPreparer:
             prompt_only=True,
             reads_cache=self.info.num_blocks > 0 and not params.sees_all,
         )
+
+    def _prompt(self, params: PoolingSpec) -> str:
+        return self._info.prompt if self._info is not None and params.task != "classify" else ""
 
     def _encode(
         self,
@@ -185,7 +193,7 @@ class PoolingPreparer:
         )
 
     def _check_dimensions(self, pooler: PoolerInfo, dimensions: int | None) -> None:
-        if dimensions is None or dimensions == pooler.size:
+        if dimensions in (None, pooler.size, pooler.dimensions):
             return
         allowed = pooler.matryoshka
         if not 1 <= dimensions <= pooler.size:

@@ -15,7 +15,7 @@ class PoolingSettings(FeatureSettings):
 
     Attributes:
         pooler_config: overrides of the checkpoint's pooling: `pooling_type` (MEAN, CLS, LAST), `normalize`,
-            `is_matryoshka`, `matryoshka_dimensions`, and the `task` of /pooling.
+            `is_matryoshka`, `matryoshka_dimensions`, a `prompt` in front of texts, and the `task` of /pooling.
     """
 
     pooler_config: dict[str, Any] = setting(

@@ -100,6 +100,7 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: PoolingReply) -> Ca
             side=body.truncation_side or "right",
             param=param,
             options=ctx.options,
+            prompted=param != "messages",
         )
 
     return prepare

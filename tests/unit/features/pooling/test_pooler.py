@@ -139,6 +139,7 @@ def test_a_corrupt_list_of_modules_is_named(tmp_path: Path) -> None:
         ({"pooling_type": "MAX"}, "pooling_type is MEAN, CLS or LAST, not 'MAX'"),
         ({"normalize": "yes"}, "normalize is true or false"),
         ({"matryoshka_dimensions": [0]}, "a list of whole numbers"),
+        ({"prompt": 3}, "prompt is a text in front of others, not 3"),
         ({"task": "plugin"}, "task is embed, classify, token_embed, not 'plugin'"),
         ({"task": "classify"}, "has no classification head"),
         ({"pool": 1}, "no setting 'pool'; it has pooling_type"),
@@ -181,6 +182,34 @@ def test_the_activation_that_newer_versions_store(tmp_path: Path) -> None:
 
 def settings(folder: Path, **content: Any) -> None:
     (folder / "config_sentence_transformers.json").write_text(json.dumps(content))
+
+
+def test_a_default_prompt_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    files = checkpoint(tmp_path, "Transformer", "Pooling", pooling_mode="mean")
+    prompts = {"query": "query: ", "document": None}
+    for name, expected in ((None, ""), ("query", "query: "), ("document", "")):
+        settings(tmp_path, prompts=prompts, default_prompt_name=name)
+        assert pooler(files).prompt == expected
+        assert pooler(files, prompt="mine ").prompt == "mine "
+        assert pooler(files, labels=1).prompt == ""
+
+
+def test_a_default_prompt_that_can_not_be_is_refused(tmp_path: Path) -> None:
+    files = checkpoint(tmp_path, "Transformer", "Pooling", pooling_mode="mean", include_prompt=False)
+    settings(tmp_path, prompts={"query": "query: "}, default_prompt_name="query")
+    with pytest.raises(ConfigError, match=r"1_Pooling.*include_prompt=false.*--pooler-config"):
+        pooler(files)
+    assert pooler(files, prompt="").prompt == ""
+    settings(tmp_path, prompts={"query": "query: "}, default_prompt_name="passage")
+    with pytest.raises(ConfigError, match=r"default_prompt_name='passage', which is not among its prompts \('query'\)"):
+        pooler(files)
+
+
+def test_a_length_to_which_vectors_are_cut(tmp_path: Path) -> None:
+    files = checkpoint(tmp_path, "Transformer", "Pooling", pooling_mode="mean")
+    for length, expected in ((4, 4), (8, None), (None, None), (0, None)):
+        settings(tmp_path, truncate_dim=length)
+        assert pooler(files).dimensions == expected
 
 
 def test_scores_of_a_tokens_logit(tmp_path: Path) -> None:

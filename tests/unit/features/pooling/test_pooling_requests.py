@@ -38,6 +38,23 @@ def test_a_text_ends_with_its_prompt() -> None:
     assert asked(request) == PoolingSpec(task="embed", pooling="mean", activation="normalize")
 
 
+def test_a_models_prompt_stands_in_front_of_texts() -> None:
+    """Not of token ids, of conversations that a template has rendered, or of what is to be labelled."""
+    one = preparer(PoolerInfo(pooling="mean", normalize=True, size=8, prompt="the "))
+    assert one.prepare("ab", one.params()).tokens == TOKENIZER.encode("the ab")
+    assert one.prepare("ab", one.params("token_embed")).tokens == TOKENIZER.encode("the ab")
+    assert one.prepare([5, 6], one.params()).tokens == [5, 6]
+    assert one.prepare("ab", one.params(), prompted=False).tokens == TOKENIZER.encode("ab")
+
+
+def test_a_models_length_of_vectors_is_that_of_requests_without_one() -> None:
+    one = preparer(PoolerInfo(pooling="mean", normalize=True, size=8, dimensions=4))
+    assert one.params().dimensions == 4
+    assert one.params(dimensions=4).dimensions == 4
+    assert one.params(dimensions=8).dimensions is None
+    assert one.params("token_embed").dimensions is None
+
+
 def test_only_the_last_token_may_come_by_way_of_the_cache() -> None:
     for pooling, num_blocks, reads in (("mean", 8, False), ("cls", 8, False), ("last", 8, True), ("last", 0, False)):
         one = preparer(PoolerInfo(pooling=pooling, normalize=True, size=8), num_blocks=num_blocks)
