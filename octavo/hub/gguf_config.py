@@ -16,14 +16,15 @@ from octavo.hub.rope_factors import llama3_scaling, longrope_scaling
 # general.file_type -> dtype. A quantized file does not state its original dtype; bfloat16 is what models of these
 # families were trained in.
 _FILE_DTYPES = {0: "float32", 1: "float16"}
-_SAMPLING = {
+SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
     "general.sampling.top_p": "top_p",
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-_ENDS = {"<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_turn>", "<end_of_utterance>"} | {
+"""Keys of sampling defaults -> their names in generation_config.json."""
+ENDS = {"<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_turn>", "<end_of_utterance>"} | {
     f"<|{name}|>"
     for name in ("eot_id", "eom_id", "im_end", "end", "return", "call", "calls", "flush", "endoftext", "end_of_text")
 }
@@ -66,7 +67,7 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if ends := _ends(file):
         config["eos_token_id"] = ends
-    for key, name in _SAMPLING.items():
+    for key, name in SAMPLING.items():
         value = file.metadata.get(key)
         if value is not None:
             config[name] = shortest(value) if isinstance(value, float) else value
@@ -77,9 +78,7 @@ def _ends(file: GGUFFile) -> list[int]:
     """Return the tokens that end an answer: those that the file names, and those known by their text, since the
     converter names only one of them (Gemma's `<eos>`, Phi's `<|endoftext|>`), and not the one that ends a turn."""
     named = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    found = {
-        text: number for number, text in enumerate(file.metadata.get("tokenizer.ggml.tokens", [])) if text in _ENDS
-    }
+    found = {text: number for number, text in enumerate(file.metadata.get("tokenizer.ggml.tokens", [])) if text in ENDS}
     if any(calls <= found.keys() for calls in _CALLS):
         found.pop("<|end|>", None)
     return list(dict.fromkeys(number for number in (*named, *found.values()) if number is not None))

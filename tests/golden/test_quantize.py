@@ -97,8 +97,10 @@ def test_a_large_model_is_written_in_several_files(
 
 def test_a_gguf_file_is_written_with_the_names_that_others_read(source: Path, tmp_path: Path) -> None:
     theirs = make_checkpoint("quantized", tmp_path / "again", {"vocab_size": 464})
-    files = write_model(tmp_path / "tiny.gguf", theirs, "llama")
+    answers = {"eos_token_id": [2, 9], "temperature": 0.5}
+    files = replace(write_model(tmp_path / "tiny.gguf", theirs, "llama"), generation_config=answers)
     assert quantize(files, ROUNDINGS["w8a16"], tmp_path / "out").matrices == 14
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == answers
     written = load_file(tmp_path / "out" / WEIGHTS)
     read = open_checkpoint(model_files(tmp_path / "out"))
     assert read.names() == theirs.state_dict().keys()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,7 +18,7 @@ from tiny import make_checkpoint, model_files
 from octavo import LLM, SamplingParams
 from octavo.cli.main import main
 from octavo.core.errors import ConfigError
-from octavo.hub.gguf_config import model_config
+from octavo.hub.gguf_config import generation_config, model_config
 from octavo.hub.gguf_file import read_gguf
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
@@ -71,6 +73,48 @@ def test_the_configuration_is_the_source_s(tmp_path: Path) -> None:
         expected, found = spec_of(model_files(folder).config), spec_of(model_config(read_gguf(folder / "model.gguf")))
         for field in ("hidden_size", "num_layers", "num_heads", "head_dim", "vocab_size", "tied", "norm", "mlps"):
             assert getattr(found, field) == getattr(expected, field), (family, field)
+        if family != "llama-llama3-rope":  # recovered from its divisors
+            assert found.rope == expected.rope, family
+
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("more", [{"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.25}])
+def test_numbers_of_yarn_are_written(tmp_path: Path, more: dict[str, float]) -> None:
+    make_checkpoint("llama", tmp_path, {"rope_parameters": _YARN | more})
+    write_gguf(model_files(tmp_path), STORAGES["gguf-f16"], tmp_path / "model.gguf")
+    expected, found = spec_of(model_files(tmp_path).config), spec_of(model_config(read_gguf(tmp_path / "model.gguf")))
+    assert found.rope == expected.rope
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 7}, "a sliding window of 7 tokens"),
+        ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
+        ("llama", {"rope_parameters": _YARN | {"truncate": False}}, "YaRN whose frequencies are not rounded"),
+    ],
+)
+def test_what_the_format_has_no_key_for_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    make_checkpoint(family, tmp_path, changes)
+    with pytest.raises(ConfigError, match=rf"The model has {message}, for which .* --scheme"):
+        write_gguf(model_files(tmp_path), STORAGES["gguf-f16"], tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_ends_and_sampling_of_answers_are_written(source: Path, tmp_path: Path) -> None:
+    """The file names the tokenizer's end mark, and one after the other those that a reader does not know by itself."""
+    keys = tokenizer_keys(source, 470)
+    answers = {"eos_token_id": [2, 9, 7], "temperature": 0.6, "top_k": 20, "repetition_penalty": 1}
+    files = dataclasses.replace(model_files(source), generation_config=answers)
+    write_gguf(files, STORAGES["gguf-q8_0"], tmp_path / "a.gguf", tokenizer=keys)
+    assert generation_config(read_gguf(tmp_path / "a.gguf")) == answers
+    many = dataclasses.replace(files, generation_config={"eos_token_id": [2, 9, 7, 8]})
+    with pytest.raises(ConfigError, match=r"3 further tokens that end answers \(9, 7, 8\)"):
+        write_gguf(many, STORAGES["gguf-q8_0"], tmp_path / "b.gguf", tokenizer=keys)
 
 
 def test_the_tokenizer_is_the_source_s(source: Path, tmp_path: Path) -> None:

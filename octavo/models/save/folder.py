@@ -96,6 +96,9 @@ def quantize(
         stated = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": scheme.settings(size, kept)}
         config = {**{name: value for name, value in files.config.items() if name != "torch_dtype"}, **stated}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if files.format == "gguf" and files.generation_config:
+            answers = json.dumps(files.generation_config, indent=2) + "\n"
+            (folder / "generation_config.json").write_text(answers, encoding="utf-8")
         _copy_small_files(files.path, folder)
     return Written(len(matrices), sum(map(math.prod, shapes.values())) * dtype.itemsize, written, size)
 

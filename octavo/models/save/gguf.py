@@ -18,9 +18,16 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_config import ENDS, SAMPLING
+from octavo.hub.resolve import eos_token_ids
+from octavo.models.feed_forwards.spec import MlpSpec
+from octavo.models.hf_rope import temperature
 from octavo.models.load import open_checkpoint
+from octavo.models.registry import spec_of
 from octavo.models.save.folder import OnProgress, Written
 from octavo.models.save.places import check_source, new_place
+from octavo.models.spec import DecoderSpec
+from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 from octavo.nn.weights import TensorSpec
 
 _BLOCK = 32
@@ -101,7 +108,7 @@ def write_gguf(
     if path.exists():
         raise ConfigError(f"{path} exists. Name a new file.")
     check_source(files)
-    source = _of_gguf(files) if files.format == "gguf" else _of_safetensors(files, tokenizer or {})
+    source = _of_gguf(files) if files.format == "gguf" else _of_safetensors(files, dict(tokenizer or {}))
     kinds = {name: _kind(name, shape, storage) for name, shape in source.shapes.items()}
     with new_place(path, folder=False), closing(GGUFWriter(path, source.arch)) as writer:
         after = _write(writer, source, kinds, storage, progress)
@@ -168,17 +175,18 @@ def _of_gguf(files: ModelFiles) -> _Source:
     return _Source(reader.fields["general.architecture"].contents(), keys, shapes, tensor)
 
 
-def _of_safetensors(files: ModelFiles, tokenizer: Mapping[str, Any]) -> _Source:
+def _of_safetensors(files: ModelFiles, tokenizer: dict[str, Any]) -> _Source:
     (architecture, *_) = files.config.get("architectures") or [None]
     if architecture not in _ARCHS:
         raise ConfigError(
             f"octavo quantize writes GGUF files of {', '.join(_ARCHS)}, not of {architecture}. Convert the model with "
             "llama.cpp's convert_hf_to_gguf.py, and give that file here."
         )
-    config, arch = files.config, _ARCHS[architecture]
+    config, arch, spec = files.config, _ARCHS[architecture], spec_of(files.config)
+    _check(spec, gguf.MODEL_ARCH_NAMES[arch])
     checkpoint = open_checkpoint(files)
     places = dict(_places(config, arch, checkpoint.names()))
-    divisors = _rope_divisors(config)
+    divisors = _rope_divisors(spec.rope)
     shapes = {name: checkpoint.shape(stored) or () for name, stored in places.items()}
 
     def tensor(name: str) -> Tensor:
@@ -189,8 +197,8 @@ def _of_safetensors(files: ModelFiles, tokenizer: Mapping[str, Any]) -> _Source:
         return _arranged(config, arch, name, values).contiguous()
 
     def keys(writer: GGUFWriter) -> None:
-        _write_config(writer, config, files.name)
-        for name, value in tokenizer.items():
+        _write_config(writer, config, spec, files.name)
+        for name, value in (tokenizer | _answers(files, tokenizer)).items():
             _add(writer, name, value)
 
     if divisors is not None:
@@ -224,59 +232,99 @@ def _arranged(config: Mapping[str, Any], arch: gguf.MODEL_ARCH, name: str, value
     return values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "yarn", "llama3"):
+def _answers(files: ModelFiles, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the model's generation_config.json: defaults of sampling, and tokens that end answers.
+
+    Raises:
+        ConfigError: there are more such tokens than the format has keys.
+    """
+    stated = {key: files.generation_config.get(name) for key, name in SAMPLING.items()}
+    keys = {key: value if key.endswith("top_k") or value is None else float(value) for key, value in stated.items()}
+    tokens = tokenizer.get("tokenizer.ggml.tokens", [])
+    named = tokenizer.get("tokenizer.ggml.eos_token_id")
+    shorts = ("eot", "eom") if named is not None else ("eos", "eot", "eom")
+    # Readers know some of them by their text.
+    ends = [one for one in eos_token_ids(files) if one != named and one < len(tokens) and tokens[one] not in ENDS]
+    if len(ends) > len(shorts):
         raise ConfigError(
-            f"The model's rope_type is {kind!r}; octavo quantize writes default, linear, yarn and llama3 to GGUF. "
-            "Convert the model with llama.cpp's convert_hf_to_gguf.py, and give that file here."
+            f"{files.name} has {len(ends)} further tokens that end answers ({', '.join(map(str, ends))}), and GGUF "
+            f"files have keys for {len(shorts)}. Choose a --scheme that is not gguf-*."
         )
-    return {"rope_theta": config.get("rope_theta", 10000.0), **rope, "rope_type": kind}
+    keys |= {f"tokenizer.ggml.{short}_token_id": end for short, end in zip(shorts, ends, strict=False)}
+    return {key: value for key, value in keys.items() if value is not None}
 
 
-def _rope_divisors(config: Mapping[str, Any]) -> Tensor | None:
+def _check(spec: DecoderSpec, arch: str) -> None:
+    """Refuse what the format has no keys for, since readers would compute another model."""
+    windows = {window for window in spec.windows if window is not None and window < spec.max_position}
+    activations = {mlp.activation for mlp in spec.mlps if isinstance(mlp, MlpSpec)} - {"silu"}
+    scaling = spec.rope.scaling
+    odd = [
+        *(f"a sliding window of {window} tokens" for window in windows),
+        *(f"the activation {activation}" for activation in activations),
+        *(["rotary positions of a part of each head"] if spec.rope.width != spec.rope.rotary_dim else []),
+        *(
+            ["YaRN whose frequencies are not rounded"]
+            if isinstance(scaling, YarnScaling) and not scaling.truncate
+            else []
+        ),
+        *(["rotary positions scaled by LongRoPE"] if isinstance(scaling, LongRopeScaling) else []),
+    ]
+    if odd:
+        raise ConfigError(
+            f"The model has {odd[0]}, for which GGUF files of {arch} have no key. Choose a --scheme that is not gguf-*."
+        )
+
+
+def _rope_divisors(rope: RopeSpec) -> Tensor | None:
     """Return what the format stores in place of Llama 3's rope parameters: a divisor of each pair's frequency."""
-    rope = _rope(config)
-    if rope["rope_type"] != "llama3":
+    scaling, size = rope.scaling, rope.rotary_dim
+    if not isinstance(scaling, Llama3Scaling):
         return None
-    size = _head_dim(config)
-    waves = torch.pow(float(rope["rope_theta"]), torch.arange(0, size, 2, dtype=torch.float64) / size) * (2 * math.pi)
-    turns, low = float(rope["original_max_position_embeddings"]) / waves, float(rope["low_freq_factor"])
-    smooth = ((turns - low) / (float(rope["high_freq_factor"]) - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / float(rope["factor"]) + smooth)).float()
+    waves = torch.pow(rope.theta, torch.arange(0, size, 2, dtype=torch.float64) / size) * (2 * math.pi)
+    turns, low = scaling.original_max_position / waves, scaling.low_freq_factor
+    smooth = ((turns - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / scaling.factor + smooth)).float()
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _write_config(writer: GGUFWriter, config: Mapping[str, Any], name: str) -> None:
-    heads, rope, size = config["num_attention_heads"], _rope(config), _head_dim(config)
+def _write_config(writer: GGUFWriter, config: Mapping[str, Any], spec: DecoderSpec, name: str) -> None:
     writer.add_type("model")
     writer.add_name(Path(name).name)
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(spec.num_layers)
     writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
+    writer.add_embedding_length(spec.hidden_size)
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
-        if "original_max_position_embeddings" in rope:
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm.eps)
+    _write_rope(writer, spec.rope)
 
 
-def _add(writer: GGUFWriter, name: str, value: bool | int | str | list[Any]) -> None:
+def _write_rope(writer: GGUFWriter, rope: RopeSpec) -> None:
+    writer.add_rope_dimension_count(rope.rotary_dim)
+    writer.add_rope_freq_base(rope.theta)
+    match rope.scaling:
+        case LinearScaling():
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope.scaling.factor)
+        case YarnScaling():
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope.scaling.factor)
+            writer.add_rope_scaling_orig_ctx_len(rope.scaling.original_max_position)
+            writer.add_rope_scaling_yarn_beta_fast(rope.scaling.beta_fast)
+            writer.add_rope_scaling_yarn_beta_slow(rope.scaling.beta_slow)
+            if rope.scaling.attention_factor != temperature(rope.scaling.factor):
+                writer.add_rope_scaling_yarn_attn_factor(rope.scaling.attention_factor)
+
+
+def _add(writer: GGUFWriter, name: str, value: bool | int | float | str | list[Any]) -> None:
     if isinstance(value, bool):
         writer.add_bool(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
     elif isinstance(value, int):
         writer.add_uint32(name, value)
     elif isinstance(value, str):
