@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,19 +18,23 @@ if TYPE_CHECKING:
 
 _EVERY = 20
 """Steps from one printed loss to the next."""
+_CONTEXT = 512
 
 
 def run(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     for name, least in (("epochs", 1), ("batch", 1), ("max-tokens", 4), ("context", 16)):
         value = getattr(args, name.replace("-", "_"))
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: give at least {least}.")
     if not 0 < args.held_out < 1:
         raise ConfigError(f"--held-out {args.held_out}: give a share between 0 and 1, such as 0.1.")
+    if not 0 < args.learning_rate < math.inf:
+        raise ConfigError(f"--learning-rate {args.learning_rate}: give a positive number, such as 0.001.")
+    from octavo.models.save.places import check_folder
+
     folder = Path(args.output).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is not empty. Name a new folder.")
+    check_folder(folder)
     work(args, folder)
     return 0
 
@@ -51,10 +56,12 @@ def make_parser() -> OctavoParser:
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="answers of a training step (8)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="RATE", help="highest rate (0.001)")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens of an answer (128)")
-    parser.add_argument("--context", type=int, default=512, metavar="N", help="most tokens with the prompt (512)")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="most tokens with the prompt (512, or as many as the model takes)"
+    )
     parser.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help="of the prompts, to test on (0.1)")
     parser.add_argument(
-        "--device", default=None, metavar="DEVICE", help="of the model and the training (the first GPU, or cpu)"
+        "--device", choices=("cpu", "cuda"), help="of the model and the training (the first GPU, or cpu)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order and the noise (0)")
     return parser
@@ -67,19 +74,19 @@ def work(args: argparse.Namespace, folder: Path) -> None:
     from octavo.features.speculation.eagle.head import EagleHead, save_head
     from octavo.features.speculation.eagle.training import Recipe, acceptance, train
     from octavo.hub.resolve import resolve
+    from octavo.models.save.places import new_place
 
     prompts = read_prompts(Path(args.data).expanduser())
     settings = {} if args.device is None else {"device": args.device}
     with open_display() as display:
         target = target_of(resolve(args.model, progress=display.download))
+        context = _context(args.context, target.shape.max_position_embeddings)
 
         def shown(phase: str, done: int, total: int) -> None:
             if done == total or done % 128 == 0:
                 say(f"{phase}: {done} of {total}")
 
-        examples = collect(
-            args.model, prompts, max_tokens=args.max_tokens, context=args.context, progress=shown, **settings
-        )
+        examples = collect(args.model, prompts, max_tokens=args.max_tokens, context=context, progress=shown, **settings)
     held = max(1, round(len(examples) * args.held_out))
     torch.manual_seed(args.seed)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,8 +101,15 @@ def work(args: argparse.Namespace, folder: Path) -> None:
 
     train(head, target, rest, Recipe(args.epochs, args.batch, args.learning_rate, args.seed), note)
     print(f"after: {_shown(acceptance(head, target, tests))}")
-    save_head(head, target.embeddings, folder)
+    with new_place(folder, folder=True):
+        save_head(head, target.embeddings, folder)
     say(f"wrote {folder}")
+
+
+def _context(given: int | None, longest: int) -> int:
+    if given is not None and given > longest:
+        raise ConfigError(f"--context {given}: the model has {longest} positions. Give at most that.")
+    return min(_CONTEXT, longest) if given is None else given
 
 
 def _shown(found: HeadAcceptance) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.features.speculation.eagle.head import HeadShape
 from octavo.hub.files import ModelFiles
+from octavo.models.encoders.registry import is_encoder
 from octavo.models.load import open_checkpoint
 from octavo.models.load.arranged import arranged
 from octavo.models.registry import spec_of
@@ -76,6 +77,10 @@ def target_of(files: ModelFiles) -> Target:
         ConfigError: the model has parts that the layout of heads can't represent.
         ModelFileError: the checkpoint can't be read.
     """
+    if is_encoder(files.config):
+        raise ConfigError(
+            f"{files.name} makes embeddings; heads draft for models that generate text. Train for another."
+        )
     spec = spec_of(files.config)
     odd = [
         name

@@ -14,6 +14,7 @@ from toy_models import save_decoder
 
 from octavo.cli.main import main
 from octavo.core.errors import ConfigError
+from octavo.features.speculation.eagle.command import _context
 from octavo.features.speculation.eagle.corpus import Example, Target, read_prompts
 from octavo.features.speculation.eagle.head import EagleHead, HeadShape, load_head, save_head
 from octavo.features.speculation.eagle.training import Recipe, acceptance, train
@@ -162,6 +163,28 @@ def test_the_command_trains_a_head_for_a_model(tmp_path: Path, capsys: pytest.Ca
 def test_the_command_is_listed_and_refuses_odd_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     assert "spec-train" in capsys.readouterr().out
-    for flag, value in (("--epochs", "0"), ("--held-out", "1"), ("--context", "2")):
+    for flag, value in (("--epochs", "0"), ("--held-out", "1"), ("--context", "2"), ("--learning-rate", "nan")):
         assert main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "h"), flag, value]) == 1
         assert f"{flag} {value.removesuffix('.0')}" in capsys.readouterr().err.replace("1.0", "1")
+    (tmp_path / "file").touch()
+    assert main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "file")]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+    for device in ("auto", "cuda:1"):  # a training step has one device by name
+        with pytest.raises(SystemExit):
+            main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "h"), "--device", device])
+        assert "--device" in capsys.readouterr().err
+
+
+def test_prompts_and_answers_fit_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest is that of the model where it is less than the default; an encoder answers nothing."""
+    assert [_context(given, longest) for given, longest in ((None, 64), (None, 4096), (64, 64))] == [64, 512, 64]
+    model = save_decoder(tmp_path / "model", 3)
+    (tmp_path / "prompts").write_text("a\nb\n")
+    words = ["spec-train", str(model), "--data", str(tmp_path / "prompts"), "-o", str(tmp_path / "head")]
+    assert main([*words, "--context", "1000000"]) == 1
+    assert "--context 1000000: the model has" in capsys.readouterr().err
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+    assert main(words) == 1
+    assert "makes embeddings; heads draft for models that generate" in capsys.readouterr().err
+    assert not (tmp_path / "head").exists()
