@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from octavo.models.load import open_checkpoint
 from octavo.models.load.quantized.integers import unpack
 from octavo.models.save import folder as saved
 from octavo.models.save.folder import quantize
+from octavo.models.save.places import new_place
 from octavo.models.save.rounding import ROUNDINGS, pack
 from octavo.nn.weights import TensorSpec
 
@@ -324,3 +327,20 @@ def test_calibration_is_left_to_llm_compressor(
     text.write_text(" ")
     assert main([*command, "gptq", "--calibration", str(text)]) == 1
     assert "has no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_terminated_run_leaves_nothing(tmp_path: Path, folder: bool) -> None:
+    """As one that is interrupted; a container ends its processes so."""
+    path, before = tmp_path / "out", signal.getsignal(signal.SIGTERM)
+
+    def write() -> None:
+        with new_place(path, folder=folder):
+            (path / "part" if folder else path).write_text("x")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        write()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not path.exists()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,14 +47,15 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def new_place(path: Path, *, folder: bool) -> Iterator[None]:
-    """Make a new folder, or that of a new file; if the block fails, remove what it wrote.
+    """Make a new folder, or that of a new file; if the block fails or the process is terminated, remove what it wrote.
 
     Raises:
         ConfigError: it can't be written.
     """
     try:
         (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
-        yield
+        with _termination_raised():
+            yield
     except BaseException as error:
         with suppress(OSError):
             shutil.rmtree(path) if folder else path.unlink()
@@ -61,3 +64,20 @@ def new_place(path: Path, *, folder: bool) -> Iterator[None]:
                 f"{path} can't be written: {error}. Free space there, or name a place that can be written."
             ) from error
         raise
+
+
+@contextmanager
+def _termination_raised() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit instead of ending the process at once, as SIGINT raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled there only
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
