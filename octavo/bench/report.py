@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.client import Timing
+from octavo.core.errors import ConfigError
 
 TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -116,6 +118,16 @@ class Summary:
 
     def _rate(self, count: int) -> float:
         return count / self.duration if self.duration > 0 else math.nan
+
+
+def check_place(path: Path | None, flag: str) -> None:
+    """Raise ConfigError for a file that can't be written, before there are figures to lose. Nothing is written yet."""
+    if path is None:
+        return
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    file = there == path
+    if path.is_dir() or not (file or there.is_dir()) or not os.access(there, os.W_OK):
+        raise ConfigError(f"{flag} {path} can't be written. Name a file in a folder that can.")
 
 
 def save(figures: Mapping[str, Any], path: Path) -> None:

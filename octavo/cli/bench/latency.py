@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.floor import floor_seconds, share_text
-from octavo.bench.report import percentile, save
+from octavo.bench.report import check_place, percentile, save
 from octavo.cli.bench.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.flags import units
 from octavo.cli.flags.args import add_engine_settings
@@ -22,6 +22,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def run(argv: list[str]) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
+    check_place(args.output_json, "--output-json")
     with open_llm(parser, args) as llm:
         rng = random.Random(vars(args).get("model.seed", 0))
         vocabulary = llm.info.vocab_size

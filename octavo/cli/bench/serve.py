@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo.bench.client import Target, Timing
 from octavo.bench.load import LoadPattern, first_model, profile, run_load, wait_ready
-from octavo.bench.report import TITLES, Summary, save
+from octavo.bench.report import TITLES, Summary, check_place, save
 from octavo.bench.samples import Sample, TextTokens
 from octavo.cli.bench.data import add_data_flags, make_samples
 from octavo.cli.flags import units
@@ -91,6 +91,8 @@ async def bench(args: argparse.Namespace) -> int:
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be greater than zero")
     wanted = parse_result_flags(args)
+    if args.save_result or args.save_detailed:
+        check_place(args.result_dir / (args.result_filename or "result.json"), "--result-dir")
     target = await find_target(args)
     tokenizer = find_tokenizer(args.tokenizer or args.model or target.model, required=bool(args.tokenizer))
     samples = make_samples(

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.report import save
+from octavo.bench.report import check_place, save
 from octavo.cli.bench.offline import open_llm
 from octavo.cli.flags import units
 from octavo.cli.flags.args import add_engine_settings
@@ -27,6 +27,7 @@ _CACHES = ("TRITON_CACHE_DIR", "OCTAVO_KERNEL_CACHE")
 def run(argv: list[str]) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
+    check_place(args.output_json, "--output-json")
     if os.environ.get(_CHILD):
         return _start(parser, args)
     with tempfile.TemporaryDirectory() as empty:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.floor import Ceilings, floor_seconds, share_text
-from octavo.bench.report import save
+from octavo.bench.report import check_place, save
 from octavo.cli.bench.data import add_data_flags, make_samples
 from octavo.cli.bench.offline import ceilings_of, fixed_length, open_llm
 from octavo.cli.flags.args import add_engine_settings
@@ -22,6 +22,7 @@ from octavo.core.terminal import say
 def run(argv: list[str]) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
+    check_place(args.output_json, "--output-json")
     with open_llm(parser, args) as llm:
         samples = make_samples(
             args,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from octavo.bench.client import Timing
-from octavo.bench.report import Summary, percentile, save
+from octavo.bench.report import Summary, check_place, percentile, save
+from octavo.core.errors import ConfigError
 
 
 def timing(arrivals: list[float], *, tokens: int | None = None, latency: float | None = None) -> Timing:
@@ -88,3 +89,15 @@ def test_nothing_went_through(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "deep" / "r.json").read_text())
     assert saved["completed"] == 0
     assert saved["mean_ttft_ms"] is None
+
+
+def test_a_place_for_figures_is_checked_before_they_are_measured(tmp_path: Path) -> None:
+    """A folder, or a file where a folder should be; a new folder is made with the file, and not before."""
+    check_place(None, "--output-json")
+    check_place(tmp_path / "new" / "a.json", "--output-json")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    check_place(tmp_path / "file", "--output-json")
+    for odd in (tmp_path, tmp_path / "file" / "a.json"):
+        with pytest.raises(ConfigError, match=rf"--output-json {odd} can't be written\. Name a file"):
+            check_place(odd, "--output-json")
