@@ -19,6 +19,9 @@ from octavo.text.tokenizers.gguf_models import (
     token_id,
 )
 
+_PHI_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's special tokens that leave what follows them as it is."""
+
 
 def build_backend(file: GGUFFile) -> Tokenizer:
     """Return the `tokenizers` object.
@@ -60,12 +63,25 @@ def chat_templates(file: GGUFFile) -> dict[str, str]:
     return templates | ({"default": main} if main else {})
 
 
+def _takes_spaces(file: GGUFFile) -> bool:
+    """Return whether special tokens take the spaces and line ends after them, as those of Phi-3 do; files don't say so.
+    llama.cpp goes by the model's name."""
+    metadata = file.metadata
+    return metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+
+
 def _add_special(file: GGUFFile, backend: Tokenizer) -> None:
     tokens = file.metadata["tokenizer.ggml.tokens"]
     kinds = file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, UNKNOWN)]
     own = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    stripping = _takes_spaces(file)
+    backend.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True, rstrip=stripping and token not in _PHI_PLAIN)
+            for token in control
+        ]
+    )
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
 
 

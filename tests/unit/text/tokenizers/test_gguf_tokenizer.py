@@ -15,7 +15,9 @@ from toy_gguf import LLAMA, write_gguf
 
 from octavo.core.errors import ModelFileError
 from octavo.hub.files import ModelFiles
+from octavo.hub.gguf_file import read_gguf
 from octavo.hub.resolve import resolve
+from octavo.text.tokenizers.gguf import build_backend
 from octavo.text.tokenizers.gguf_models import merges_from_scores
 from octavo.text.tokenizers.pretokenizers import PRE_TOKENIZERS
 from octavo.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -259,3 +261,14 @@ def test_missing_metadata_are_named(tmp_path: Path) -> None:
     del keys["tokenizer.ggml.merges"]
     with pytest.raises(ModelFileError, match=r"lacks the metadata tokenizer\.ggml\.merges"):
         load(tmp_path, keys)
+
+
+@pytest.mark.parametrize(("arch", "takes"), [("phi3", True), ("llama", False)])
+def test_marks_of_phi_3_take_the_spaces_behind_them(tmp_path: Path, arch: str, takes: bool) -> None:
+    """As in its tokenizer.json, so that a line end of the chat template is no token; <s> leaves it."""
+    path = write_gguf(tmp_path / "toy.gguf", sentencepiece_keys(), arch=arch)
+    file = read_gguf(path)
+    backend = build_backend(file)
+    ids = [backend.encode(f"{mark}\n the", add_special_tokens=False).ids for mark in ("</s>", "<s>")]
+    plain = [backend.encode(f"{mark}the", add_special_tokens=False).ids for mark in ("</s>", "<s>")]
+    assert [one == other for one, other in zip(ids, plain, strict=True)] == [takes, False]
