@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.core.errors import ModelFileError
 from octavo.hub.gguf_keys import Keys
 from octavo.hub.gguf_latent import latent
 
-_SIGMOID = 2
-"""llama.cpp's number of a router with sigmoids (`expert_gating_func`)."""
+_SCORES = {0: "softmax", 1: "softmax", 2: "sigmoid"}
+"""llama.cpp's numbers of the functions of a router's outputs (`expert_gating_func`); 0 is for files without one."""
 
 
 def counts(keys: Keys) -> dict[str, Any]:
@@ -65,8 +66,18 @@ def after_dense(keys: Keys) -> dict[str, Any]:
         "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,
         "n_group": keys.get("expert_group_count", 1),
         "topk_group": keys.get("expert_group_used_count", 1),
-        "scoring_func": "sigmoid" if keys.get("expert_gating_func") == _SIGMOID else "softmax",
+        "scoring_func": _scores(keys),
     }
+
+
+def _scores(keys: Keys) -> str:
+    number = keys.get("expert_gating_func", 0)
+    if number not in _SCORES:
+        raise ModelFileError(
+            f"{keys.file.path}: {keys.arch}.expert_gating_func is {number}; supported are 1 (softmax) and 2 (sigmoid). "
+            "Use the model's safetensors checkpoint instead."
+        )
+    return _SCORES[number]
 
 
 def glm4(keys: Keys) -> dict[str, Any]:

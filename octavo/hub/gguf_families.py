@@ -56,11 +56,11 @@ def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
     """Return the type of each layer.
 
     Args:
-        pattern: every layer of this number has full attention, unless the file says otherwise.
+        pattern: every layer of this number has full attention, unless the file says otherwise; with 0 none.
     """
     given = keys.each("attention.sliding_window_pattern", pattern)
     layers = keys.need("block_count")
-    local = given if isinstance(given, list) else [bool((layer + 1) % given) for layer in range(layers)]
+    local = given if isinstance(given, list) else [not given or (layer + 1) % given > 0 for layer in range(layers)]
     if not keys.get("attention.sliding_window"):
         local = [False] * layers
     return {"layer_types": ["sliding_attention" if window else "full_attention" for window in local]}

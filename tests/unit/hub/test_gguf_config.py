@@ -284,3 +284,21 @@ def test_ends_of_turns_are_known_by_their_text(
         keys["tokenizer.ggml.eos_token_id"] = named
     file = read_gguf(write_gguf(tmp_path / "toy.gguf", LLAMA | keys))
     assert generation_config(file).get("eos_token_id", []) == ends
+
+
+@pytest.mark.parametrize(
+    ("given", "local"), [(0, [True] * 4), (1, [False] * 4), (2, [True, False] * 2), ([False, True, True, True], None)]
+)
+def test_patterns_of_windows(tmp_path: Path, given: Any, local: list[bool] | None) -> None:
+    """A period or a list; a period of 0 gives all layers a window, as in llama.cpp."""
+    keys = {"gemma3.block_count": 4, "gemma3.attention.sliding_window": 8}
+    config = config_of(tmp_path, keys | {"gemma3.attention.sliding_window_pattern": given}, arch="gemma3")
+    expected = ["sliding_attention" if one else "full_attention" for one in local or given]
+    assert config["layer_types"] == expected
+
+
+def test_an_unknown_function_of_a_router_is_refused(tmp_path: Path) -> None:
+    """4 is the root of a softplus; as a softmax, other experts would be chosen."""
+    keys = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_gating_func": 4}
+    with pytest.raises(ModelFileError, match=r"dots1\.expert_gating_func is 4; supported are 1 \(softmax\)"):
+        config_of(tmp_path, {f"dots1.{key}": value for key, value in keys.items()}, arch="dots1")
