@@ -6,6 +6,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from octavo.core.errors import ModelFileError
+from octavo.hub.gguf_config import ENDS
 from octavo.hub.gguf_file import GGUFFile
 from octavo.text.tokenizers.gguf_models import (
     CONTROL,
@@ -73,6 +74,7 @@ def _takes_spaces(file: GGUFFile) -> bool:
 def _add_special(file: GGUFFile, backend: Tokenizer) -> None:
     tokens = file.metadata["tokenizer.ggml.tokens"]
     kinds = file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    kinds = [CONTROL if token in ENDS else kind for token, kind in zip(tokens, kinds, strict=True)]
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, UNKNOWN)]
     own = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
     stripping = _takes_spaces(file)

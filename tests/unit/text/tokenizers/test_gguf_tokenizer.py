@@ -272,3 +272,14 @@ def test_marks_of_phi_3_take_the_spaces_behind_them(tmp_path: Path, arch: str, t
     ids = [backend.encode(f"{mark}\n the", add_special_tokens=False).ids for mark in ("</s>", "<s>")]
     plain = [backend.encode(f"{mark}the", add_special_tokens=False).ids for mark in ("</s>", "<s>")]
     assert [one == other for one, other in zip(ids, plain, strict=True)] == [takes, False]
+
+
+def test_ends_of_turns_are_marks_whatever_their_type(tmp_path: Path) -> None:
+    """Some files have them as ordinary tokens; they end answers, so they are no text of one."""
+    keys = byte_level_keys()
+    keys["tokenizer.ggml.tokens"] = [*keys["tokenizer.ggml.tokens"], "<|im_end|>"]
+    keys["tokenizer.ggml.token_type"] = [*keys["tokenizer.ggml.token_type"], NORMAL]
+    number = len(keys["tokenizer.ggml.tokens"]) - 1
+    loaded = load(tmp_path, keys)
+    assert loaded.encode("the<|im_end|>", add_special_tokens=False)[-1] == number
+    assert loaded.decode(loaded.encode("the<|im_end|>", add_special_tokens=False)) == "the"
