@@ -15,8 +15,6 @@ from octavo.hub import gguf_recurrent as recurrent
 from octavo.hub.gguf_keys import Keys
 from octavo.hub.gguf_latent import minicpm3
 
-_RANK = 4
-"""llama.cpp's number of the pooling of rerankers (`pooling_type`)."""
 Fields = Callable[[Keys], dict[str, Any]]
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
@@ -194,7 +192,7 @@ def _bert(keys: Keys) -> dict[str, Any]:
         "max_position_embeddings": positions.shape[0] if positions else keys.need("context_length"),
     }
     labels = tensors.get("cls.output.weight")
-    if labels is None and not keys.has("cls.weight") and keys.get("pooling_type") != _RANK:
+    if labels is None and not keys.has("cls.weight"):
         return sizes
     if labels is None or not keys.has("cls.weight"):
         raise ModelFileError(

@@ -21,6 +21,7 @@ from octavo.hub.sentence_transformers import SETTINGS, is_sentence_transformer, 
 
 _KINDS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "last": "last", "lasttoken": "last"}
 _GGUF_KINDS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
+_RANK = 4
 _FLAGS: Mapping[str, str] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -55,7 +56,7 @@ def pooler_of(
         ConfigError: the checkpoint or the override requires something unsupported.
         ModelFileError: a file of the checkpoint is corrupt.
     """
-    pooling, normalize = _in_gguf(files) or default, True
+    pooling, normalize = _in_gguf(files, labels) or default, True
     if is_sentence_transformer(files):
         pooling, normalize = _from_modules(
             files.path, stated="pooling_type" in override, default=default, scores=labels == 1
@@ -89,9 +90,21 @@ def is_late_interaction(files: ModelFiles) -> bool:
     return "Dense" in kinds and "Pooling" not in kinds
 
 
-def _in_gguf(files: ModelFiles) -> Pooling | None:
-    """Return the pooling that a GGUF file states."""
-    return _GGUF_KINDS.get(Keys(read_gguf(files.path)).get("pooling_type")) if files.format == "gguf" else None
+def _in_gguf(files: ModelFiles, labels: int) -> Pooling | None:
+    """Return the pooling that a GGUF file states.
+
+    Raises:
+        ConfigError: it states that of a reranker, whose head it lacks.
+    """
+    if files.format != "gguf":
+        return None
+    kind = Keys(read_gguf(files.path)).get("pooling_type")
+    if kind == _RANK and not labels:
+        raise ConfigError(
+            f"{files.path} holds a reranker (pooling_type 4) without its head (cls.weight, cls.output.weight). Use the "
+            "model's safetensors checkpoint instead."
+        )
+    return _GGUF_KINDS.get(kind)
 
 
 def dense_layers(files: ModelFiles, size: int) -> tuple[DenseLayer, ...]:
