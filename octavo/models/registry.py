@@ -148,7 +148,8 @@ def _with_head(name: str) -> str:
     if name in ARCHITECTURES or has_language_head(name):
         return name
     family = name.removesuffix(CLASSIFIER).removesuffix("Model")
-    heads = [family + head for head in ("ForCausalLM", "LMHeadModel")]
+    families = dict.fromkeys((family, family.removesuffix("Text")))  # transformers' name of Gemma 3's text half
+    heads = [one + head for one in families for head in ("ForCausalLM", "LMHeadModel")]
     return next((head for head in heads if head in ARCHITECTURES), heads[0])
 
 

@@ -420,3 +420,13 @@ def test_decoders_that_attend_in_both_directions_are_refused(architecture: str) 
     with pytest.raises(ConfigError, match="is_causal=False"):
         spec_of(config(architecture, is_causal=False))
     assert spec_of(config(architecture, is_causal=True))
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3TextModel", "Gemma3TextForSequenceClassification"])
+def test_the_text_half_of_gemma_3_by_itself(architecture: str) -> None:
+    """So transformers names it where it makes vectors or labels. EmbeddingGemma attends in both directions."""
+    spec = spec_of(config(architecture, head_dim=8))
+    assert spec.tied
+    assert spec.num_labels == (2 if architecture.endswith("Classification") else 0)
+    with pytest.raises(ConfigError, match="use_bidirectional_attention=True"):
+        spec_of(config(architecture, head_dim=8, use_bidirectional_attention=True))

@@ -31,7 +31,7 @@ def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
         return model(torch.tensor([tokens])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt-neox", "gpt2", "llama", "phi", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-neox", "gpt2", "llama", "phi", "qwen2", "qwen3"])
 def test_the_head_of_any_family(family: str, tmp_path: Path) -> None:
     """The loader leaves no tensor of the checkpoint unread."""
     theirs = make_classifier(family, tmp_path, 3)
