@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.core.errors import ModelFileError
+from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.encoders.spec import EncoderSpec, Gate, Head, Names
 from octavo.models.hf_config import Config, num_labels, only, value_or, whole
 
@@ -91,5 +91,5 @@ def activation(config: Config, field: str) -> Gate:
     """
     name = value_or(config, field, "gelu")
     if name not in _ACTIVATIONS:
-        only(config, field, "gelu")
+        raise ConfigError(f"The model's config asks for {field}={name!r}; Octavo supports {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[name]
