@@ -102,18 +102,11 @@ def _family(keys: Keys) -> Family:
 
 
 def _check_decoder(keys: Keys) -> None:
-    """Refuse what changes a decoder into another kind of model."""
-    if keys.arch == "bert":
-        return
-    if keys.get("attention.causal", True) is False:
+    """Refuse decoders that attend in both directions."""
+    if keys.arch != "bert" and keys.get("attention.causal", True) is False:
         raise ModelFileError(
             f"{keys.file.path}: {keys.arch}.attention.causal is False, so tokens attend in both directions; of this "
             "architecture only causal models are supported. Serve another model."
-        )
-    if keys.has("cls.weight", "cls.output.weight"):
-        raise ModelFileError(
-            f"{keys.file.path} holds a decoder with a classification head (cls.output.weight), as a reranker has; GGUF "
-            "files with one are supported of RoBERTa's form. Use the model's safetensors checkpoint instead."
         )
 
 

@@ -94,15 +94,23 @@ def _in_gguf(files: ModelFiles, labels: int) -> Pooling | None:
     """Return the pooling that a GGUF file states.
 
     Raises:
-        ConfigError: it states that of a reranker, whose head it lacks.
+        ConfigError: it is a reranker's, and it is not served as one.
     """
     if files.format != "gguf":
         return None
-    kind = Keys(read_gguf(files.path)).get("pooling_type")
-    if kind == _RANK and not labels:
+    keys = Keys(read_gguf(files.path))
+    kind = keys.get("pooling_type")
+    if not labels and (kind == _RANK or keys.has("cls.output.weight")):
+        if keys.arch == "bert":
+            raise ConfigError(
+                f"{files.path} holds a reranker (pooling_type 4) without its head (cls.weight, cls.output.weight). "
+                "Use the model's safetensors checkpoint instead."
+            )
+        family = str(files.config["architectures"][0]).removesuffix("ForCausalLM")
         raise ConfigError(
-            f"{files.path} holds a reranker (pooling_type 4) without its head (cls.weight, cls.output.weight). Use the "
-            "model's safetensors checkpoint instead."
+            f"{files.path} holds a reranker that answers with a token. Serve it as a classifier of the two tokens, by "
+            f'their numbers: --hf-overrides \'{{"architectures": ["{family}ForSequenceClassification"], '
+            '"classifier_from_token": [NO, YES]}\'.'
         )
     return _GGUF_KINDS.get(kind)
 

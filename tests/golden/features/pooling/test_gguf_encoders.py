@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gguf_kit import write_model
+from tiny import make_checkpoint
 
 from octavo import LLM
 from octavo.core.errors import ConfigError, ModelFileError
@@ -112,14 +114,26 @@ def test_a_reranker_without_a_head_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path / "a.gguf"), skip_tokenizer_init=True)
 
 
-def test_decoders_that_are_no_causal_models_are_refused(tmp_path: Path) -> None:
-    """One that attends in both directions, and a reranker."""
+def test_decoders_that_attend_in_both_directions_are_refused(tmp_path: Path) -> None:
     both = write_small(tmp_path, "qwen3", ["token_embd.weight"], {"attention.causal": False})
     with pytest.raises(ModelFileError, match=r"qwen3\.attention\.causal is False"):
         LLM(str(both), skip_tokenizer_init=True)
-    reranker = write_small(tmp_path, "qwen3", ["token_embd.weight", "cls.output.weight"], {"pooling_type": 4})
-    with pytest.raises(ModelFileError, match=r"classification head \(cls\.output\.weight\)"):
-        LLM(str(reranker), skip_tokenizer_init=True)
+
+
+def test_a_reranker_that_answers_with_a_token(tmp_path: Path) -> None:
+    """By itself it would answer with cosines; as a classifier of its two tokens it scores as its authors publish it."""
+    model, path = make_checkpoint("qwen3", tmp_path), tmp_path / "reranker.gguf"
+    write_model(path, model, "qwen3", pooling_type=4)
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 2 << 20}
+    with pytest.raises(ConfigError, match=r'"Qwen3ForSequenceClassification"\], "classifier_from_token": \[NO, YES\]'):
+        LLM(str(path), **settings)
+    told = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": [5, 9]}
+    with LLM(str(path), hf_overrides=told, **settings) as llm:
+        found = [one.outputs.probs for one in llm.classify(PROMPTS)]
+    for tokens, probs in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+        np.testing.assert_allclose(probs, [logits[[5, 9]].softmax(-1)[1]], atol=2e-5)
 
 
 def write_small(folder: Path, arch: str, tensors: list[str], keys: dict[str, Any]) -> Path:
