@@ -162,6 +162,12 @@ def require(condition: bool, param: str, value: Any, message: str) -> None:
         raise InvalidRequestError(message, param=param, value=value)
 
 
+def check_one_answer(n: int | None) -> None:
+    """Refuse several choices on a route whose answers have none."""
+    text = "n must be 1 here: the answer is a single message. Send the request several times, or to a chat completion."
+    require(n in (None, 1), "n", n, text)
+
+
 def check_count(limit: int, count: int, param: str) -> None:
     """Refuse more inputs than the server takes in one request."""
     text = f"{param} must have at most {limit} entries on this server (--max-inputs), got {count}."

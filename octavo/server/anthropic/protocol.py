@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.server.body import check_one_answer
 from octavo.server.openai.fields import Int
 from octavo.server.openai.protocol import ChatBody
 from octavo.server.validation import explain
@@ -81,12 +82,7 @@ def as_chat(body: CountBody) -> ChatBody:
         chat["tools"] = [_tool(tool) for tool in body.tools]
         chat |= _choice(body.tool_choice)
     chat |= _thinking(body.thinking)
-    form = (body.output_config or {}).get("format")
-    if form:
-        chat["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "output", "schema": form.get("schema")},
-        }
+    chat |= _format((body.output_config or {}).get("format"))
     if isinstance(body, MessagesBody):
         chat |= {
             "max_tokens": body.max_tokens,
@@ -98,9 +94,11 @@ def as_chat(body: CountBody) -> ChatBody:
         }
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
     try:
-        return ChatBody.model_validate(chat)
+        translated = ChatBody.model_validate(chat)
     except ValidationError as exc:
         raise explain(exc) from None
+    check_one_answer(translated.n)
+    return translated
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
@@ -200,6 +198,19 @@ def _thinking(given: dict[str, Any] | None) -> dict[str, Any]:
             return {"thinking_token_budget": tokens, "chat_template_kwargs": {"enable_thinking": True}}
     raise InvalidRequestError(
         "thinking must be of type enabled, with budget_tokens, or disabled, or adaptive.", param="thinking", value=given
+    )
+
+
+def _format(form: Any) -> dict[str, Any]:
+    match form:
+        case None:
+            return {}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}}
+    raise InvalidRequestError(
+        "output_config.format must be of type json_schema, with an object as its schema.",
+        param="output_config.format",
+        value=form,
     )
 
 

@@ -108,13 +108,20 @@ def _choice(choice: Any, names: list[str]) -> tuple[Mode, set[str] | None]:
 def _allowed(given: Any, names: list[str]) -> tuple[Mode, set[str] | None]:
     match given:
         case {"mode": "auto" | "required" as mode, "tools": list(tools)} if tools:
-            allowed = [tool.get("function", tool).get("name") for tool in tools if isinstance(tool, dict)]
-            return mode, {_known(name, names) for name in allowed}
+            return mode, {_known(_named(tool), names) for tool in tools}
     raise InvalidRequestError(
         "tool_choice.allowed_tools must have a mode (auto or required) and a list of tools.",
         param="tool_choice",
         value=given,
     )
+
+
+def _named(tool: Any) -> Any:
+    """Return the name of an allowed tool, in the form of either API; None if it has none."""
+    match tool:
+        case {"function": {"name": name}} | {"name": name}:
+            return name
+    return None
 
 
 def _known(name: Any, names: list[str]) -> str:

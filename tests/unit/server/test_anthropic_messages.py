@@ -210,6 +210,9 @@ def test_tokens_are_counted() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"temperature": 9.0}, "temperature"),
         ({"system": 3}, "system"),
+        ({"n": 2}, "n"),
+        ({"output_config": {"format": "json"}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

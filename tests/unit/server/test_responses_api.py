@@ -252,6 +252,7 @@ def test_a_form_of_output_and_logprobs() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.function.name"),
         ({"truncation": "auto"}, "truncation"),
+        ({"n": 2}, "n"),
         ({"background": True, "store": False}, "background"),
         ({"max_output_tokens": 0}, "max_completion_tokens"),
         ({"temperature": 7}, "temperature"),

@@ -278,6 +278,10 @@ def test_logprobs_are_of_all_tokens() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"function": 5}]}},
+            "tool_choice",
+        ),
         ({"reasoning_effort": 3}, "reasoning_effort"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
-from octavo.server.body import require
+from octavo.server.body import check_one_answer, require
 from octavo.server.openai.fields import Int
 from octavo.server.openai.protocol import ChatBody
 from octavo.server.openai.respond.items import messages_of
@@ -127,9 +127,11 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
     try:
-        return ChatBody.model_validate(chat)
+        translated = ChatBody.model_validate(chat)
     except ValidationError as exc:
         raise explain(exc) from None
+    check_one_answer(translated.n)
+    return translated
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
