@@ -11,6 +11,7 @@ from server_kit import TOKENIZER, VOCAB_SIZE, Answer, ask, ask_now, eventually, 
 from test_tools import CALL, CLOCK_CALL, THINKING, WITH_TOOLS
 
 from octavo.config import ServerConfig
+from octavo.core.errors import EngineDeadError
 from octavo.engine.fake import FakeEngine, fake_info
 from octavo.server.app import create_app
 from octavo.text.chat.template import ChatTemplate
@@ -117,6 +118,28 @@ def test_cut_short_and_empty() -> None:
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (said(response), response["output"][0]["status"]) == ("Hi", "incomplete")
     assert said(Place("").both()) == ""
+
+
+def test_a_late_failure_ends_the_response() -> None:
+    place = Place("Hello")
+    generate = place.engine.generate
+
+    async def dying(request: Any) -> Any:
+        async for delta in generate(request):
+            yield delta
+            raise EngineDeadError("The engine died.")
+
+    place.engine.generate = dying  # type: ignore[method-assign]
+    text, error = place.ask(stream=True).body.decode().removesuffix("\n\n").rsplit("\n\n", 1)
+    failed = followed(text + "\n\n")
+    assert (failed["status"], failed["error"]) == ("failed", {"code": "server_error", "message": "The engine died."})
+    assert (said(failed), failed["output"][0]["status"]) == ("H", "incomplete")
+    assert ask_now(place.app, f"{PATH}/{failed['id']}", method="GET").json() == failed
+    name, data = error.split("\n")
+    assert name == "event: error"
+    told = json.loads(data.removeprefix("data: "))
+    assert (told["message"], told["code"]) == ("The engine died.", "503")
+    assert told["sequence_number"] == len(text.split("\n\n"))
 
 
 @pytest.mark.features("grammar")

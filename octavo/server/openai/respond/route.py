@@ -67,10 +67,11 @@ class Responses:
         require(keep or not body.background, "background", True, text)
         making = await self._prepare(request, body)
         if body.stream:
+            told = _Numbered()
             return EventStream(
-                self._stream(making, keep),
+                self._stream(making, told, keep=keep),
                 closing=b"",
-                on_error=_error_event,
+                on_error=told.error,
                 keep_alive_s=self._ctx.config.sse_keep_alive_s,
             )
         if body.background:
@@ -187,22 +188,24 @@ class Responses:
         async for _ in self._events(making):
             pass
 
-    async def _stream(self, making: _Making, keep: bool) -> AsyncGenerator[bytes, None]:
-        number = 0
-
-        def told(event: ResponseEvent) -> bytes:
-            nonlocal number
-            number += 1
-            return named_event(event["type"], event | {"sequence_number": number - 1})
-
+    async def _stream(self, making: _Making, told: _Numbered, *, keep: bool) -> AsyncGenerator[bytes, None]:
         opening = [{"type": f"response.{kind}", "response": dict(making.response)} for kind in ("created", IN_PROGRESS)]
-        async for events in self._events(making):
-            events, opening = opening + events, []
-            if events:
-                yield b"".join(map(told, events))
+        failure: ApiError | None = None
+        try:
+            async for events in self._events(making):
+                events, opening = opening + events, []
+                if events:
+                    yield b"".join(map(told, events))
+        except Exception as exc:
+            if opening:
+                raise
+            failure = as_api_error(exc, making.response["id"])
+            yield b"".join(map(told, _fail(making, failure)))
         if keep:
             self._keep(making)
         yield told({"type": f"response.{making.response['status']}", "response": making.response})
+        if failure is not None:
+            raise failure
 
     def _begin(self, making: _Making) -> Response:
         stored = Stored(making.response, making.input)
@@ -223,9 +226,7 @@ class Responses:
                 _complete(making, _CANCELLED)
                 raise
             except Exception as exc:
-                error = as_api_error(exc, making.response["id"])
-                making.response["error"] = {"code": "server_error", "message": error.message}
-                _complete(making, _FAILED)
+                _fail(making, as_api_error(exc, making.response["id"]))
             finally:
                 with contextlib.suppress(ApiError):
                     self._store.get(making.response["id"])
@@ -287,11 +288,29 @@ def _complete(making: _Making, status: str) -> None:
         response["incomplete_details"] = {"reason": _CUT.get(making.finish, "stop")}
 
 
+def _fail(making: _Making, error: ApiError) -> list[ResponseEvent]:
+    """End a response that failed; return the events that end its last item."""
+    events = list(making.output.close(INCOMPLETE)) if making.output.items else []
+    making.response["error"] = {"code": "server_error", "message": error.message}
+    _complete(making, _FAILED)
+    return events
+
+
 def _raw(text: str, tokens: list[int]) -> dict[str, Any]:
     """Return a message in the form that the model reads or writes."""
     return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
 
-def _error_event(error: ApiError) -> bytes:
-    told = {"type": "error", "code": str(error.status), "message": error.message, "param": error.param}
-    return named_event("error", told | {"sequence_number": 0})
+class _Numbered:
+    """Writes the events of one stream, each with its number."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, event: ResponseEvent) -> bytes:
+        number, self._next = self._next, self._next + 1
+        return named_event(event["type"], event | {"sequence_number": number})
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the event for an error after the stream has begun."""
+        return self({"type": "error", "code": str(error.status), "message": error.message, "param": error.param})
