@@ -25,6 +25,8 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that any chat may use. A template's own roles, such as "ipython", are string constants in its source."""
 _SYNONYMS = {"human": "user", "ai": "assistant", "bot": "assistant", "gpt": "assistant", "model": "assistant"}
+_REASONING = {"reasoning_content": "reasoning", "reasoning": "reasoning_content"}
+"""A message's field with reasoning -> its other name; a template reads one of them."""
 _QUOTED = re.compile(r"""(?<=['"])[A-Za-z][\w-]*(?=['"])""")
 # Appended to the message that is to be continued, to find the place where the prompt is cut.
 _CUT = "\N{OBJECT REPLACEMENT CHARACTER}octavo-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
@@ -49,6 +51,10 @@ class ChatTemplate:
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
         self._takes_parts = {name: takes_parts(environment.parse(text)) for name, text in self._sources.items()}
         self._roles = {*ROLES, *(word for text in self._sources.values() for word in _QUOTED.findall(text))}
+        self._reasoning = {
+            name: next((one for one in _REASONING if re.search(rf"\b{one}\b", text)), None)
+            for name, text in self._sources.items()
+        }
         self._tokenizer = tokenizer
         self._tokens = dict(tokenizer.named_tokens)
         self._format: ContentFormat = content_format
@@ -96,6 +102,7 @@ class ChatTemplate:
         form = content_format or self._format
         plain = plain_messages(messages, parts=form == "openai" or (form == "auto" and self._takes_parts[name]))
         self._check_roles(plain, roles)
+        plain = [_with_reasoning(message, self._reasoning[name]) for message in plain]
         if continue_final_message:
             plain[-1] = plain[-1] | {"content": _to_be_cut(plain[-1]["content"])}
         if guard is None:
@@ -197,6 +204,13 @@ def _meant(role: str) -> str | None:
     word = role.strip().lower()
     near = [_SYNONYMS[word]] if word in _SYNONYMS else difflib.get_close_matches(word, ROLES, n=1, cutoff=0.75)
     return near[0] if near else None
+
+
+def _with_reasoning(message: dict[str, Any], field: str | None) -> dict[str, Any]:
+    """Return the message with its reasoning under the name that the template reads; None for none."""
+    if field is None or message.get(field) or not message.get(_REASONING[field]):
+        return message
+    return message | {field: message[_REASONING[field]]}
 
 
 def _to_be_cut(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:

@@ -166,6 +166,15 @@ def test_content_parts_become_text() -> None:
     assert plain_messages([{"role": "user", "content": []}])[0]["content"] == ""
 
 
+@pytest.mark.parametrize("given", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
+def test_reasoning_has_the_name_that_the_template_reads(given: str, read: str) -> None:
+    message = {"role": "assistant", "content": "a", given: "hm"}
+    assert render(f"{{{{ messages[0].{read} }}}}", [message]) == "hm"
+    assert render("{{ messages[0] | length }}", [message]) == "3"
+    assert render(f"{{{{ messages[0].{read} is defined }}}}") == "False"
+
+
 def test_tool_calls_become_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     plain = plain_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]
