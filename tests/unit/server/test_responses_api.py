@@ -194,6 +194,21 @@ def test_items_become_a_conversation() -> None:
     assert place.prompt == "[system]Be kind.[user]a\nb[assistant]look(weather Rome)[tool]rain"
 
 
+@pytest.mark.features("grammar")
+def test_reasoning_goes_back_to_the_model() -> None:
+    said = "{% for m in messages %}[{{ m.role }}]({{ m.reasoning_content }}){{ m.content }}{{ m.tool_calls | length }}"
+    place = Place("hm</think>So:\n" + CALL, "{# </think><tool_call> #}{{ tools or '' }}" + said + "{% endfor %}<think>")
+    first = place.ask(tools=[TOOL]).json()
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+    call = first["output"][2]["call_id"]
+    result = {"type": "function_call_output", "call_id": call, "output": "rain"}
+    place.ask([result], previous_response_id=first["id"])
+    assert place.prompt == "[user]()Hello0[assistant](hm)So:1[tool]()rain0<think>"
+    alone = [one for one in first["output"] if one["type"] != "message"]
+    place.ask([{"role": "user", "content": "Hello"}, *alone, result])
+    assert place.prompt == "[user]()Hello0[assistant](hm)1[tool]()rain0<think>"
+
+
 def test_a_conversation_goes_on_from_a_response() -> None:
     place = Place("Fine.")
     first = place.ask("How are you?").json()

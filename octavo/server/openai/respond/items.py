@@ -11,7 +11,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reaso
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return chat messages; calls are merged into the preceding assistant message.
+    """Return chat messages; calls are merged into the preceding assistant message, and reasoning into what follows it.
 
     Calls that were cut off are left out, unless there is an output for them: their arguments are not JSON.
 
@@ -21,21 +21,24 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     answered = [item.get("call_id") for item in items if item.get("type") == "function_call_output"]
+    thought = ""
     for number, item in enumerate(items):
         where = f"input.{number}"
+        before, thought = thought, ""
         match item:
             case {"type": "function_call", "status": "incomplete", "call_id": call} if call not in answered:
                 pass
             case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
                 function = {"name": name, "arguments": arguments}
-                _callers(messages).append({"id": call, "type": "function", "function": function})
+                _caller(messages, before)["tool_calls"].append({"id": call, "type": "function", "function": function})
             case {"type": "function_call_output", "call_id": str(call), "output": output}:
                 content = _text(output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": call, "content": content})
             case {"type": "reasoning"}:
-                pass
+                thought = before + _text(item.get("content") or "", f"{where}.content")
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
-                messages.append({"role": role, "content": _text(content, f"{where}.content")})
+                told = {"reasoning_content": before} if before and role == "assistant" else {}
+                messages.append({"role": role, "content": _text(content, f"{where}.content"), **told})
             case {"type": str(kind)} if kind not in ("message", "function_call", "function_call_output"):
                 raise UnsupportedError(f"{where} is of type {kind!r}, which is not supported.", param=where)
             case _:
@@ -45,12 +48,15 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _callers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the list of calls of the last message; add an assistant message if necessary."""
+def _caller(messages: list[dict[str, Any]], thought: str) -> dict[str, Any]:
+    """Return the last message if it is the assistant's, else a new one; with the thought, and a list of calls."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
-    calls: list[dict[str, Any]] = messages[-1].setdefault("tool_calls", [])
-    return calls
+    caller = messages[-1]
+    caller.setdefault("tool_calls", [])
+    if thought:
+        caller["reasoning_content"] = caller.get("reasoning_content", "") + thought
+    return caller
 
 
 def _text(content: Any, where: str) -> str:
