@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from jinja2 import nodes
@@ -10,14 +11,21 @@ ContentFormat = Literal["auto", "string", "openai"]
 """The form of contents passed to templates; "auto" detects it from the template's code."""
 
 
-def takes_parts(template: nodes.Template) -> bool:
-    """Return whether a template loops over the parts of a message's content.
+Taken = Literal["strings", "either", "parts"]
+"""What a template reads as a content: only strings, strings and lists of parts, or only lists."""
 
+
+def taken_by(template: nodes.Template) -> Taken:
+    """Return what a template reads as a message's content.
+
+    A template that loops over the parts reads lists; strings, too, if it asks everywhere before whether there is one.
     Messages are the variable `messages`, elements taken from it by a loop or index, and variables assigned from those.
     A content is their item or attribute `content`.
     """
-    known = _Known(template)
-    return any(known.kind(loop.iter) == "content" for loop in template.find_all(nodes.For))
+    loops = list(_Known(template).loops(template, asked=False))
+    if not loops:
+        return "strings"
+    return "either" if all(loops) else "parts"
 
 
 _Kind = Literal["messages", "message", "content"]
@@ -37,6 +45,31 @@ class _Known:
                     self._learn(loop.target, "message")
             for one in assigned:
                 self._learn(one.target, self.kind(one.node))
+
+    def loops(self, node: nodes.Node, *, asked: bool) -> Iterator[bool]:
+        """Yield, for each loop over a content, whether it runs only where the content is known to be no string."""
+        if isinstance(node, nodes.For) and self.kind(node.iter) == "content":
+            yield asked
+        if not isinstance(node, nodes.If):
+            for child in node.iter_child_nodes():
+                yield from self.loops(child, asked=asked)
+            return
+        decided = asked
+        for branch in (node, *node.elif_):
+            here = decided or self._asks(branch.test, alone=False)
+            decided = decided or self._asks(branch.test, alone=True)
+            for child in branch.body:
+                yield from self.loops(child, asked=here)
+        for child in node.else_:
+            yield from self.loops(child, asked=decided)
+
+    def _asks(self, test: nodes.Node, *, alone: bool) -> bool:
+        """Return whether a condition asks if a content is a string; `alone`, whether it asks nothing else."""
+        if isinstance(test, nodes.Test):
+            return test.name == "string" and self.kind(test.node) == "content"
+        if isinstance(test, nodes.Not | nodes.And | nodes.Or) and not (alone and isinstance(test, nodes.And)):
+            return any(self._asks(part, alone=alone) for part in test.iter_child_nodes())
+        return False
 
     def kind(self, node: nodes.Node) -> _Kind | None:
         """Return what an expression refers to."""

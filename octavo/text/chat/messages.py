@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.text.chat.content_format import Taken
 
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 """Fields of messages that hold media, in the APIs of other servers."""
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], *, parts: bool = False) -> list[dict[str, Any]]:
-    """Return the messages with each content as one string, and the arguments of tool calls as objects.
+def plain_messages(messages: Sequence[Mapping[str, Any]], *, taken: Taken = "strings") -> list[dict[str, Any]]:
+    """Return the messages with each content as the template takes it, and the arguments of tool calls as objects.
 
-    Text parts of a message are joined by newlines; with `parts`, each content is a list of them instead.
+    A string is a list of one part, where there must be parts. A list is one string, its parts joined by newlines, where
+    there must be strings. Where both are read it stays a list, except for the result of a tool: templates that read it
+    as a list mean one of results.
 
     Raises:
         InvalidRequestError: empty, or not of OpenAI's form; the message names the place and the reason. `param` is
@@ -26,10 +29,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], *, parts: bool = False
         raise _invalid("messages must be a list of objects with role and content", messages)
     if not messages:
         raise _invalid("messages must hold at least one message", messages)
-    return [_plain(message, f"messages[{number}]", parts) for number, message in enumerate(messages)]
+    return [_plain(message, f"messages[{number}]", taken) for number, message in enumerate(messages)]
 
 
-def _plain(message: Mapping[str, Any], where: str, parts: bool) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], where: str, taken: Taken) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object with role and content", message)
     role = message.get("role")
@@ -48,7 +51,8 @@ def _plain(message: Mapping[str, Any], where: str, parts: bool) -> dict[str, Any
     if content is None and not calls:
         raise _invalid(f"{where}.content is missing", content)
     texts = _texts(content, f"{where}.content")
-    plain["content"] = [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
+    listed = taken == "parts" or (taken == "either" and isinstance(content, list | tuple) and role != "tool")
+    plain["content"] = [{"type": "text", "text": text} for text in texts] if listed else "\n".join(texts)
     return plain
 
 

@@ -51,8 +51,10 @@ LOOPS = [
     "{% for m in messages %}<{{ m.role }}>{% for c in m['content'] %}{{ c['text'] }}|{% endfor %}{% endfor %}",
     "{% set rest = messages[0:] %}{% for m in rest %}<{{ m.role }}>{% set c = m.content %}"
     "{% for p in c | list %}{{ p.text }}|{% endfor %}{% endfor %}",
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{{ c.text }}|{% endfor %}{% endif %}{% endfor %}",
+    "{% for m in messages %}<{{ m.role }}>{% if m.name is string %}{{ m.name }}{% endif %}"
+    "{% for c in m.content %}{{ c.text }}|{% endfor %}{% endfor %}",
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' and m.content is string %}{{ m.content }}"
+    "{% elif m.content %}{% for c in m.content %}{{ c.text }}|{% endfor %}{% endif %}{% endfor %}",
     "{% set first = messages[0] %}<{{ first['role'] }}>{% for c in first['content'] %}{{ c.text }}|{% endfor %}",
 ]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
@@ -66,6 +68,25 @@ def test_a_template_that_goes_through_parts_gets_parts(source: str) -> None:
     assert render(source, PARTS, continue_final_message=True) == "<user>a|b"
     empty = [{"role": "assistant", "content": []}]
     assert render(source, empty, continue_final_message=True) == "<assistant>"
+
+
+ASKING = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for r in m.content %}({{ r.output if r.output is defined else r }}){% endfor %}{% endif %}"
+    "{% else %}{% set c = m.content %}{% if c is not string and c is iterable %}"
+    "{% for p in c %}{{ p.text }}|{% endfor %}{% else %}{{ c }}{% endif %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_takes_both_gets_what_was_sent() -> None:
+    assert render(ASKING) == "<user>hi"
+    assert render(ASKING, PARTS) == "<user>a|b|"
+    called = [USER, {"role": "assistant", "tool_calls": [CALL]}]
+    assert render(ASKING, [*called, {"role": "tool", "content": "rain"}]) == "<user>hi<assistant><tool>rain"
+    results = {"role": "tool", "content": PARTS[0]["content"]}
+    assert render(ASKING, [*called, results]) == "<user>hi<assistant><tool>a\nb"
+    assert render(ASKING, PARTS, continue_final_message=True) == "<user>a|b"
+    assert render(ASKING, content_format="openai") == "<user>hi|"
 
 
 @pytest.mark.parametrize(
