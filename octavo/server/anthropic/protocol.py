@@ -104,7 +104,7 @@ def as_chat(body: CountBody) -> ChatBody:
 def _messages(body: CountBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+        messages.append({"role": "system", "content": _content(body.system, "system")})
     for number, turn in enumerate(body.messages):
         where = f"messages.{number}.content"
         if isinstance(turn.content, str):
@@ -133,7 +133,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
             case _:
                 raise _unreadable(block, f"{where}.{number}")
     if texts or not calls:
-        message["content"] = "\n".join(texts)
+        message["content"] = _parts(texts)
     if calls:
         message["tool_calls"] = calls
     return message
@@ -147,14 +147,14 @@ def _user(blocks: Sequence[dict[str, Any]], where: str, role: str) -> list[dict[
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "tool_result", "tool_use_id": str(call)}:
-                content = _text(block.get("content") or "", f"{where}.{number}.content")
+                content = _content(block.get("content") or "", f"{where}.{number}.content")
                 results.append({"role": "tool", "tool_call_id": call, "content": content})
             case _:
                 raise _unreadable(block, f"{where}.{number}")
-    return results + ([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])
+    return results + ([{"role": role, "content": _parts(texts)}] if texts or not results else [])
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -166,7 +166,12 @@ def _text(content: Any, where: str) -> str:
                 texts.append(text)
             case _:
                 raise _unreadable(block, f"{where}.{number}")
-    return "\n".join(texts)
+    return _parts(texts)
+
+
+def _parts(texts: list[str]) -> list[dict[str, Any]]:
+    """Return texts as the parts of a content; the chat template decides how they are joined."""
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _unreadable(block: Any, where: str) -> InvalidRequestError:

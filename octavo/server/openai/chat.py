@@ -106,7 +106,7 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
             raise InvalidRequestError(exc.message, param="max_completion_tokens", value=exc.value) from None
         raise
     last = body.messages[-1]
-    prefix = last.content or "" if body.echo and last.role == "assistant" else ""
+    prefix = last.text if body.echo and last.role == "assistant" else ""
     continues = body.continue_final_message or body.add_generation_prompt is False
     role = last.role if continues else ctx.config.response_role
     job = replace(job, ender=plan.ender) if plan.ends_at_repetition else job

@@ -64,12 +64,13 @@ Role = Annotated[str, Field(min_length=1, max_length=64)]
 """Any text here; `ChatTemplate.render` refuses roles that are neither common nor in the template."""
 
 
-def _content(value: Any) -> str | None:
+def _content(value: Any) -> str | list[str] | None:
+    """Return a text, or the texts of parts."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise InvalidRequestError(f"content must be a string or a list of parts, got {kind_of(value)}.")
-    return "\n".join(_part_text(number, part) for number, part in enumerate(value))
+    return [_part_text(number, part) for number, part in enumerate(value)] or ""
 
 
 _TEXT_PARTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
@@ -98,7 +99,7 @@ def _part_schema(kind: str) -> dict[str, Any]:
 
 
 Content = Annotated[
-    str | None,
+    str | list[str] | None,
     BeforeValidator(_content),
     WithJsonSchema(
         {

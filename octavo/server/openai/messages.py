@@ -63,7 +63,7 @@ async def render(
             guard=guard,
         )
 
-    return await aside(sum(len(message["content"]) for message in plain), work)
+    return await aside(sum(len(message.text) for message in messages), work)
 
 
 def _check_options(variables: dict[str, Any], *, contradiction: bool) -> None:
@@ -93,7 +93,8 @@ def template_message(number: int, message: Message) -> dict[str, Any]:
             param=f"messages.{number}.content",
         )
     plain = message.model_dump(exclude_none=True)
-    plain["content"] = message.content or ""
+    content = message.content or ""
+    plain["content"] = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
     if message.role == "developer":
         plain["role"] = "system"
     return plain

@@ -111,6 +111,11 @@ class Message(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return "\n".join(self.content) if isinstance(self.content, list) else self.content or ""
+
 
 class FunctionBody(BaseModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""

@@ -32,13 +32,13 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 function = {"name": name, "arguments": arguments}
                 _caller(messages, before)["tool_calls"].append({"id": call, "type": "function", "function": function})
             case {"type": "function_call_output", "call_id": str(call), "output": output}:
-                content = _text(output, f"{where}.output")
+                content = _content(output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": call, "content": content})
             case {"type": "reasoning"}:
-                thought = before + _text(item.get("content") or "", f"{where}.content")
+                thought = before + "\n".join(_texts(item.get("content") or [], f"{where}.content"))
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
                 told = {"reasoning_content": before} if before and role == "assistant" else {}
-                messages.append({"role": role, "content": _text(content, f"{where}.content"), **told})
+                messages.append({"role": role, "content": _content(content, f"{where}.content"), **told})
             case {"type": str(kind)} if kind not in ("message", "function_call", "function_call_output"):
                 raise UnsupportedError(f"{where} is of type {kind!r}, which is not supported.", param=where)
             case _:
@@ -59,9 +59,14 @@ def _caller(messages: list[dict[str, Any]], thought: str) -> dict[str, Any]:
     return caller
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return a text, or its parts as a chat has them; the chat template decides how they are joined."""
     if isinstance(content, str):
         return content
+    return [{"type": "text", "text": text} for text in _texts(content, where)]
+
+
+def _texts(content: Any, where: str) -> list[str]:
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or a list of parts.", param=where, value=content)
     texts = []
@@ -75,4 +80,4 @@ def _text(content: Any, where: str) -> str:
         if not isinstance(text, str):
             raise InvalidRequestError(f"{where}.{number} must have a text.", param=f"{where}.{number}")
         texts.append(text)
-    return "\n".join(texts)
+    return texts
