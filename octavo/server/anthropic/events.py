@@ -12,6 +12,8 @@ from octavo.server.stream import named_event
 
 PING = named_event("ping", {"type": "ping"})
 """Keeps a silent stream alive."""
+SIGNATURE = "octavo"
+"""Of all thinking. It proves nothing; but some clients send back only thinking that is signed."""
 
 
 class ContentBlocks:
@@ -46,13 +48,13 @@ class ContentBlocks:
         """Close the last block. An empty answer gets one empty text block."""
         if self._index < 0:
             yield from self._open("text", {"type": "text", "text": ""})
-        yield self._stop()
+        yield from self._stop()
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         if kind == self._kind:
             return
         if self._index >= 0:
-            yield self._stop()
+            yield from self._stop()
         self._index += 1
         self._kind = kind
         yield named_event(
@@ -62,5 +64,7 @@ class ContentBlocks:
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return named_event("content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta})
 
-    def _stop(self) -> bytes:
-        return named_event("content_block_stop", {"type": "content_block_stop", "index": self._index})
+    def _stop(self) -> Iterator[bytes]:
+        if self._kind == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        yield named_event("content_block_stop", {"type": "content_block_stop", "index": self._index})

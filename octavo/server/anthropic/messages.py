@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from octavo.core.output import CompletionOutput, RequestOutput
 from octavo.server.anthropic.errors import error_event
-from octavo.server.anthropic.events import PING, ContentBlocks
+from octavo.server.anthropic.events import PING, SIGNATURE, ContentBlocks
 from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
@@ -151,7 +151,7 @@ def _usage(chat: Chat, cached: int, tokens: int) -> dict[str, int]:
 def _content(message: AccumulatedMessage) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
     if message.content or not (message.calls or message.reasoning):
         blocks.append({"type": "text", "text": message.content})
     for call in message.calls:

@@ -118,7 +118,7 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
 
 def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
-    texts, calls = [], []
+    texts, calls, thoughts = [], [], []
     for number, block in enumerate(blocks):
         match block:
             case {"type": "text", "text": str(text)}:
@@ -127,11 +127,13 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
                 function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
                 calls.append({"id": name_id, "type": "function", "function": function})
             case {"type": "thinking", "thinking": str(thought)}:
-                message["reasoning_content"] = thought
+                thoughts.append(thought)
             case {"type": "redacted_thinking"}:
                 pass
             case _:
                 raise _unreadable(block, f"{where}.{number}")
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     if texts or not calls:
         message["content"] = _parts(texts)
     if calls:

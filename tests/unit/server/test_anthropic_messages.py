@@ -52,6 +52,14 @@ class Place:
         return TOKENIZER.decode(self.engine.requests[-1].tokens, skip_special_tokens=False)
 
 
+_DELTAS = (
+    ("text", "text"),
+    ("thinking", "thinking"),
+    ("signature", "signature"),
+    ("input_json", "partial_json"),
+)
+
+
 def merged(text: str) -> dict[str, Any]:
     """As a client puts a stream together; asserts the order of its events."""
     events = []
@@ -74,7 +82,7 @@ def merged(text: str) -> dict[str, Any]:
             case "content_block_delta":
                 assert open_ == one["index"]
                 block, delta = message["content"][open_], one["delta"]
-                for kind, field in (("text", "text"), ("thinking", "thinking"), ("input_json", "partial_json")):
+                for kind, field in _DELTAS:
                     if delta["type"] == f"{kind}_delta":
                         block[field] = block.get(field, "") + delta[field]
             case "content_block_stop":
@@ -139,7 +147,7 @@ def test_a_call_that_is_cut_off_is_not_ready_for_use(fields: dict[str, Any], rea
 def test_thinking_is_a_block() -> None:
     message = Place("hm</think>Yes.", THINKING).both()
     assert message["content"] == [
-        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "thinking", "thinking": "hm", "signature": "octavo"},
         {"type": "text", "text": "Yes."},
     ]
     place = Place("Yes.", THINKING)
@@ -173,6 +181,14 @@ def test_the_conversation_is_translated() -> None:
     system = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
     assert place.ask(messages=blocks, system=system, metadata={"user_id": "u"}).status == 200
     assert place.prompt == "[system]Be kind.[user]a\nb[assistant]look(weather Rome)[tool]rain[user]and?"
+
+
+def test_all_thinking_of_a_message_goes_back_to_the_model() -> None:
+    place = Place("x", "{% for m in messages %}[{{ m.role }}]({{ m.reasoning_content }}){{ m.content }}{% endfor %}")
+    thoughts = [{"type": "thinking", "thinking": text, "signature": "octavo"} for text in ("hm", "so")]
+    turns = [{"role": "assistant", "content": [*thoughts, {"type": "text", "text": "a"}]}]
+    assert place.ask(messages=[*ASKED["messages"], *turns, *ASKED["messages"]]).status == 200
+    assert place.prompt == "[user]()Hello[assistant](hm\nso)a[user]()Hello"
 
 
 def test_an_answer_that_is_begun_goes_on() -> None:
