@@ -18,7 +18,7 @@ from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.chat import Chat, prepare_chat
+from octavo.server.openai.chat import Chat, count_chat, prepare_chat
 from octavo.server.openai.generation import check_not_aborted, run
 from octavo.server.openai.routing import AccumulatedMessage
 from octavo.server.openai.unsupported import check_extras
@@ -52,8 +52,7 @@ async def count_tokens(ctx: ServerContext, request: Request) -> Response:
     """Count a conversation's tokens."""
     body = await parse_body(request, CountBody, ctx.config.max_body_bytes)
     ctx = await ctx.for_model(body.model)
-    chat = await prepare_chat(ctx, as_chat(body), "count")
-    return json_response({"input_tokens": len(chat.job.prompt_tokens)})
+    return json_response({"input_tokens": await count_chat(ctx, as_chat(body))})
 
 
 @dataclass(slots=True, frozen=True)

@@ -36,8 +36,10 @@ from octavo.server.openai.tools import tool_use
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.stream import EventStream, event, until_disconnect
 from octavo.text.answers.plan import OutputPlan
+from octavo.text.aside import aside
 from octavo.text.prompts.message_parts import MessageParts
 from octavo.text.prompts.prompt import Prompt
+from octavo.text.tools.tool import ToolUse
 
 
 async def chat_completions(ctx: ServerContext, request: Request) -> Response:
@@ -77,16 +79,7 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
     """
     params = chat_params(ctx, body)
     use = tool_use(body)
-    _check_documents(ctx, body)
-    text = await render(
-        ctx,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        options=_template_options(ctx, body),
-        template=body.chat_template,
-        tools=use.offered if use else (),
-    )
+    text = await _prompt_text(ctx, body, use)
     answers = ctx.frontend.answers
     plan = OutputPlan(
         format=answers.tools,
@@ -111,6 +104,35 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
     role = last.role if continues else ctx.config.response_role
     job = replace(job, ender=plan.ender) if plan.ends_at_repetition else job
     return Chat(job, plan, body.include_reasoning is not False, role, prefix)
+
+
+async def count_chat(ctx: ServerContext, body: ChatBody) -> int:
+    """Return the number of tokens of a conversation, which may be more than the context has.
+
+    Raises:
+        InvalidRequestError: a field is invalid.
+    """
+    if body.parts is not None:
+        return len((await prepare_chat(ctx, body, "count")).job.prompt_tokens)
+    refusal = ctx.frontend.why_no_chat()
+    if refusal is not None:
+        raise refusal
+    text = await _prompt_text(ctx, body, tool_use(body))
+    special, encode = bool(body.add_special_tokens), ctx.frontend.tokenizer.encode
+    return len(await aside(len(text), lambda: encode(text, add_special_tokens=special)))
+
+
+async def _prompt_text(ctx: ServerContext, body: ChatBody, use: ToolUse | None) -> str:
+    _check_documents(ctx, body)
+    return await render(
+        ctx,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        options=_template_options(ctx, body),
+        template=body.chat_template,
+        tools=use.offered if use else (),
+    )
 
 
 def _with_parts(body: ChatBody, parts: MessageParts, text: str) -> Prompt:

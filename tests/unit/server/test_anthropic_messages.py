@@ -210,6 +210,8 @@ def test_tokens_are_counted() -> None:
     body = {name: ASKED[name] for name in ("model", "messages")}
     answer = ask_now(place.app, PATH + "/count_tokens", body)
     assert answer.json() == {"input_tokens": len("[user]Hello\n[assistant]")}
+    long = ask_now(place.app, PATH + "/count_tokens", {"messages": [{"role": "user", "content": "a" * 2000}]})
+    assert long.json() == {"input_tokens": 2000 + len("[user]\n[assistant]")}  # the context has 1,024
     assert not place.engine.requests
 
 

@@ -197,6 +197,8 @@ def test_responses_of_another_name(house: House) -> None:
     assert cancelled["message"].startswith("Cannot cancel a synchronous response.")
     counted = ask_now(house.app, "/v1/responses/input_tokens", {"input": "Hello"}).json()
     assert counted == {"object": "response.input_tokens", "input_tokens": len(ids("[user]Hello\n[assistant]"))}
+    long = ask_now(house.app, "/v1/responses/input_tokens", {"input": "a" * 2000}).json()
+    assert long["input_tokens"] == 2000 + len(ids("[user]\n[assistant]"))  # the context has 1,024
 
 
 def test_tokens_of_a_conversation_with_tools(house: House) -> None:

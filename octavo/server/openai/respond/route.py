@@ -18,7 +18,7 @@ from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext, answer_id
 from octavo.server.errors import ApiError, as_api_error, json_response
-from octavo.server.openai.chat import Chat, prepare_chat
+from octavo.server.openai.chat import Chat, count_chat, prepare_chat
 from octavo.server.openai.generation import run
 from octavo.server.openai.logprobs import LogprobWriter
 from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, ResponseEvent, ResponseOutput
@@ -84,8 +84,9 @@ class Responses:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of the input, with instructions and tools."""
         body = await parse_body(request, ResponseBody, self._ctx.config.max_body_bytes)
-        making = await self._prepare(request, body)
-        return json_response({"object": "response.input_tokens", "input_tokens": len(making.chat.job.prompt_tokens)})
+        ctx = await self._ctx.for_model(body.model, body)
+        translated = as_chat(body, await self._earlier(request, body.previous_response_id))
+        return json_response({"object": "response.input_tokens", "input_tokens": await count_chat(ctx, translated)})
 
     def keeps(self, name: str) -> bool:
         """Return whether this process has stored a response."""
