@@ -102,6 +102,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _without_last_slash(scope)
         method = scope["method"]
         if method == "HEAD":  # handled as GET by every route that has one; `_ResponseWatch` leaves the body out
             scope = {**scope, "method": "GET"}
@@ -206,6 +207,15 @@ def _in_time(receive: Receive, seconds: float) -> Receive:
 def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     return given if _PRINTABLE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _without_last_slash(scope: Scope) -> Scope:
+    """Return the scope of a path as routes have it. The router would redirect to it, to `http` also behind TLS."""
+    path: str = scope["path"]
+    plain = path.removesuffix("/")
+    if plain in (path, "", scope["root_path"]):
+        return scope
+    return {**scope, "path": plain, "raw_path": (scope.get("raw_path") or b"").removesuffix(b"/")}
 
 
 def _path(scope: Scope) -> str:

@@ -69,6 +69,16 @@ def test_what_answers_get_answers_head_without_a_body(house: House, path: str) -
     assert "content-length" in answer.headers
 
 
+def test_a_slash_at_the_end_changes_nothing(house: House) -> None:
+    assert ask_now(house.app, "/v1/chat/completions/", HELLO).status == 200
+    for path in ("/v1/models", "/health"):
+        plain, slashed = (ask_now(house.app, path + end, method="GET") for end in ("", "/"))
+        assert (slashed.status, slashed.body) == (200, plain.body)
+    below = make_house(saying("x"), ServerConfig(root_path="/api"))
+    assert all(ask_now(below.app, path, method="GET").status == 200 for path in ("/api/", "/api/v1/models/", "/"))
+    assert ask_now(house.app, "/nothing/", method="GET").status == 404
+
+
 def test_the_head_of_what_is_not_there(house: House) -> None:
     assert ask_now(house.app, "/nothing", method="HEAD").status == 404
     assert ask_now(house.app, "/v1/completions", method="HEAD").status == 405
