@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +20,7 @@ from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError, json_response
 from octavo.server.openai.fields import Int
+from octavo.server.page import ascends, page
 from octavo.server.schema.document import describe
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -82,11 +82,9 @@ class BatchRoutes:
         purpose = request.query_params.get("purpose")
         if purpose is not None:
             found = [facts for facts in found if facts.purpose == purpose]
-        order = request.query_params.get("order", "desc")
-        require(order in ("asc", "desc"), "order", order, "order must be asc or desc.")
-        if order == "asc":
+        if ascends(request):
             found.reverse()
-        return _page(request, [(facts.id, facts) for facts in found], _FILES_PAGE, _FILES_PAGE)
+        return page(request, [(facts.id, facts) for facts in found], _FILES_PAGE, _FILES_PAGE)
 
     async def retrieve_file(self, request: Request) -> Response:
         """Return a file's metadata."""
@@ -124,7 +122,7 @@ class BatchRoutes:
     async def list_batches(self, request: Request) -> Response:
         """List the batches, newest first."""
         found = await self._service.list()
-        return _page(request, [(batch.id, batch.told()) for batch in found], 20, _BATCHES_PAGE)
+        return page(request, [(batch.id, batch.told()) for batch in found], 20, _BATCHES_PAGE)
 
     async def retrieve_batch(self, request: Request) -> Response:
         """Return a batch's state."""
@@ -197,26 +195,3 @@ def _window_s(window: str) -> int:
     text = f"completion_window must be a time of up to 30d, such as 24h, 90m or 7d; got {window!r}."
     require(0 < seconds <= _MAX_WINDOW_S, "completion_window", window, text)
     return seconds
-
-
-def _page(request: Request, rows: Sequence[tuple[str, Any]], size: int, largest: int) -> Response:
-    """Return one page of a list: at most `limit` rows, after the id `after`."""
-    limit = request.query_params.get("limit", str(size))
-    good = limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= largest
-    require(good, "limit", limit, f"limit must be from 1 to {largest}, got {limit!r}.")
-    after = request.query_params.get("after")
-    start = 0
-    if after is not None:
-        names = [name for name, _ in rows]
-        require(after in names, "after", after, "after must be the id of a row of this list.")
-        start = names.index(after) + 1
-    page = rows[start : start + int(limit)]
-    return json_response(
-        {
-            "object": "list",
-            "data": [row for _, row in page],
-            "first_id": page[0][0] if page else None,
-            "last_id": page[-1][0] if page else None,
-            "has_more": start + len(page) < len(rows),
-        }
-    )

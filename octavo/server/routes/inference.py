@@ -136,15 +136,17 @@ def kept_responses(responses: Responses, siblings: SiblingProcesses | None) -> A
     """
     router = APIRouter(tags=["openai"])
 
-    def route(path: str, method: str, name: str, text: str, answer: Callable[[str], Awaitable[Response]]) -> None:
+    def route(
+        path: str, method: str, name: str, text: str, answer: Callable[[Request, str], Awaitable[Response]]
+    ) -> None:
         async def endpoint(request: Request) -> Response:
             wanted = request.path_params["response_id"]
             if siblings is not None and not responses.keeps(wanted):
-                url = path.format(response_id=wanted)
+                url = path.format(response_id=wanted) + ("?" + request.url.query if request.url.query else "")
                 found = await siblings.first(method, url, request.state.request_id)
                 if found is not None:
                     return found
-            return await answer(wanted)
+            return await answer(request, wanted)
 
         router.add_api_route(path, endpoint, methods=[method], name=name, description=text)
 

@@ -82,20 +82,22 @@ class Relayed(Response):
 
 
 async def ask(path: Path, method: str, url: str, request_id: str = "") -> tuple[int, bytes]:
-    """Send a request without a body to the process behind a socket file. Return status and body.
+    """Send a request without a body to the process behind a socket file. Return status and body. `url` is a path and,
+    after a question mark, a query.
 
     Raises:
         ConnectionError: it is not running, or ended before its response was complete.
     """
     status, parts = 0, []
+    plain, _, query = url.partition("?")
     scope: Scope = {
         "type": "http",
         "http_version": "1.1",
         "method": method,
         "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
-        "query_string": b"",
+        "path": plain,
+        "raw_path": plain.encode(),
+        "query_string": query.encode(),
         "root_path": "",
         "headers": [],
     }

@@ -220,6 +220,31 @@ def test_a_conversation_goes_on_from_a_response() -> None:
     assert [item["type"] for item in items] == ["message", "message", "message"]
 
 
+def test_input_items_are_told_in_pages() -> None:
+    place = Place("x")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    path = f"{PATH}/{place.ask(turns).json()['id']}/input_items"
+    whole = ask_now(place.app, path, method="GET").json()
+    kind = {"user": "input_text", "assistant": "output_text"}
+    assert [(one["role"], one["type"], one["status"]) for one in whole["data"]] == [
+        (role, "message", "completed") for role in ("user", "assistant", "user")
+    ]
+    assert [one["content"][0]["text"] for one in whole["data"]] == ["c", "b", "a"]
+    assert all(one["content"][0]["type"] == kind[one["role"]] for one in whole["data"])
+    first = ask_now(place.app, f"{path}?order=asc&limit=2", method="GET").json()
+    assert ([one["content"][0]["text"] for one in first["data"]], first["has_more"]) == (["a", "b"], True)
+    rest = ask_now(place.app, f"{path}?order=asc&after={first['last_id']}", method="GET").json()
+    assert ([one["content"][0]["text"] for one in rest["data"]], rest["has_more"]) == (["c"], False)
+    assert ask_now(place.app, f"{path}?limit=0", method="GET").error()["param"] == "limit"
+
+
+def test_a_stored_response_is_not_streamed() -> None:
+    place = Place("x")
+    path = f"{PATH}/{place.ask().json()['id']}"
+    assert ask_now(place.app, f"{path}?stream=true", method="GET").error()["param"] == "stream"
+    assert ask_now(place.app, f"{path}?stream=false", method="GET").status == 200
+
+
 def test_responses_can_be_asked_for_and_forgotten() -> None:
     place = Place("x")
     kept, free = place.ask().json(), place.ask(store=False).json()

@@ -65,8 +65,10 @@ def test_a_response_is_known_wherever_a_client_lands(short_path: Path) -> None:
             for app in apps:
                 found = await ask(app, f"/v1/responses/{made['id']}", method="GET")
                 assert (found.status, found.json()) == (200, made)
-                items = await ask(app, f"/v1/responses/{made['id']}/input_items", method="GET")
-                assert items.json()["data"][0]["content"] == "Hello"
+                path = f"/v1/responses/{made['id']}/input_items"
+                items = (await ask(app, path, method="GET")).json()["data"]
+                assert items[0]["content"] == [{"type": "input_text", "text": "Hello"}]
+                assert (await ask(app, f"{path}?after={items[0]['id']}", method="GET")).json()["data"] == []
                 later = await ask(app, "/v1/responses", {"input": "More", "previous_response_id": made["id"]})
                 assert later.json()["usage"]["input_tokens"] > made["usage"]["input_tokens"] + len("More")
             assert (await ask(apps[2], f"/v1/responses/{made['id']}", method="DELETE")).json()["deleted"]

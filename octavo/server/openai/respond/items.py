@@ -48,6 +48,18 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
+def told_item(number: int, item: dict[str, Any]) -> dict[str, Any]:
+    """Return an input item as clients read it: with an id and a status, a content as a list of parts."""
+    told = {"id": item.get("id") or f"item_{number}", "type": "message", "status": "completed"} | item
+    content = item.get("content")
+    if isinstance(content, str):
+        part: dict[str, Any] = {"type": "input_text", "text": content}
+        if item.get("role") == "assistant":
+            part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+        told["content"] = [part]
+    return told
+
+
 def _caller(messages: list[dict[str, Any]], thought: str) -> dict[str, Any]:
     """Return the last message if it is the assistant's, else a new one; with the thought, and a list of calls."""
     if not messages or messages[-1]["role"] != "assistant":

@@ -21,10 +21,12 @@ from octavo.server.errors import ApiError, as_api_error, json_response
 from octavo.server.openai.chat import Chat, count_chat, prepare_chat
 from octavo.server.openai.generation import run
 from octavo.server.openai.logprobs import LogprobWriter
+from octavo.server.openai.respond.items import told_item
 from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, ResponseEvent, ResponseOutput
 from octavo.server.openai.respond.protocol import InputItems, ResponseBody, as_chat
 from octavo.server.openai.respond.store import ResponseStore, Stored
 from octavo.server.openai.unsupported import check_extras
+from octavo.server.page import ascends, page
 from octavo.server.stream import EventStream, named_event, until_disconnect
 
 RECALLED = "/own/responses"
@@ -97,22 +99,25 @@ class Responses:
         stored = self._store.get(name)
         return json_response([stored.response, stored.input])
 
-    async def retrieve(self, name: str) -> Response:
+    async def retrieve(self, request: Request, name: str) -> Response:
         """Return a response in its current state."""
+        stream = request.query_params.get("stream", "false")
+        text = "A stored response can't be streamed; retrieve it without stream, again until it is complete."
+        require(stream.lower() in ("false", "0"), "stream", stream, text)
         return json_response(self._store.get(name).response)
 
-    async def delete(self, name: str) -> Response:
+    async def delete(self, request: Request, name: str) -> Response:
         """Delete a response; abort it if it is in progress."""
         self._store.delete(name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
-    async def input_items(self, name: str) -> Response:
-        """Return the input items of a response."""
-        items = [item | {"id": item.get("id", f"item_{n}")} for n, item in enumerate(self._store.get(name).input)]
-        ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
-        return json_response({"object": "list", "data": items, "has_more": False, **ends})
+    async def input_items(self, request: Request, name: str) -> Response:
+        """Return a page of the input items of a response, the last one first."""
+        items = [told_item(number, item) for number, item in enumerate(self._store.get(name).input)]
+        ordered = items if ascends(request) else items[::-1]
+        return page(request, [(item["id"], item) for item in ordered], 20, 100)
 
-    async def cancel(self, name: str) -> Response:
+    async def cancel(self, request: Request, name: str) -> Response:
         """Cancel a background response."""
         stored = self._store.get(name)
         if stored.task is None:
