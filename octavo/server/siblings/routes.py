@@ -13,7 +13,7 @@ from octavo.server import errors
 from octavo.server.anthropic.errors import error_response
 from octavo.server.context import ServerContext
 from octavo.server.metrics.merge import encode
-from octavo.server.openai.respond.route import RECALLED, Responses
+from octavo.server.openai.respond.route import RECALLED, RECALLED_ITEMS, Responses
 from octavo.server.routes.inference import kept_responses
 from octavo.server.siblings.crew import OWN_METRICS
 from octavo.server.siblings.siblings import SiblingProcesses
@@ -33,7 +33,12 @@ def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIR
         return responses.recalled(request.path_params["response_id"])
 
     app.add_api_route(OWN_METRICS, own_metrics, methods=["GET"])
+
+    async def recalled_item(request: Request) -> Response:
+        return responses.recalled_item(request.path_params["item_id"])
+
     app.add_api_route(RECALLED + "/{response_id}", recalled, methods=["GET"])
+    app.add_api_route(RECALLED_ITEMS + "/{item_id}", recalled_item, methods=["GET"])
     for router in (kept_responses(responses, None), *routers):
         app.include_router(router)
     errors.install(app, error_response)

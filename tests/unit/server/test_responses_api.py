@@ -209,6 +209,25 @@ def test_reasoning_goes_back_to_the_model() -> None:
     assert place.prompt == "[user]()Hello0[assistant](hm)1[tool]()rain0<think>"
 
 
+@pytest.mark.features("grammar")
+def test_items_can_be_referred_to() -> None:
+    place = Place("hm</think>So:\n" + CALL, THINKING)
+    first = place.ask(tools=[TOOL]).json()
+    result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "rain"}
+    user = {"role": "user", "content": "Hello"}
+    place.ask([user, *first["output"], result], tools=[TOOL])
+    sent = place.prompt
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    second = place.ask([user, *references, result], tools=[TOOL]).json()
+    assert place.prompt == sent
+    listed = ask_now(place.app, f"{PATH}/{second['id']}/input_items?order=asc", method="GET").json()["data"]
+    assert listed[1:4] == first["output"]
+    ask_now(place.app, f"{PATH}/{first['id']}", method="DELETE")
+    gone = place.ask([user, *references])
+    assert (gone.status, gone.error()["param"]) == (404, "input.1.id")
+    assert place.ask([{"type": "item_reference", "id": 5}]).error()["param"] == "input.0.id"
+
+
 def test_a_conversation_goes_on_from_a_response() -> None:
     place = Place("Fine.")
     first = place.ask("How are you?").json()

@@ -62,7 +62,9 @@ def test_a_response_is_known_wherever_a_client_lands(short_path: Path) -> None:
     async def scenario() -> None:
         async with family(short_path, 3) as apps:
             made = (await ask(apps[1], "/v1/responses", {"input": "Hello"})).json()
+            reference = {"type": "item_reference", "id": made["output"][0]["id"]}
             for app in apps:
+                assert (await ask(app, "/v1/responses", {"input": [reference]})).status == 200
                 found = await ask(app, f"/v1/responses/{made['id']}", method="GET")
                 assert (found.status, found.json()) == (200, made)
                 path = f"/v1/responses/{made['id']}/input_items"

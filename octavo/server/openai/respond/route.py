@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -31,8 +32,11 @@ from octavo.server.stream import EventStream, named_event, until_disconnect
 
 RECALLED = "/own/responses"
 """Path for other processes to retrieve a response and its input."""
+RECALLED_ITEMS = "/own/items"
+"""Path for other processes to retrieve an output item."""
 _FAILED, _CANCELLED = "failed", "cancelled"
 _PREFIX = "resp_"
+_ITEM_ID = re.compile("[a-z]+_[0-9a-f]+")
 _CUT = {"length": "max_output_tokens", "repetition": "repetition", "abort": "abort"}
 """Finish reasons of incomplete answers -> the reason in `incomplete_details`. A stop string may also cut a call."""
 
@@ -87,6 +91,7 @@ class Responses:
         """Count the tokens of the input, with instructions and tools."""
         body = await parse_body(request, ResponseBody, self._ctx.config.max_body_bytes)
         ctx = await self._ctx.for_model(body.model, body)
+        body.input = await self._resolved(request, body.items)
         translated = as_chat(body, await self._earlier(request, body.previous_response_id))
         return json_response({"object": "response.input_tokens", "input_tokens": await count_chat(ctx, translated)})
 
@@ -98,6 +103,13 @@ class Responses:
         """Return a response and its input, for another process."""
         stored = self._store.get(name)
         return json_response([stored.response, stored.input])
+
+    def recalled_item(self, name: str) -> Response:
+        """Return an output item, for another process."""
+        item = self._store.item(name)
+        if item is None:
+            raise ApiError(404, f"There is no item {name!r} here.")
+        return json_response(item)
 
     async def retrieve(self, request: Request, name: str) -> Response:
         """Return a response in its current state."""
@@ -136,6 +148,7 @@ class Responses:
     async def _prepare(self, request: Request, body: ResponseBody) -> _Making:
         ctx = await self._ctx.for_model(body.model, body)
         earlier = await self._earlier(request, body.previous_response_id)
+        body.input = await self._resolved(request, body.items)
         translated = as_chat(body, earlier)
         warnings = check_extras(ctx, translated, chat=True)
         name = answer_id(request, translated.request_id, _PREFIX)
@@ -146,6 +159,35 @@ class Responses:
             response["warnings"] = warnings
         writer = LogprobWriter(ctx.frontend.tokenizer, params, as_ids=False)
         return _Making(chat, response, earlier + body.items, writer, bool(body.enable_response_messages))
+
+    async def _resolved(self, request: Request, items: InputItems) -> InputItems:
+        """Return the items, with those that are referred to in place of the references."""
+        return [
+            await self._referred(request, number, item) if item.get("type") == "item_reference" else item
+            for number, item in enumerate(items)
+        ]
+
+    async def _referred(self, request: Request, number: int, reference: dict[str, Any]) -> dict[str, Any]:
+        """
+        Raises:
+            ApiError: 404, no response that is kept has this item.
+            InvalidRequestError: the reference has no id.
+        """
+        name, param = reference.get("id"), f"input.{number}.id"
+        text = f"{param} must be the id of an output item of an earlier response."
+        require(isinstance(name, str) and _ITEM_ID.fullmatch(name) is not None, param, name, text)
+        found = self._store.item(str(name))
+        siblings = self._ctx.siblings
+        if found is None and siblings is not None:
+            told = await siblings.first("GET", f"{RECALLED_ITEMS}/{name}", request.state.request_id)
+            found = msgspec.json.decode(told.body) if told is not None and told.status_code == 200 else None
+        if found is None:
+            text = (
+                f"Item with id '{name}' not found. Its response was never stored, or is no longer kept; send the item."
+            )
+            raise ApiError(404, text, param=param)
+        item: dict[str, Any] = found
+        return item
 
     async def _earlier(self, request: Request, previous: str | None) -> InputItems:
         """Return the conversation that a response continues."""

@@ -30,6 +30,7 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._items: dict[str, dict[str, Any]] = {}
         self._size = 0
 
     def put(self, stored: Stored) -> None:
@@ -38,6 +39,7 @@ class ResponseStore:
         self._drop(name)
         stored.size = len(msgspec.json.encode([stored.response, stored.input]))
         self._kept[name] = stored
+        self._items |= {item["id"]: item for item in stored.response["output"]}
         self._size += stored.size
         while len(self._kept) > MAX_KEPT or (self._size > MAX_KEPT_BYTES and len(self._kept) > 1):
             self._drop(next(iter(self._kept)))
@@ -58,6 +60,10 @@ class ResponseStore:
             )
         return stored
 
+    def item(self, name: str) -> dict[str, Any] | None:
+        """Return an output item of a stored response, by its id."""
+        return self._items.get(name)
+
     def delete(self, name: str) -> None:
         """Delete a response.
 
@@ -73,3 +79,5 @@ class ResponseStore:
         gone = self._kept.pop(name, None)
         if gone is not None:
             self._size -= gone.size
+            for item in gone.response["output"]:
+                self._items.pop(item["id"], None)
