@@ -103,6 +103,7 @@ class ChatTemplate:
         self._check_roles(plain, roles)
         plain = [_with_reasoning(message, self._reasoning[name]) for message in plain]
         if continue_final_message:
+            _check_continuable(plain[-1])
             plain[-1] = plain[-1] | {"content": _to_be_cut(plain[-1]["content"])}
         if guard is None:
             guard = self.guard()
@@ -216,6 +217,16 @@ def _with_reasoning(message: dict[str, Any], field: str | None) -> dict[str, Any
     if field is None or message.get(field) or not message.get(_REASONING[field]):
         return message
     return message | {field: message[_REASONING[field]]}
+
+
+def _check_continuable(message: Mapping[str, Any]) -> None:
+    """Refuse to continue a message with calls: templates write them after the content, where the prompt is cut."""
+    if message.get("tool_calls"):
+        raise InvalidRequestError(
+            "The final message has tool_calls, so it can't be continued; send the results of the calls after it, or "
+            "leave out the calls.",
+            param="messages",
+        )
 
 
 def _to_be_cut(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:

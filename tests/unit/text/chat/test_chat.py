@@ -47,6 +47,15 @@ def test_continuing_the_final_message() -> None:
     assert caught.value.param == "messages"
 
 
+def test_a_message_with_calls_is_not_continued() -> None:
+    written = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    messages = [USER, {"role": "assistant", "content": "so", "tool_calls": [CALL]}]
+    with pytest.raises(InvalidRequestError, match="send the results of the calls") as caught:
+        render(written, messages, continue_final_message=True)
+    assert caught.value.param == "messages"
+    assert "so" in render(written, messages)
+
+
 LOOPS = [
     "{% for m in messages %}<{{ m.role }}>{% for c in m['content'] %}{{ c['text'] }}|{% endfor %}{% endfor %}",
     "{% set rest = messages[0:] %}{% for m in rest %}<{{ m.role }}>{% set c = m.content %}"
