@@ -80,6 +80,7 @@ def as_chat(body: CountBody) -> ChatBody:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tools or body.tool_choice:
         chat |= _choice(body.tool_choice)
     chat |= _thinking(body.thinking)
     chat |= _format((body.output_config or {}).get("format"))

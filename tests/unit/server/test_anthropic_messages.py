@@ -226,6 +226,7 @@ def test_tokens_are_counted() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"temperature": 9.0}, "temperature"),
         ({"system": 3}, "system"),
         ({"n": 2}, "n"),
