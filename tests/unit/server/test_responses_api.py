@@ -336,12 +336,17 @@ def test_a_form_of_output_and_logprobs() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
         ({"background": True, "store": False}, "background"),
-        ({"max_output_tokens": 0}, "max_completion_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"input": "a" * 5000}, "input"),
         ({"temperature": 7}, "temperature"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     answer = ask_now(Place("x").app, PATH, {"input": "Hello"} | fields)
     assert answer.status == 400
-    assert answer.error()["param"] == param
+    error = answer.error()
+    assert error["param"] == param
+    assert not any(name in error["message"] for name in ("max_completion_tokens", "response_format", "=messages"))

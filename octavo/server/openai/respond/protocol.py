@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
@@ -30,6 +32,12 @@ _IGNORED = frozenset(
         "user",
     }
 )
+_NAMES = (
+    ("max_completion_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+)
+"""Fields of the chat that a request becomes -> the fields that the client sent."""
 _CALLED = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
 """Fields of chats -> their names in the Responses API."""
 
@@ -132,6 +140,22 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
         raise explain(exc) from None
     check_one_answer(translated.n)
     return translated
+
+
+@contextmanager
+def in_own_names() -> Iterator[None]:
+    """Give errors about the chat that a request becomes the names of the request's fields."""
+    try:
+        yield
+    except InvalidRequestError as exc:
+        param, message = exc.param or "", exc.message
+        for chat, own in _NAMES:
+            if param == chat or param.startswith(chat + "."):
+                param = own + param.removeprefix(chat)
+                raise type(exc)(message.replace(chat, own), param=param, value=exc.value) from None
+        if param == "messages":
+            raise type(exc)(message, param="input", value=exc.value) from None
+        raise
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from octavo.server.openai.generation import run
 from octavo.server.openai.logprobs import LogprobWriter
 from octavo.server.openai.respond.items import told_item
 from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, ResponseEvent, ResponseOutput
-from octavo.server.openai.respond.protocol import InputItems, ResponseBody, as_chat
+from octavo.server.openai.respond.protocol import InputItems, ResponseBody, as_chat, in_own_names
 from octavo.server.openai.respond.store import ResponseStore, Stored
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.page import ascends, page
@@ -93,7 +93,9 @@ class Responses:
         ctx = await self._ctx.for_model(body.model, body)
         body.input = await self._resolved(request, body.items)
         translated = as_chat(body, await self._earlier(request, body.previous_response_id))
-        return json_response({"object": "response.input_tokens", "input_tokens": await count_chat(ctx, translated)})
+        with in_own_names():
+            count = await count_chat(ctx, translated)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     def keeps(self, name: str) -> bool:
         """Return whether this process has stored a response."""
@@ -152,7 +154,8 @@ class Responses:
         translated = as_chat(body, earlier)
         warnings = check_extras(ctx, translated, chat=True)
         name = answer_id(request, translated.request_id, _PREFIX)
-        chat = await prepare_chat(ctx, translated, name)
+        with in_own_names():
+            chat = await prepare_chat(ctx, translated, name)
         params = chat.job.request.params
         response = _begun(body, params, name, ctx.model)
         if warnings:
