@@ -239,6 +239,18 @@ def test_a_conversation_goes_on_from_a_response() -> None:
     assert [item["type"] for item in items] == ["message", "message", "message"]
 
 
+@pytest.mark.features("grammar")
+def test_a_conversation_goes_on_from_a_call_that_was_cut() -> None:
+    place = Place("So:\n" + CALL)
+    first = place.ask(tools=[TOOL], max_output_tokens=60).json()
+    assert [(item["type"], item["status"]) for item in first["output"]] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+    assert place.ask("Go on.", previous_response_id=first["id"]).status == 200
+    assert place.prompt == "[user]Hello\n[assistant]So:\n[user]Go on.\n[assistant]"
+
+
 def test_input_items_are_told_in_pages() -> None:
     place = Place("x")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]

@@ -201,8 +201,9 @@ class Responses:
         before = await self._recall(previous, request)
         busy = before.response["status"] in ("queued", IN_PROGRESS)
         require(not busy, "previous_response_id", previous, "That response is not finished yet.")
-        items: InputItems = before.input + before.response["output"]
-        return items
+        cut = ("function_call", INCOMPLETE)  # has no arguments that could be read, and no output
+        output = (item for item in before.response["output"] if (item["type"], item["status"]) != cut)
+        return [*before.input, *output]
 
     async def _recall(self, name: str, request: Request) -> Stored:
         """Return an earlier response from any process.
