@@ -6,6 +6,7 @@ Reference: https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from octavo.server.validation import explain
 _IGNORED = frozenset(
     {"metadata", "service_tier", "cache_control", "container", "inference_geo", "context_management", "speed", "betas"}
 )
+_ACCOUNT = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 class MessageParam(BaseModel):
@@ -104,8 +106,9 @@ def as_chat(body: CountBody) -> ChatBody:
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": _content(body.system, "system")})
+    system = _system(body.system)
+    if system:
+        messages.append({"role": "system", "content": system})
     for number, turn in enumerate(body.messages):
         where = f"messages.{number}.content"
         if isinstance(turn.content, str):
@@ -115,6 +118,16 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
         else:
             messages += _user(turn.content, where, turn.role)
     return messages
+
+
+def _system(given: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+    """Return the system's content without Claude Code's accounts, which differ in each request: with them at its
+    beginning, no prompt would begin like one in the cache."""
+    content = _content(given or "", "system")
+    if isinstance(content, str):
+        return _ACCOUNT.sub("", content)
+    kept = [part | {"text": _ACCOUNT.sub("", part["text"])} for part in content]
+    return [part for part, whole in zip(kept, content, strict=True) if part["text"] or not whole["text"]]
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:

@@ -183,6 +183,17 @@ def test_the_conversation_is_translated() -> None:
     assert place.prompt == "[system]Be kind.[user]a\nb[assistant]look(weather Rome)[tool]rain[user]and?"
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+def test_accounts_of_claude_code_do_not_change_the_prompt(blocks: bool) -> None:
+    account, rest = "x-anthropic-billing-header: cc_version=2.1; cch=eb6c6;", "Be kind.\nx-anthropic-billing-header: 1"
+    place = Place("x")
+    parts = [{"type": "text", "text": text} for text in (account, rest)]
+    assert place.ask(system=parts if blocks else f"{account}\n{rest}").status == 200
+    assert place.prompt == f"[system]{rest}\n[user]Hello\n[assistant]"
+    assert place.ask(system=parts[:1] if blocks else account).status == 200
+    assert place.prompt == "[user]Hello\n[assistant]"
+
+
 def test_all_thinking_of_a_message_goes_back_to_the_model() -> None:
     place = Place("x", "{% for m in messages %}[{{ m.role }}]({{ m.reasoning_content }}){{ m.content }}{% endfor %}")
     thoughts = [{"type": "thinking", "thinking": text, "signature": "octavo"} for text in ("hm", "so")]
