@@ -47,6 +47,8 @@ def _plain(message: Mapping[str, Any], where: str, taken: Taken) -> dict[str, An
     calls = message.get("tool_calls")
     if calls:
         plain["tool_calls"] = _plain_calls(calls, f"{where}.tool_calls")
+    else:
+        plain.pop("tool_calls", None)  # templates may ask only whether there is the field
     content = message.get("content")
     if content is None and not calls:
         raise _invalid(f"{where}.content is missing", content)

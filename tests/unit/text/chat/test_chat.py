@@ -205,6 +205,12 @@ def test_reasoning_has_the_name_that_the_template_reads(given: str, read: str) -
     assert render(f"{{{{ messages[0].{read} is defined }}}}") == "False"
 
 
+@pytest.mark.parametrize("calls", [[], None])
+def test_no_tool_calls_are_no_field(calls: Any) -> None:
+    (message,) = plain_messages([{"role": "assistant", "content": "a", "tool_calls": calls}])
+    assert message == {"role": "assistant", "content": "a"}
+
+
 def test_tool_calls_become_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     plain = plain_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]
