@@ -113,6 +113,15 @@ def test_a_response() -> None:
     assert response["metadata"] == {"a": "b"}
 
 
+def test_instructions_and_the_developers_messages_are_one_message() -> None:
+    place = Place("x")
+    items = [{"role": role, "content": role} for role in ("developer", "system", "user", "developer")]
+    assert place.ask(items, instructions="Be kind.").status == 200
+    assert place.prompt == "[system]Be kind.\ndeveloper\nsystem\n[user]user\n[system]developer\n[assistant]"
+    assert place.ask(items[:3]).status == 200
+    assert place.prompt == "[system]developer\n[system]system\n[user]user\n[assistant]"
+
+
 def test_cut_short_and_empty() -> None:
     response = Place("Hi there.").both(max_output_tokens=2)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})

@@ -116,11 +116,10 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
     format_ = (body.text or {}).get("format")
     both = format_ is not None and (body.model_extra or {}).get("structured_outputs") is not None
     require(not both, "text.format", format_, "Cannot specify both structured_outputs and text.format; choose one.")
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     include = body.include or []
     chat: dict[str, Any] = {
         "model": body.model,
-        "messages": system + messages_of([*earlier, *body.items]),
+        "messages": _led_by(body.instructions, messages_of([*earlier, *body.items])),
         "stream": True,  # whole responses are assembled from the same pieces
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
@@ -140,6 +139,20 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
         raise explain(exc) from None
     check_one_answer(translated.n)
     return translated
+
+
+def _led_by(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages after the instructions, in one system message with those of developers that follow at once:
+    many chat templates take only one."""
+    if not instructions:
+        return messages
+    parts: list[dict[str, Any]] = [{"type": "text", "text": instructions}]
+    at = 0
+    while at < len(messages) and messages[at]["role"] in ("system", "developer"):
+        content = messages[at]["content"]
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+        at += 1
+    return [{"role": "system", "content": parts}, *messages[at:]]
 
 
 @contextmanager
