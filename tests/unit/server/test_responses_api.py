@@ -354,6 +354,7 @@ def test_a_form_of_output_and_logprobs() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
         ({"background": True, "store": False}, "background"),

@@ -124,12 +124,13 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": (body.reasoning or {}).get("effort"),
         "response_format": _format(format_),
     }
     if body.tools:
-        chat |= {"tools": [_tool(tool) for tool in body.tools], "tool_choice": body.tool_choice}
+        chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.top_logprobs or _LOGPROBS in include:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
