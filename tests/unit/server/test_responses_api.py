@@ -345,6 +345,18 @@ def test_a_form_of_output_and_logprobs() -> None:
 
 
 @pytest.mark.features("grammar")
+@pytest.mark.parametrize("text", ["\N{GRINNING FACE}!", "<b>"])
+def test_logprobs_of_tokens_before_the_first_text(text: str) -> None:
+    response = Place(text).both(tools=[TOOL], top_logprobs=1)
+    (part,) = response["output"][0]["content"]
+    read = bytes(byte for entry in part["logprobs"] for byte in entry["bytes"])
+    assert (part["text"], read.decode()) == (text, text + "</s>")
+    for shown in (True, False):
+        response = Place(f"hm</think>{text}", THINKING).both(top_logprobs=1, include_reasoning=shown)
+        assert response["output"][-1]["content"] == [part]
+
+
+@pytest.mark.features("grammar")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

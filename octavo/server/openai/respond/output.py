@@ -26,16 +26,22 @@ class ResponseOutput:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
+        self._held: list[Any] = []  # log-probabilities of tokens before the first text
 
     def take(self, news: ChoiceDelta, logprobs: ChatLogprobs | None = None) -> Iterator[ResponseEvent]:
         if news.reasoning:
             yield from self._begin("reasoning", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""})
             yield self._add(news.reasoning, "response.reasoning_text.delta")
-        told = msgspec.to_builtins(logprobs.content) if logprobs else []
+        told = self._held + (msgspec.to_builtins(logprobs.content) if logprobs else [])
+        self._held = []
         if news.content:
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield from self._begin("message", {"role": "assistant", "content": []}, part)
             yield self._add(news.content, "response.output_text.delta", told)
+        elif told and (
+            self._open is None or self._open["type"] == "reasoning"
+        ):  # a character's, or of what may be a call
+            self._held = told
         elif told and self._open is not None and self._open["type"] == "message":  # tokens without text
             yield self._add("", "response.output_text.delta", told)
         for call in news.calls:

@@ -225,12 +225,14 @@ class Responses:
         async with aclosing(run(self._ctx, [making.chat.job])) as outputs:
             async for _, output in outputs:
                 (choice,) = output.outputs
+                thought = routed.reasoning_tokens
                 news = routed.take(choice)
+                told = choice.logprobs and (news.content or routed.reasoning_tokens == thought)
                 making.cached = max(making.cached, output.num_cached_tokens)
                 making.text += choice.text
                 making.tokens += choice.token_ids
                 making.finish = news.finish or making.finish
-                yield list(making.output.take(news, making.writer.chat(choice) if choice.logprobs else None))
+                yield list(making.output.take(news, making.writer.chat(choice) if told else None))
         making.reasoning_tokens = routed.reasoning_tokens
         status = INCOMPLETE if routed.cut or making.finish in _CUT else COMPLETED
         yield list(making.output.close(status, call=INCOMPLETE if routed.cut else COMPLETED))
