@@ -17,8 +17,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], *, taken: Taken = "str
     """Return the messages with each content as the template takes it, and the arguments of tool calls as objects.
 
     A string is a list of one part, where there must be parts. A list is one string, its parts joined by newlines, where
-    there must be strings. Where both are read it stays a list, except for the result of a tool: templates that read it
-    as a list mean one of results.
+    there must be strings. Where both are read it stays a list. The result of a tool is always one text, since templates
+    that read it as a list mean one of results; so is a system message, since many read only its first part.
 
     Raises:
         InvalidRequestError: empty, or not of OpenAI's form; the message names the place and the reason. `param` is
@@ -53,7 +53,9 @@ def _plain(message: Mapping[str, Any], where: str, taken: Taken) -> dict[str, An
     if content is None and not calls:
         raise _invalid(f"{where}.content is missing", content)
     texts = _texts(content, f"{where}.content")
-    listed = taken == "parts" or (taken == "either" and isinstance(content, list | tuple) and role != "tool")
+    whole = role in ("system", "developer", "tool")
+    texts = ["\n".join(texts)] if whole and len(texts) > 1 else texts
+    listed = taken == "parts" or (taken == "either" and isinstance(content, list | tuple) and not whole)
     plain["content"] = [{"type": "text", "text": text} for text in texts] if listed else "\n".join(texts)
     return plain
 

@@ -42,5 +42,5 @@ def prompt(path: str, template: str) -> str:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_parts_reach_the_template(path: str) -> None:
-    assert prompt(path, GOING_THROUGH) == "[system]<a><b>[user]<a><b>"
+    assert prompt(path, GOING_THROUGH) == "[system]<a\nb>[user]<a><b>"
     assert prompt(path, WRITING) == "[system]a\nb[user]a\nb"

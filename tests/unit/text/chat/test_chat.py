@@ -98,6 +98,15 @@ def test_a_template_that_takes_both_gets_what_was_sent() -> None:
     assert render(ASKING, content_format="openai") == "<user>hi|"
 
 
+@pytest.mark.parametrize("asked", ["{% if m.content is string %}{{ m.content }}{% else %}%s{% endif %}", "%s"])
+def test_a_system_message_has_one_part(asked: str) -> None:
+    first = asked.replace("%s", "{{ m.content[0]['text'] }}").replace("m.", "messages[0].")
+    loop = asked.replace("%s", "{% for p in m.content %}<{{ p.text }}>{% endfor %}")
+    source = first + "|{% for m in messages[1:] %}" + loop + "{% endfor %}"
+    messages = [PARTS[0] | {"role": "system"}, *PARTS]
+    assert render(source, messages) == "a\nb|<a><b>"
+
+
 @pytest.mark.parametrize(
     "source",
     [
