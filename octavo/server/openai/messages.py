@@ -93,8 +93,11 @@ def template_message(number: int, message: Message) -> dict[str, Any]:
             param=f"messages.{number}.content",
         )
     plain = message.model_dump(exclude_none=True)
-    content = message.content or ""
-    plain["content"] = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
+    content = message.content
+    if isinstance(content, list):
+        plain["content"] = [{"type": "text", "text": text} for text in content]
+    elif content is None and not message.tool_calls:
+        plain["content"] = ""
     if message.role == "developer":
         plain["role"] = "system"
     return plain

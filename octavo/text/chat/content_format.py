@@ -28,6 +28,12 @@ def taken_by(template: nodes.Template) -> Taken:
     return "either" if all(loops) else "parts"
 
 
+def asks_for_none(template: nodes.Template) -> bool:
+    """Return whether a template asks if a message's content is none."""
+    known = _Known(template)
+    return any(test.name == "none" and known.kind(test.node) == "content" for test in template.find_all(nodes.Test))
+
+
 _Kind = Literal["messages", "message", "content"]
 
 

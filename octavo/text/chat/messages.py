@@ -13,12 +13,17 @@ _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 """Fields of messages that hold media, in the APIs of other servers."""
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], *, taken: Taken = "strings") -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], *, taken: Taken = "strings", none: bool = False
+) -> list[dict[str, Any]]:
     """Return the messages with each content as the template takes it, and the arguments of tool calls as objects.
 
     A string is a list of one part, where there must be parts. A list is one string, its parts joined by newlines, where
     there must be strings. Where both are read it stays a list. The result of a tool is always one text, since templates
     that read it as a list mean one of results; so is a system message, since many read only its first part.
+
+    Args:
+        none: the content of a message that has only calls is None, instead of empty.
 
     Raises:
         InvalidRequestError: empty, or not of OpenAI's form; the message names the place and the reason. `param` is
@@ -29,10 +34,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], *, taken: Taken = "str
         raise _invalid("messages must be a list of objects with role and content", messages)
     if not messages:
         raise _invalid("messages must hold at least one message", messages)
-    return [_plain(message, f"messages[{number}]", taken) for number, message in enumerate(messages)]
+    return [_plain(message, f"messages[{number}]", taken, none=none) for number, message in enumerate(messages)]
 
 
-def _plain(message: Mapping[str, Any], where: str, taken: Taken) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], where: str, taken: Taken, *, none: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object with role and content", message)
     role = message.get("role")
@@ -56,6 +61,8 @@ def _plain(message: Mapping[str, Any], where: str, taken: Taken) -> dict[str, An
     whole = role in ("system", "developer", "tool")
     texts = ["\n".join(texts)] if whole and len(texts) > 1 else texts
     listed = taken == "parts" or (taken == "either" and isinstance(content, list | tuple) and not whole)
+    if content is None and none:
+        return plain | {"content": None}
     plain["content"] = [{"type": "text", "text": text} for text in texts] if listed else "\n".join(texts)
     return plain
 

@@ -17,7 +17,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.text.chat.content_format import ContentFormat, Taken, taken_by
+from octavo.text.chat.content_format import ContentFormat, Taken, asks_for_none, taken_by
 from octavo.text.chat.guard import ContentGuard
 from octavo.text.chat.messages import plain_messages
 from octavo.text.tokenizers.tokenizer import Tokenizer
@@ -49,7 +49,9 @@ class ChatTemplate:
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         environment = _environment()
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
-        self._taken = {name: taken_by(environment.parse(text)) for name, text in self._sources.items()}
+        parsed = {name: environment.parse(text) for name, text in self._sources.items()}
+        self._taken = {name: taken_by(template) for name, template in parsed.items()}
+        self._asks_for_none = {name: asks_for_none(template) for name, template in parsed.items()}
         self._roles = {*ROLES, *(word for text in self._sources.values() for word in _QUOTED.findall(text))}
         self._reasoning = {
             name: next((one for one in _REASONING if re.search(rf"\b{one}\b", text)), None)
@@ -99,7 +101,8 @@ class ChatTemplate:
             InvalidRequestError: the messages are invalid, or this template refuses them; `param` is "messages".
         """
         name = self._choose(bool(tools))
-        plain = plain_messages(messages, taken=self._taken_in(content_format or self._format, name))
+        taken = self._taken_in(content_format or self._format, name)
+        plain = plain_messages(messages, taken=taken, none=self._asks_for_none[name])
         self._check_roles(plain, roles)
         plain = [_with_reasoning(message, self._reasoning[name]) for message in plain]
         if continue_final_message:

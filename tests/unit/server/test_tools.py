@@ -301,6 +301,16 @@ def test_allowed_tools_narrow_the_choice() -> None:
     assert '"weather"' not in str(place.form.frame if place.form else "")
 
 
+def test_a_message_of_calls_has_no_content() -> None:
+    asking = "{{ tools or '' }}{% for m in messages %}{{ '(calls)' if m.content is none else m.content }}{% endfor %}"
+    calls = [{"id": "c", "type": "function", "function": {"name": "clock", "arguments": "{}"}}]
+    for content in ({}, {"content": None}):
+        messages = [*HELLO["messages"], {"role": "assistant", "tool_calls": calls, **content}]
+        place = Place("x", asking)
+        assert place.ask({"messages": [*messages, {"role": "tool", "tool_call_id": "c", "content": "1"}]}).status == 200
+        assert place.prompt == "Hello(calls)1"
+
+
 REQUIRED = {"tool_choice": "required"}
 
 

@@ -214,6 +214,18 @@ def test_reasoning_has_the_name_that_the_template_reads(given: str, read: str) -
     assert render(f"{{{{ messages[0].{read} is defined }}}}") == "False"
 
 
+def test_a_message_of_calls_has_no_content_where_the_template_asks_for_that() -> None:
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    asking = (
+        "{% for m in messages %}{% if m['content'] is none %}({{ m.tool_calls[0].function.name }}){% endif %}"
+        "{% if m['content'] is not none %}<{{ m['content'] }}>{% endif %}{% endfor %}"
+    )
+    assert render(asking, messages) == "<hi>(f)"
+    assert render("{% for m in messages %}<{{ m.content + '.' }}>{% endfor %}{{ 1 is none }}", messages) == (
+        "<hi.><.>False"
+    )
+
+
 @pytest.mark.parametrize("calls", [[], None])
 def test_no_tool_calls_are_no_field(calls: Any) -> None:
     (message,) = plain_messages([{"role": "assistant", "content": "a", "tool_calls": calls}])
