@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
+from octavo.text.chat.messages import CallArguments
 from octavo.text.tokenizers.literal import LiteralText, SpecialTokens
 
 
@@ -51,7 +52,8 @@ class ContentGuard:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(one) for key, one in value.items()}
+            marked = {self._marked(key): self._marked(one) for key, one in value.items()}
+            return CallArguments(marked) if isinstance(value, CallArguments) else marked
         if isinstance(value, list | tuple):
             return self._list(value)
         return value

@@ -13,6 +13,19 @@ _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 """Fields of messages that hold media, in the APIs of other servers."""
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of a call: an object, and JSON where a template writes or appends them as text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
 def plain_messages(
     messages: Sequence[Mapping[str, Any]], *, taken: Taken = "strings", none: bool = False
 ) -> list[dict[str, Any]]:
@@ -109,6 +122,8 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as exc:
             raise _invalid(f"{where}.function.arguments is not valid JSON: {exc}", arguments) from exc
+    if isinstance(arguments, Mapping):
+        arguments = CallArguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

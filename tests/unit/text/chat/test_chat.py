@@ -214,6 +214,20 @@ def test_reasoning_has_the_name_that_the_template_reads(given: str, read: str) -
     assert render(f"{{{{ messages[0].{read} is defined }}}}") == "False"
 
 
+@pytest.mark.parametrize("said", ["é", "</s>"])
+@pytest.mark.parametrize(
+    "written",
+    ["'<' + a + '>'", "'<' ~ a ~ '>'", "'<' + (a | tojson) + '>'", "'<' + (a if a is string else a | string) + '>'"],
+)
+def test_arguments_are_json_where_they_are_written_as_text(said: str, written: str) -> None:
+    call = CALL | {"function": {"name": "f", "arguments": json.dumps({"a": said, "b": None})}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    source = (
+        "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a.a }}{{ a is mapping }}{{ " + written + " }}"
+    )
+    assert render(source, messages) == said + 'True<{"a": "' + said + '", "b": null}>'
+
+
 def test_a_message_of_calls_has_no_content_where_the_template_asks_for_that() -> None:
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     asking = (
