@@ -54,9 +54,10 @@ class ApiKeys:
         if not self._digests:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        shown = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        matches = [hmac.compare_digest(_digest(shown), digest) for digest in self._digests]
-        return bool(shown) and any(matches)
+        shown = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        digests = [_digest(one) for one in shown if one]
+        matches = [hmac.compare_digest(one, known) for one in digests for known in self._digests]
+        return any(matches)
 
 
 def key_error() -> ApiError:
