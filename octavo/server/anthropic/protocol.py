@@ -21,7 +21,7 @@ from octavo.server.validation import explain
 _IGNORED = frozenset(
     {"metadata", "service_tier", "cache_control", "container", "inference_geo", "context_management", "speed", "betas"}
 )
-_ACCOUNT = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 class MessageParam(BaseModel):
@@ -121,12 +121,12 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
 
 
 def _system(given: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
-    """Return the system's content without Claude Code's accounts, which differ in each request: with them at its
-    beginning, no prompt would begin like one in the cache."""
+    """Return the system's content without the line that Claude Code begins it with for Anthropic's billing: it differs
+    in each request, so that no prompt would begin like one in the cache."""
     content = _content(given or "", "system")
     if isinstance(content, str):
-        return _ACCOUNT.sub("", content)
-    kept = [part | {"text": _ACCOUNT.sub("", part["text"])} for part in content]
+        return _BILLING.sub("", content)
+    kept = [part | {"text": _BILLING.sub("", part["text"])} for part in content]
     return [part for part, whole in zip(kept, content, strict=True) if part["text"] or not whole["text"]]
 
 

@@ -201,9 +201,8 @@ class Responses:
         before = await self._recall(previous, request)
         busy = before.response["status"] in ("queued", IN_PROGRESS)
         require(not busy, "previous_response_id", previous, "That response is not finished yet.")
-        cut = ("function_call", INCOMPLETE)  # has no arguments that could be read, and no output
-        output = (item for item in before.response["output"] if (item["type"], item["status"]) != cut)
-        return [*before.input, *output]
+        items: InputItems = before.input + before.response["output"]
+        return items
 
     async def _recall(self, name: str, request: Request) -> Stored:
         """Return an earlier response from any process.
