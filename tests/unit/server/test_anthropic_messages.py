@@ -184,7 +184,7 @@ def test_the_conversation_is_translated() -> None:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_accounts_of_claude_code_do_not_change_the_prompt(blocks: bool) -> None:
+def test_a_billing_line_does_not_change_the_prompt(blocks: bool) -> None:
     account, rest = "x-anthropic-billing-header: cc_version=2.1; cch=eb6c6;", "Be kind.\nx-anthropic-billing-header: 1"
     place = Place("x")
     parts = [{"type": "text", "text": text} for text in (account, rest)]
