@@ -122,7 +122,7 @@ _INTERNAL = "Internal error: "
 
 
 def id_in_use(request_id: str) -> InvalidRequestError:
-    """Return the error of a request whose id another one has that has not ended."""
+    """Return the error of a request whose id is in use by another running request."""
     return InvalidRequestError("request_id is in use by a running request.", param="request_id", value=request_id)
 
 

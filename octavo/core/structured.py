@@ -25,7 +25,7 @@ class FramePart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         name: the frame refers to it as `@name`.
         schema: the JSON schema, as text.
-        where: what it belongs to, in words.
+        where: description of what it belongs to, for errors.
         path: its place in the schema of that.
         strict: refuse keywords that can't be enforced, instead of leaving them to the model.
     """

@@ -233,8 +233,7 @@ class CoreClient:
 
     @property
     def commanded(self) -> bool:
-        """Whether the core has yet to answer a command during which it may send nothing for minutes, whoever sent
-        it."""
+        """Whether the core is executing a command, of any client, during which it may send nothing for minutes."""
         return bool(self._long) or self._occupied
 
     @property

@@ -29,6 +29,7 @@ from octavo.models.load import LoadFormat, open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.tensors import TensorCheckpoint
 from octavo.models.load.weights import weight_layers
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.worker.loaded import LoadedModel
 from octavo.worker.worker import Worker
@@ -174,6 +175,12 @@ class WorkerWeights:
                     f"{mine.packed_as or old}: save them in the same format, or start another server for these.",
                     param="model_path",
                 )
+            if isinstance(mine, ExpertLayer) and isinstance(its, ExpertLayer) and _layouts(mine) != _layouts(its):
+                raise InvalidRequestError(
+                    f"The experts of {its.path} would be stored in another form than the served ones: save them in the "
+                    "same format, or start another server for these.",
+                    param="model_path",
+                )
 
     def put_in_place(self, staged: StagedWeights, version: str | None, *, rescale: bool) -> None:
         worker = self._worker
@@ -185,6 +192,10 @@ class WorkerWeights:
             worker.files_version = worker.weight_version
         host.trim_memory()
         log.info("replaced the weights by version %s", worker.weight_version)
+
+
+def _layouts(layer: ExpertLayer) -> list[object]:
+    return [matrices.layout for matrices, _ in layer.packed_on_gpu]
 
 
 @dataclasses.dataclass(slots=True)

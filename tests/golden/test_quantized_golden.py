@@ -78,7 +78,7 @@ def test_packed_weights_take_the_memory_of_their_integers(tmp_path: Path) -> Non
     assert sizes[BlockQuantized] == sizes[Unquantized] * (4 + 16 / 32) / 16
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of processors")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests a CPU without bfloat16 instructions")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_16_bits_keep_them_and_their_values(
@@ -104,7 +104,7 @@ def test_weights_of_16_bits_keep_them_and_their_values(
     assert sizes["auto"] < 0.55 * sizes["float32"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="heads of 8 bits are for processors")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="--head-dtype int8 is for CPUs only")
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_is_rounded_to_8_bits(tied: bool, tmp_path: Path) -> None:
     theirs = make_checkpoint("quantized", tmp_path, {"tie_word_embeddings": tied})

@@ -9,22 +9,10 @@ import pytest
 import torch
 import transformers
 from paged import PagedRunner
-from tiny import load_model, model_files, reference_of
+from tiny import _COMMON, load_model, model_files, reference_of
 
 PROMPT = torch.randint(1, 150, (30,), generator=torch.Generator().manual_seed(4)).tolist()
-_TEXT = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_TEXT = {**_COMMON, "intermediate_size": 48, "num_hidden_layers": 2}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -30,7 +30,7 @@ MAX_KEPT_BYTES = 16 << 20
 _THREADS = 2
 _STACK_BYTES = 512 << 20
 """llguidance recurses along chains of rules and references: up to 8 KB for each of 65,525 symbols, and 2.7 KB for each
-terminal, of which 1 MiB of text may have 120,000. Only what is used takes memory."""
+of 120,000 terminals in 1 MiB of text. Only the used part of a stack takes memory."""
 _MAX_REASON, _MAX_SHOWN = 500, 100
 _NOT_FOR_USERS = re.compile(r"\n?<(?:backtrace|non-verbose/?|state)>")
 """What llguidance appends to a reason: its stack, or a note on omitted state."""

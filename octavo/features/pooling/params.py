@@ -88,7 +88,7 @@ class PoolerInfo(msgspec.Struct, frozen=True, kw_only=True):
         activation: function applied to those outputs.
         task: the default task.
         prompt: text in front of each text that is embedded.
-        dimensions: elements of embeddings of which a request does not say it; None for all.
+        dimensions: default number of an embedding's elements; None for all.
     """
 
     pooling: Pooling

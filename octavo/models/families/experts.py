@@ -70,7 +70,7 @@ def experts_of(
     number = whole(config, stated, default)
     choices = number // routing.groups * routing.top_groups
     if number % routing.groups or routing.top_k > choices:
-        groups = f" in n_group={routing.groups}, of which a token uses topk_group={routing.top_groups}"
+        groups = f" in n_group={routing.groups} groups, and a token uses topk_group={routing.top_groups} groups"
         raise ModelFileError(
             f"The model's config has {stated}={number}{groups if routing.groups > 1 else ''}: a token can't choose "
             f"{routing.top_k} of them. Groups have to be of equal size, and those used to have as many experts as a "

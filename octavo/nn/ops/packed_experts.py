@@ -186,7 +186,9 @@ def sum_rows(
 ) -> Tensor:
     """Write each token's sum of its experts' second products of `inner` [T * top_k, size], plus `added`, to out
     [T, hidden_size], and return it."""
-    if plan is None and packed_expert_rows.serves(inner, None, matrices, form, routing.experts.shape[1], first=False):
+    alike = added is None or added.dtype == out.dtype
+    top_k = routing.experts.shape[1]
+    if plan is None and alike and packed_expert_rows.serves(inner, None, matrices, form, top_k, first=False):
         return packed_expert_rows.sum_rows(inner, routing, matrices, bias, begin, form, out, added)
     plan = plan or row_plan(matrices, first=False)
     kind, book = _looked_up(matrices, torch.float16)

@@ -113,6 +113,11 @@ class ExpertsProduct(Protocol):
         ...
 
     @property
+    def layout(self) -> object:
+        """What kernels know of the matrices but their tensors: it must not change while steps are recorded."""
+        ...
+
+    @property
     def is_rounded(self) -> bool:
         """Whether the checkpoint's weights were rounded when they were packed."""
         ...

@@ -88,6 +88,15 @@ class ExpertMatrices:
             return f"4-bit {_FOUR_BITS[self._matrices.kind]}{minima}"
         return f"8-bit {'floats' if self.codes.is_floating_point() else 'integers'}{minima}"
 
+    @property
+    def layout(self) -> object:
+        """See `ExpertsProduct`."""
+        form, tensors = self._form, (self.codes, self.scales, self.minima)
+        dtypes = tuple(None if one is None else one.dtype for one in tensors)
+        if form is None:
+            return None
+        return form.inputs, form.group, form.words, form.kind, form.rounds, form.tiled, dtypes
+
     def value(self, expert: int) -> Tensor:
         """Return an expert's matrix [N, K] in the activations' dtype."""
         if self.weight is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from octavo.device.transfer import move
-from octavo.nn.ops import packed_expert_tiles
 from octavo.nn.ops.expert_weights import Kind, PackedMatrices
 from octavo.nn.ops.floats import TILE, Floats
 from octavo.nn.ops.tables import book_of
@@ -122,7 +121,9 @@ def _four_bits(
 ) -> PackedMatrix | None:
     codes, _ = _joined(parts, device)
     inputs = codes.shape[1]
-    widths = _widths(kind, group, device)
+    # From the fastest on: a thread looks up all fields of its words in a table at once. Whatever the device and what
+    # experts of a layer may differ in, such as minima: weights that replace these are packed on the host.
+    widths = (16,) if kind == "table" else (64, 32, 16)
     words = next((words for words in widths if _fills(inputs, 4 * words) and group % words == 0), 0)
     if not words:
         return None
@@ -131,18 +132,6 @@ def _four_bits(
         scales = scales.bfloat16()  # MXFP4's, which are powers of two
     stored = codes_of_words(codes, 4, words).flatten(1)
     return PackedMatrix(stored, scales, minima, inputs, group, words, kind=kind, rounds=False)
-
-
-def _widths(kind: Kind, group: int, device: torch.device) -> Sequence[int]:
-    """Return the words that a block of 4-bit codes may have, from the fastest on. They must not depend on what experts
-    of a layer may differ in, such as minima."""
-    if kind != "table":
-        return (64, 32, 16)
-    if packed_expert_tiles.usable(device):
-        return (16,)  # a thread looks up all fields of its words at once
-    # A table's numbers take registers and shared memory: Triton's kernels spill with larger blocks, or if each field of
-    # a block has a scale of its own.
-    return (32, 16) if group > 32 else (16,)
 
 
 def _table(parts: Sequence[QuantizedBlocks], book: Codebook, device: torch.device) -> PackedMatrix | None:

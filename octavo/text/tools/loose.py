@@ -41,7 +41,7 @@ def json_types(schema: Any) -> Any:
 
 
 def _as_schema(given: Any) -> Any:
-    """Return the schema of a property of which there may be only the type; any value if it is no schema."""
+    """Return a property's schema, also if only its type is given; any value if it is no schema."""
     if isinstance(given, str):
         return json_types({"type": given})
     return given if isinstance(given, Mapping | bool) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import nn
 pytest.importorskip("triton")
 
 from octavo.core.errors import InvalidRequestError
+from octavo.nn.experts import ExpertLayer
+from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.linear import Linear
 from octavo.nn.quant.base import Part
+from octavo.nn.quant.gpu_packed_experts import PackedStack
 from octavo.nn.quant.packed_gpu import PackedOnGpu
 from octavo.nn.shard import NONE
 from octavo.worker.weights import WorkerWeights
@@ -69,3 +73,23 @@ def test_recorded_steps_keep_the_kind_of_scales_of_activations(served: Any, new:
 def test_weights_of_the_same_form_are_taken() -> None:
     check(model(0.5, None), model(0.25, None))
     check(None, model(0.5))
+
+
+def experts(group: int, *, tiled: bool) -> nn.Module:
+    """A model of an expert with E4M3 weights, whose scales are those of tiles or of outputs."""
+    form = ExpertsForm(num_experts=1, hidden_size=256, size=256)
+    scheme = PackedStack(form, torch.bfloat16, CPU, rounds=True)
+    blocks = codes_of("e4m3", group, 256, 256)
+    if tiled:
+        blocks = replace(blocks, scales=blocks.scales[::128].repeat_interleave(128, 0))
+    scheme.prepare(0, [{"weight": blocks}] * 2, [{"weight": blocks}])
+    return nn.ModuleList([ExpertLayer("layers.0.experts", CPU, form, form.size, scheme)])
+
+
+@pytest.mark.parametrize("new", [{"group": 128, "tiled": False}, {"group": 64, "tiled": False}], ids=str)
+def test_experts_keep_their_form(new: Any) -> None:
+    """Kernels take one scale for all of a tile, which others have too many of."""
+    served = experts(128, tiled=True)
+    with pytest.raises(InvalidRequestError, match=r"experts of layers\.0\.experts would be stored in another form"):
+        check(served, experts(**new))
+    check(served, experts(128, tiled=True))
