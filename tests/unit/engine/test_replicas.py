@@ -321,7 +321,9 @@ async def test_weights_that_any_replica_may_have_replaced_do(
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 @in_loop
 async def test_replicas_that_differ_after_a_command_are_named(
-    command: Callable[[ReplicaClient], Coroutine[Any, Any, Any]], caplog: pytest.LogCaptureFixture
+    command: Callable[[ReplicaClient], Coroutine[Any, Any, Any]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not one that has died: it is started again, or never serves."""
     said = "Replica 1 failed what replica 0 has done, so that they differ: no memory. Repeat it until all have done it"
@@ -335,7 +337,7 @@ async def test_replicas_that_differ_after_a_command_are_named(
             made[1].death = "killed"
             raise EngineDeadError("killed")
 
-        made[1]._call = dies  # type: ignore[method-assign]
+        monkeypatch.setattr(made[1], "_call", dies)
         with pytest.raises(EngineDeadError, match="killed"):
             await command(client)
 

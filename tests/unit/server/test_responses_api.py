@@ -129,7 +129,7 @@ def test_cut_short_and_empty() -> None:
     assert said(Place("").both()) == ""
 
 
-def test_a_late_failure_ends_the_response() -> None:
+def test_a_late_failure_ends_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place("Hello")
     generate = place.engine.generate
 
@@ -138,7 +138,7 @@ def test_a_late_failure_ends_the_response() -> None:
             yield delta
             raise EngineDeadError("The engine died.")
 
-    place.engine.generate = dying  # type: ignore[method-assign]
+    monkeypatch.setattr(place.engine, "generate", dying)
     text, error = place.ask(stream=True).body.decode().removesuffix("\n\n").rsplit("\n\n", 1)
     failed = followed(text + "\n\n")
     assert (failed["status"], failed["error"]) == ("failed", {"code": "server_error", "message": "The engine died."})

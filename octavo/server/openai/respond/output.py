@@ -38,12 +38,12 @@ class ResponseOutput:
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield from self._begin("message", {"role": "assistant", "content": []}, part)
             yield self._add(news.content, "response.output_text.delta", told)
-        elif told and (
-            self._open is None or self._open["type"] == "reasoning"
-        ):  # a character's, or of what may be a call
-            self._held = told
-        elif told and self._open is not None and self._open["type"] == "message":  # tokens without text
-            yield self._add("", "response.output_text.delta", told)
+        elif told:  # tokens without text: of an incomplete character, or of what may be a call
+            kind = self._open["type"] if self._open is not None else "reasoning"
+            if kind == "message":
+                yield self._add("", "response.output_text.delta", told)
+            elif kind == "reasoning":
+                self._held = told
         for call in news.calls:
             if call.id is not UNSET:
                 yield from self._call(str(call.id), str(call.function.name))
