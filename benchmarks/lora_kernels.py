@@ -219,7 +219,7 @@ def compile_layers(layers: list[Layer], world: World, rows: list[int]) -> float:
     """Compile the kernels in parallel; return the seconds."""
     began = time.perf_counter()
     linears = layers[0].linears
-    compile_ahead([(linears[name], one) for name, one in world.deltas()[0].items()], DTYPE, DEVICE)
+    compile_ahead([(linears[name], one) for name, one in world.deltas()[0].items()], [], None, DTYPE, DEVICE)
     ahead = Ahead(target_of(DEVICE))
     with ahead.collecting():
         for count in rows:

@@ -105,7 +105,8 @@ class Adapted:
             assert not self.worker.load(names[part], partial(pages.__getitem__, part)).result()
         self.blocks.scatter(blocks, pages)
         self.indices[paths if len(paths) > 1 else paths[0]] = index
-        return LoraStep([AdapterEntry(index, uid, blocks)], general=whole.general(targets))
+        kind = {"general": whole.general(targets), "experts": whole.changes_experts(targets)}
+        return LoraStep([AdapterEntry(index, uid, blocks)], **kind)
 
     def step(
         self, rows: Sequence[Row], counts: Sequence[int], payload: LoraStep, *, all_logits: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,8 +29,35 @@ class Addition(ABC):
         return silu_mul(y)
 
 
+@dataclass(frozen=True, slots=True)
+class SortedChoices:
+    """The choices of a step's tokens, by expert and token; see `sort` in `nn/ops/expert_products.py`.
+
+    Attributes:
+        order: [choices] int32: place -> choice, token * top_k + its number; unwritten past those of this rank's
+            experts.
+        tiles: [most tiles, 3] int32: an expert, counted from `begin`, its first place, and the number of places; 0
+            places after the last tile.
+        height: most places of a tile.
+        begin: the rank's first expert.
+    """
+
+    order: Tensor
+    tiles: Tensor
+    height: int
+    top_k: int
+    begin: int
+
+
 class ExpertsDelta(ABC):
-    """Additions to the products of a mixture's experts, that depend on their inputs and on the rows' requests."""
+    """Additions to the products of a mixture's experts, that depend on their inputs and on the rows' requests.
+
+    Attributes:
+        sorts: it adds to choices that the device sorted (`add_sorted`), so that steps can be recorded; otherwise to one
+            expert after another (`add_to`).
+    """
+
+    sorts = False
 
     @abstractmethod
     def add_to(self, y: Tensor, x: Tensor, expert: int, rows: Tensor, *, down: bool) -> None:
@@ -41,6 +69,17 @@ class ExpertsDelta(ABC):
             rows: [N], the step's rows that these are.
             down: y is the product after the gate, not the one before it.
         """
+
+    def add_sorted(self, y: Tensor, x: Tensor, chosen: SortedChoices, *, down: bool) -> None:
+        """Add to the products of all choices, in place.
+
+        Args:
+            y: [choices, out]: the product after the gate has a row for each choice, in their own order; the one before
+                it for each place.
+            x: [choices, in], what was multiplied, a row for each place.
+            down: as for `add_to`.
+        """
+        raise NotImplementedError
 
     def in_program(self, owned: range) -> ExpertAdditions:
         """Return the additions to the experts of this rank for a native program, which computes them."""

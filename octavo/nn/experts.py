@@ -14,6 +14,7 @@ from octavo.nn.ops.experts import mix
 from octavo.nn.ops.routing import Routing
 from octavo.nn.quant.base import Part
 from octavo.nn.quant.experts import (
+    AddingExperts,
     ExpertsProduct,
     ExpertsScheme,
     FusingExperts,
@@ -54,7 +55,7 @@ class ExpertLayer(WeightLayer):
     Attributes:
         scheme: stores the weights and multiplies with them.
         delta: additions to the experts' products, such as those of low-rank adapters; None for none. The scheme must be
-            `SingleExperts`, and steps are not recorded with it.
+            `AddingExperts` if it sorts; otherwise `SingleExperts`, and steps are not recorded with it.
     """
 
     if TYPE_CHECKING:
@@ -111,14 +112,20 @@ class ExpertLayer(WeightLayer):
             y = self.exchange.mix(x, routing, self.scheme.mix, self._holders)
             return y if added is None else y.add_(added)
         if self.delta is not None:
-            scheme = self.scheme
-            assert isinstance(scheme, SingleExperts), "deltas need the products of single experts"
-            y = self._summed(mix(x, routing, scheme.gate_up_of, scheme.down_of, self.form, self.delta), routing)
+            y = self._summed(self._mix_adding(x, routing, self.delta), routing)
             return y if added is None else y.add_(added)
         if self.mesh.size == 1:
             return self.scheme.mix(x, routing, added)
         y = self._summed(self.scheme.mix(x, routing), routing)
         return y if added is None else y.add_(added)
+
+    def _mix_adding(self, x: Tensor, routing: Routing, delta: ExpertsDelta) -> Tensor:
+        scheme = self.scheme
+        if delta.sorts:
+            assert isinstance(scheme, AddingExperts), "the scheme does not sort choices"
+            return scheme.mix_adding(x, routing, delta)
+        assert isinstance(scheme, SingleExperts), "deltas need the products of single experts"
+        return mix(x, routing, scheme.gate_up_of, scheme.down_of, self.form, delta)
 
     def _summed(self, y: Tensor, routing: Routing) -> Tensor:
         """Return the sum over ranks of y [T, hidden_size], which may be overwritten."""

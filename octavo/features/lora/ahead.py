@@ -12,20 +12,37 @@ from octavo.device.ahead import Ahead, target_of
 from octavo.features.lora import kernels
 from octavo.features.lora.delta import LateDelta
 from octavo.features.lora.gpu import LowRankDelta
-from octavo.nn.delta import Delta
+from octavo.features.lora.gpu_experts import KernelExperts
+from octavo.models.feed_forwards.spec import ExpertsSpec
+from octavo.models.spec import DecoderSpec
+from octavo.nn.delta import Delta, ExpertsDelta
+from octavo.nn.experts import ExpertLayer
+from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.linear import Linear, Projection
 from octavo.nn.ops import row16
+from octavo.nn.ops.expert_products import route_on_device, typical_tokens
+from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.ring import RowForm
+from octavo.nn.ops.unfused_experts import mix_adding
 from octavo.nn.shard import ROW
 
 log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def compile_ahead(layers: Iterable[tuple[Projection, Delta | None]], dtype: torch.dtype, device: torch.device) -> None:
+def compile_ahead(
+    layers: Iterable[tuple[Projection, Delta | None]],
+    experts: Iterable[tuple[ExpertLayer, ExpertsDelta | None]],
+    spec: object,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """Compile the CUDA kernels, and what layers launch in Triton, for each shape once.
 
-    Kernels missing here are compiled at their first launch, so the forms need not be complete.
+    Kernels missing here, such as those of quantized experts, are compiled at their first launch.
+
+    Args:
+        spec: of the model.
     """
     began = time.perf_counter()
     ahead = Ahead(target_of(device))
@@ -37,6 +54,9 @@ def compile_ahead(layers: Iterable[tuple[Projection, Delta | None]], dtype: torc
         for layer, delta in added:
             if delta is not None:
                 _launch(layer, delta, one)
+        for mixture, additions in {layer.form: additions for layer, additions in experts}.items():
+            if isinstance(additions, KernelExperts):
+                _launch_experts(mixture, additions, _top_k(spec), one)
     log.info("compiled or loaded %d kernels of adapters in %.1f s", ahead.wait(), time.perf_counter() - began)
 
 
@@ -65,3 +85,22 @@ def _launch(layer: Linear, delta: LowRankDelta, one: torch.Tensor) -> None:
     else:
         norm = empty(inputs), 1e-5
         delta.fused(empty(1, inputs), weight, bias=bias, norm=norm, gated=gated)
+
+
+def _top_k(spec: object) -> int:
+    mlps = spec.mlps if isinstance(spec, DecoderSpec) else ()
+    return next((mlp.routing.top_k for mlp in mlps if isinstance(mlp, ExpertsSpec)), 1)
+
+
+def _launch_experts(form: ExpertsForm, delta: KernelExperts, top_k: int, one: torch.Tensor) -> None:
+    hidden, count, inner = form.hidden_size, len(form.owned), form.size * (2 if form.gated else 1)
+
+    def matrices(*shape: int) -> torch.Tensor:
+        return one[0].expand(count, *shape)  # without memory; not contiguous, so that no kernel in CUDA takes them
+
+    first, second = (matrices(inner), matrices(hidden)) if form.bias else (None, None)
+    stacked = StackedWeights(matrices(inner, hidden), matrices(hidden, form.size), first, second, form.owned.start)
+    for tokens in typical_tokens(form, top_k):
+        logits = torch.empty(tokens, form.num_experts, dtype=torch.float32, device=one.device)
+        routing = route_on_device(logits, RoutingSpec(top_k=top_k))
+        mix_adding(one.new_empty(tokens, hidden), routing, stacked, form, delta)

@@ -36,7 +36,11 @@ log = logging.getLogger(__name__)
 _BASE = -1
 _LONG_WAIT_S = 1.0
 """Waits from this on are logged."""
-_REPEATED = {general: LoraStep(general=general) for general in (False, True)}
+_REPEATED = {
+    (general, experts): LoraStep(general=general, experts=experts)
+    for general in (False, True)
+    for experts in (False, True)
+}
 
 
 class LoraEngine(EngineHook):
@@ -326,10 +330,10 @@ class LoraEngine(EngineHook):
         if not used:
             return
         entries = [self._entry(weights) for weights in used if not weights.announced]
-        general = any(weights.general for weights in used)
+        kind = any(weights.general for weights in used), any(weights.experts for weights in used)
         indices = [_BASE if weights is None else weights.index for weights in found]
-        draft.payload[NAME] = LoraStep(entries, indices, general, self._skipped(draft, rows))
-        self._repeated = _REPEATED[general]
+        draft.payload[NAME] = LoraStep(entries, indices, *kind, self._skipped(draft, rows))
+        self._repeated = _REPEATED[kind]
         for weights in used:
             weights.hasty = False
             self._residency.touch(weights)

@@ -176,9 +176,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return max((piece.rank for piece in self.pieces), default=0)
 
     def general(self, targets: Sequence[Target]) -> bool:
-        """Return whether it has more than low-rank additions to linear layers, so that steps are not recorded."""
-        changed = ((piece, targets[piece.target]) for piece in self.pieces)
-        return any(one.gain or one.replaces or target.embedding or target.expert >= 0 for one, target in changed)
+        """Return whether it has more than low-rank additions to linear layers and experts."""
+        return any(piece.gain or piece.replaces or targets[piece.target].embedding for piece in self.pieces)
+
+    def changes_experts(self, targets: Sequence[Target]) -> bool:
+        return any(targets[piece.target].expert >= 0 for piece in self.pieces)
 
     def changes_keys(self, targets: Sequence[Target]) -> bool:
         """Return whether keys or values depend on the adapter; if not, its requests share the base's prefixes."""

@@ -300,6 +300,7 @@ class Names:
             manifest,
             num_blocks,
             general=manifest.general(self._targets),
+            experts=manifest.changes_experts(self._targets),
             changes_keys=manifest.changes_keys(self._targets),
             gains=any(piece.gain for piece in manifest.pieces),
             added_tokens=manifest.added_tokens(self._targets),

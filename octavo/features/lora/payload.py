@@ -115,12 +115,14 @@ class LoraStep(msgspec.Struct, frozen=True):
         entries: adapters that came into use since the last payload. After a failed step, all in use are sent again.
         rows: index of each row's adapter, -1 for the base model; None if the rows are those of the step before.
         general: some row's adapter has more than low-rank additions; see `Manifest.general`.
+        experts: some row's adapter changes experts.
         skipped: tokens at the beginning of each row that its adapter does not change; None if there are none.
     """
 
     entries: list[AdapterEntry] = []
     rows: list[int] | None = None
     general: bool = False
+    experts: bool = False
     skipped: list[int] | None = None
 
 

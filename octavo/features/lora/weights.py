@@ -34,6 +34,7 @@ class AdapterWeights:
         parts: uids of the adapters that a sum is made of; empty for a single one.
         num_blocks: blocks that it takes.
         general: see `Manifest.general`.
+        experts: it changes experts.
         changes_keys: see `Manifest.changes_keys`.
         gains: it has gains (DoRA), which depend on the model's weights, too.
         added_tokens: how many tokens it adds to the vocabulary.
@@ -61,6 +62,7 @@ class AdapterWeights:
     manifest: Manifest
     num_blocks: int
     general: bool
+    experts: bool
     changes_keys: bool
     gains: bool
     added_tokens: int = 0

@@ -1,9 +1,9 @@
 """`LoraWorker`: the worker half. It reads adapters into host memory, loads them into blocks, and adds them to layers.
 
-Steps have these variants: None (no row has an adapter, and the layers are as without this feature), "lora" (low-rank
-additions to linear layers, by kernels where there are some), and "general" (also gains, saved modules, embeddings and
-experts; in torch, never recorded). A native program computes gains in "lora" and experts in "general"; in "ends" (never
-recorded), torch changes embeddings and logits around it.
+Steps have these variants: None (no row has an adapter, and the layers are as without this feature); "lora" (low-rank
+additions to linear layers) and "experts" (to experts, too), by kernels where there are some; and "general" (also gains,
+saved modules and embeddings; in torch, never recorded). A native program computes gains in "lora" and "experts"; in
+"ends" (never recorded), torch changes embeddings and logits around it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
 from octavo.features.lora.reader import Reader
 from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import NONE, RANKS, Batch, Tables
-from octavo.features.lora.targets import Targets
+from octavo.features.lora.targets import Layer, Targets
 from octavo.models.decoder import CausalLM
 from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
@@ -45,16 +45,17 @@ from octavo.models.model import EncoderModel, Model
 from octavo.models.native import NativeDecoder
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Dtype
-from octavo.nn.delta import Delta
+from octavo.nn.delta import Delta, ExpertsDelta
 from octavo.nn.embedding import Embedding
 from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
+from octavo.nn.quant.experts import AddingExperts
 from octavo.nn.step import StepInput
 from octavo.worker.hooks import Site, WorkerHook
 
 log = logging.getLogger(__name__)
 
-LOW_RANK, GENERAL, ENDS = "lora", "general", "ends"
+LOW_RANK, EXPERTS, GENERAL, ENDS = "lora", "experts", "general", "ends"
 _ROOMS = 8
 _ROOM_BYTES = 16 << 20
 """Pinned memory through which adapters go to a GPU, in parts of a room each. It is reserved at the start, since
@@ -83,7 +84,8 @@ class LoraWorker(WorkerHook):
         self._logits = self._rows
         self._deltas: dict[Hashable, list[tuple[Projection, Delta | None]]] = {}
         self._embeddings: list[TorchEmbedding] = []
-        self._experts: list[tuple[ExpertLayer, TorchExperts | NativeExperts]] = []
+        self._experts: list[tuple[ExpertLayer, Mapping[Hashable, ExpertsDelta]]] = []
+        """Layers of experts, and their additions in some variants."""
         self._attached: weakref.ref[Model] | None = None
         self._selected: Hashable | None = None
         self._native: Dtype | None = None
@@ -112,6 +114,7 @@ class LoraWorker(WorkerHook):
         if self.added_tokens:
             _check_extensible(layers, site)
         self._site = site
+        self._spec = model.spec
         self._scale = getattr(layers, "embedding_multiplier", 1.0)
         divided = isinstance(layers, CausalLM) and not layers.is_whole
         whole = type(layers)(site.build, layers.spec) if divided else None
@@ -136,13 +139,12 @@ class LoraWorker(WorkerHook):
             self._wrap(model)
 
     def _without_kernels(self) -> frozenset[int]:
-        """Return the linear layers to which the kernels of a GPU can't add."""
+        """Return the layers to which the kernels of a GPU can't add."""
         targets = self._targets
         found = [
             i
             for i, (target, layer) in enumerate(zip(targets.targets, targets.layers, strict=True))
-            if not (layer is None or isinstance(layer, ExpertLayer | Embedding))
-            and not kernels.serves(target, self._geometry, self._max_rank)
+            if not (layer is None or isinstance(layer, Embedding) or self._serve(target, layer))
         ]
         if found:
             log.info(
@@ -153,6 +155,12 @@ class LoraWorker(WorkerHook):
                 self._geometry.tile_bytes,
             )
         return frozenset(found)
+
+    def _serve(self, target: Target, layer: Layer) -> bool:
+        """Return whether the kernels of a GPU can add to a layer. Both products of an expert have the same sizes."""
+        if isinstance(layer, ExpertLayer) and not isinstance(layer.scheme, AddingExperts):
+            return False
+        return kernels.serves(target, self._geometry, self._max_rank)
 
     def _wrap(self, model: Model) -> None:
         """Have the model say which rows its late layers compute, and change its embeddings; and the logits of a native
@@ -212,7 +220,8 @@ class LoraWorker(WorkerHook):
         if build.device.type == "cuda" and not self._compiled:
             from octavo.features.lora.ahead import compile_ahead  # needs triton, which machines without a GPU may lack
 
-            compile_ahead(self._deltas[LOW_RANK], build.dtype, build.device)
+            experts = [(layer, added.get(EXPERTS)) for layer, added in self._experts]
+            compile_ahead(self._deltas[LOW_RANK], experts, self._spec, build.dtype, build.device)
             self._compiled = True
         return {}
 
@@ -240,8 +249,7 @@ class LoraWorker(WorkerHook):
             if target.head:
                 self._head = Replaced(i, target, weights, self._batch, partial(_packed_bias, layer))
             if self._native is not None:
-                for variant in (LOW_RANK, GENERAL):
-                    self._deltas[variant].append((layer, self._in_program(i, target)))
+                self._deltas[LOW_RANK].append((layer, self._in_program(i, target)))
                 continue
             cut = self._targets.cuts[i][0] if target.head else None
             plain = TorchDelta(i, target, layer, weights, self._batch, cut)
@@ -255,13 +263,25 @@ class LoraWorker(WorkerHook):
 
     def _of_experts(
         self, products: Mapping[tuple[int, bool], tuple[int, Target]], weights: Weights
-    ) -> TorchExperts | NativeExperts:
+    ) -> Mapping[Hashable, ExpertsDelta]:
         """Return the additions to the experts of a layer."""
-        if self._native is None:
-            return TorchExperts(products, weights, self._batch)
-        return NativeExperts(
-            {place: (self._in_program(*product), product[1]) for place, product in products.items()}, self._max_rank
-        )
+        if self._native is not None:
+            own = {place: (self._in_program(*product), product[1]) for place, product in products.items()}
+            native = NativeExperts(own, self._max_rank)
+            return {EXPERTS: native, ENDS: native}
+        plain = TorchExperts(products, weights, self._batch)
+        if not self._site.device.resident:
+            return {EXPERTS: plain, GENERAL: plain}
+        first, target = products[0, False]
+        if first in self._unserved:
+            return {GENERAL: plain}
+        from octavo.features.lora.gpu_experts import (
+            KernelExperts,
+        )  # needs triton, which machines without a GPU may lack
+
+        both = target, products[0, True][1]
+        added = KernelExperts(self._memory, self._tables, both, first, self._max_rank, self._batch)
+        return {EXPERTS: added, GENERAL: plain}
 
     def _in_program(self, index: int, target: Target) -> NativeDelta:
         assert self._native is not None, "the model is a native program"
@@ -271,12 +291,16 @@ class LoraWorker(WorkerHook):
         """Return the kernels' addition to a layer."""
         from octavo.features.lora.gpu import LowRankDelta  # needs triton, which machines without a GPU may lack
 
-        memory = self._site.blocks.memory.view(self._site.build.dtype)
         return by_rows(
             target,
             self._batch,
-            lambda rows: LowRankDelta(memory, self._tables, target, index, self._max_rank, rows),
+            lambda rows: LowRankDelta(self._memory, self._tables, target, index, self._max_rank, rows),
         )
+
+    @property
+    def _memory(self) -> Tensor:
+        """The blocks in the adapters' dtype, [slices, blocks, elements of a slice]."""
+        return self._site.blocks.memory.view(self._site.build.dtype)
 
     def _embedded(self, x: Tensor, ids: Tensor) -> Tensor:
         for embedding in self._embeddings:
@@ -290,9 +314,9 @@ class LoraWorker(WorkerHook):
             return None
         if payload.general and self._changes_ends:
             return ENDS
-        if payload.general and (self._native is None or self._experts):
+        if self._native is None and (payload.general or self._lacks_kernels):
             return GENERAL
-        return GENERAL if self._site.device.resident and self._lacks_kernels else LOW_RANK
+        return EXPERTS if payload.experts else LOW_RANK
 
     @property
     def _lacks_kernels(self) -> bool:
@@ -312,9 +336,9 @@ class LoraWorker(WorkerHook):
         )
 
     def variants(self) -> Sequence[Hashable]:
-        if self._native is not None:
-            return [LOW_RANK, GENERAL] if self._experts else [LOW_RANK]
-        return [LOW_RANK] if self._site.device.resident else []
+        if self._native is None and not self._site.device.resident:
+            return []
+        return [LOW_RANK, EXPERTS] if any(EXPERTS in added for _, added in self._experts) else [LOW_RANK]
 
     def select(self, variant: Hashable | None) -> None:
         if variant == self._selected:
@@ -323,7 +347,7 @@ class LoraWorker(WorkerHook):
         for layer, delta in self._deltas[GENERAL if variant == GENERAL else LOW_RANK]:
             layer.delta = None if variant is None else delta
         for mixture, additions in self._experts:
-            mixture.delta = additions if variant in (GENERAL, ENDS) else None
+            mixture.delta = additions.get(variant)
 
     def lay_out(self, plan: StepPlan, payload: LoraStep | None) -> None:
         if payload is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from octavo.nn.delta import ExpertsDelta
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops.experts import mix
 from octavo.nn.ops.routing import Routing, route
@@ -101,6 +102,15 @@ class SingleExperts(Protocol):
 
     def down_of(self, expert: int, x: Tensor) -> Tensor:
         """Return the product after the gate: [N, size] to [N, hidden_size], as a new tensor."""
+        ...
+
+
+@runtime_checkable
+class AddingExperts(Protocol):
+    """An `ExpertsScheme` that can add to its products of sorted choices."""
+
+    def mix_adding(self, x: Tensor, routing: Routing, delta: ExpertsDelta) -> Tensor:
+        """Return the sum of `mix` with the additions of a delta that sorts."""
         ...
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.nn.delta import ExpertsDelta
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.ops import expert_rows, expert_tiles
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device, summands
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.routing import Routing
+from octavo.nn.ops.unfused_experts import mix_adding
 from octavo.nn.weights import Stored, TensorSpec, plain, tensor_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ class DeviceExperts(ABC):
 
     def summands(self, x: Tensor, routing: Routing, added: Tensor | None = None) -> Tensor | Summands:
         return summands(x.contiguous(), routing, self.stacked, self.form, added)
+
+    def mix_adding(self, x: Tensor, routing: Routing, delta: ExpertsDelta) -> Tensor:
+        return mix_adding(x.contiguous(), routing, self.stacked, self.form, delta)
 
     def gate_rows(self, x: Tensor, norm: tuple[Tensor, float], routing: Routing) -> Tensor:
         return expert_rows.gate_rows(x, norm, routing, self.stacked, self.form)

@@ -37,8 +37,9 @@ def test_logits_are_those_of_merged_experts(family: str, form: str, by_output: b
         save_and_merge(theirs, tmp_path / "adapter", form, RANK, made, transposed=family == "gpt-oss")
         expected = theirs(torch.tensor([prompt]), use_cache=False).logits[0, -1]
     entered = adapted.enter(tmp_path / "adapter")
-    assert entered.general
+    assert entered.experts
+    assert not entered.general
     rows = [adapted.runner.row(prompt, len(prompt)) for _ in range(2)]
-    found = adapted.step(rows, [len(prompt)] * 2, LoraStep(entered.entries, [BASE, 0], general=True))
+    found = adapted.step(rows, [len(prompt)] * 2, LoraStep(entered.entries, [BASE, 0], experts=True))
     torch.testing.assert_close(found, torch.stack([plain, expected]), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(plain, expected, atol=1e-2)

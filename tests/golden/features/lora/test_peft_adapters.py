@@ -27,7 +27,7 @@ PROMPT = [5, 9, 33, 7, 40, 2, 18]
 def logits_of(adapted: Adapted, adapter: Path, prompt: list[int], skipped: list[int] | None = None) -> Tensor:
     payload = adapted.enter(adapter)
     row = adapted.runner.row(prompt, len(prompt))
-    step = LoraStep(payload.entries, [0], payload.general, skipped)
+    step = LoraStep(payload.entries, [0], payload.general, skipped=skipped)
     return adapted.step([row], [len(prompt)], step, all_logits=True)
 
 

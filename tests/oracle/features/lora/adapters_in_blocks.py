@@ -12,8 +12,37 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.device.transfer import link_of
-from octavo.features.lora.layout import Geometry, Manifest, Piece, Target, TargetPart, layout
+from octavo.features.lora.layout import Geometry, Manifest, Piece, Span, Target, TargetPart, layout
 from octavo.features.lora.tables import Assigned, Tables
+
+Factors = tuple[Tensor, Tensor]
+"""A [rank, in] and B [out, rank]."""
+
+
+def drawn(inputs: int, outputs: int, rank: int, generator: torch.Generator, dtype: torch.dtype) -> Factors:
+    a = (torch.randn(rank, inputs, generator=generator) * inputs**-0.5).to(dtype)
+    return a, (torch.randn(outputs, rank, generator=generator) * rank**-0.5).to(dtype)
+
+
+def put(pool: Tensor, blocks: Sequence[int], geometry: Geometry, span: Span, a: Tensor, b: Tensor) -> None:
+    """Write a piece into an adapter's blocks of a pool [slices, blocks, elements of a slice]."""
+    tile = geometry.tile_bytes // geometry.element_size
+
+    def write(at: int, row: Tensor) -> None:
+        for piece in row.split(tile):
+            place = at // geometry.slice_tiles
+            start = at % geometry.slice_tiles * tile
+            pool[place % geometry.slices, blocks[place // geometry.slices], start : start + len(piece)] = piece
+            at += 1
+
+    (rank, inputs), outputs = a.shape, len(b)
+    for i in range(rank):
+        write(span.a + i * geometry.row_tiles(inputs), a[i])
+    if geometry.by_output:
+        write(span.b, F.pad(b, (0, geometry.stride(rank) - rank)).flatten())
+    else:
+        for i in range(rank):
+            write(span.b + i * geometry.row_tiles(outputs), b[:, i])
 
 
 class World:
@@ -21,7 +50,7 @@ class World:
 
     Attributes:
         pool: [slices, blocks, elements of a slice]; what no adapter holds is NaN.
-        factors: adapter -> part -> (A [rank, in], B [out, rank]); None where the adapter leaves the part alone.
+        factors: adapter -> part -> its matrices; None where the adapter leaves the part alone.
     """
 
     def __init__(
@@ -60,17 +89,7 @@ class World:
         elements = slice_bytes // dtype.itemsize
         pool = torch.full((slices, total + 7, elements), math.nan, dtype=dtype)
         self.tables = Tables([before, self.target], geometry, len(ranks) + 2, most, link_of(device))
-        self.factors: list[list[tuple[Tensor, Tensor] | None]] = []
-        tile = geometry.tile_bytes // dtype.itemsize
-
-        def write(blocks: Sequence[int], at: int, row: Tensor) -> None:
-            for piece in row.split(tile):
-                place = at // geometry.slice_tiles
-                start = at % geometry.slice_tiles * tile
-                target = pool[place % slices, blocks[place // slices], start : start + len(piece)]
-                target.copy_(piece)
-                at += 1
-
+        self.factors: list[list[Factors | None]] = []
         for index, (own, placed) in enumerate(zip(ranks, layouts, strict=True)):
             blocks, free = free[: placed.num_blocks], free[placed.num_blocks :]
             self.tables.enter(index, blocks, placed)
@@ -79,16 +98,8 @@ class World:
                 if not rank:
                     self.factors[-1].append(None)
                     continue
-                a = (torch.randn(rank, inputs, generator=generator) * inputs**-0.5).to(dtype)
-                b = (torch.randn(size, rank, generator=generator) * rank**-0.5).to(dtype)
-                span = placed.spans[1, part]
-                for i in range(rank):
-                    write(blocks, span.a + i * geometry.row_tiles(inputs), a[i])
-                if by_output:
-                    write(blocks, span.b, F.pad(b, (0, geometry.stride(rank) - rank)).flatten())
-                else:
-                    for i in range(rank):
-                        write(blocks, span.b + i * geometry.row_tiles(size), b[:, i])
+                a, b = drawn(inputs, size, rank, generator, dtype)
+                put(pool, blocks, geometry, placed.spans[1, part], a, b)
                 self.factors[-1].append((a, b))
         self.pool = pool.to(device)
         self.sizes = list(sizes)

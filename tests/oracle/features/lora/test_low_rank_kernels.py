@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ pytest.importorskip("triton")
 
 from adapters_in_blocks import World
 from cuda_on_cpu import EmulatedKernel
+from launches_ahead import collected
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from octavo.features.lora import ahead, kernels
 from octavo.features.lora.gpu import LowRankDelta
@@ -184,29 +183,13 @@ def test_one_row(case: str, extras: Sequence[str], dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(GPU, reason="the stand-in of the compiler replaces the interpreter's launches")
 def test_what_layers_launch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
-
-    class Collector:
-        def __init__(self, target: object) -> None:
-            pass
-
-        @contextmanager
-        def collecting(self) -> Iterator[None]:
-            with monkeypatch.context() as patched:
-                patched.setattr(InterpretedFunction, "run", lambda self, *_, **__: launched.append(self.fn.__name__))
-                yield
-
-        def wait(self) -> int:
-            return len(launched)
-
-    monkeypatch.setattr(ahead, "Ahead", Collector)
-    monkeypatch.setattr(ahead, "target_of", lambda device: None)
+    launched = collected(monkeypatch)
     forms: list[kernels.Form] = []
     monkeypatch.setattr(kernels, "compile_ahead", forms.append)
     _, delta = world("two halves", torch.float16, 1)
     build = Build(torch.float16, DEVICE, None, everywhere(Unquantized, torch.float16, DEVICE))
     up = build.linear("gate", "up", inputs=136, outputs=(152, 152), shard=COL, gates=True)
     down = build.linear("down", inputs=136, outputs=304, shard=ROW)
-    ahead.compile_ahead([(up, delta), (down, delta)], torch.float16, DEVICE)
+    ahead.compile_ahead([(up, delta), (down, delta)], [], None, torch.float16, DEVICE)
     assert launched == ["row_shrink_kernel", "row_expand_kernel", "adapted_row_kernel"] * 2
     assert forms == [delta.form]
