@@ -22,8 +22,8 @@ TILE_ROWS = 8
 RANKS = 16
 """Ranks that kernels multiply at once, the least that the matrix units take."""
 
-_RANKS_COST = 4
-"""What RANKS ranks of some outputs of a tile cost in the second half; the outputs alone cost 1."""
+_RANKS_COST, _PLAIN_COST = 5, 2
+"""What the second half takes for RANKS ranks of some outputs of a tile, and for these outputs of rows without ranks."""
 
 NONE = -1
 """No adapter; an unused tile."""
@@ -121,10 +121,10 @@ class Assigned:
         self._send(self.adapter, np.concatenate([adapters, rest]))
         self._send(self.tiles, tiles)
         self._send(self.work, work_of(tiles[:, 0], rank_groups))
-        self._send(self.ends, ends_of(rank_groups[tiles[:, 0]] * _RANKS_COST + 1, len(self.ends)))
+        self._send(self.ends, ends_of(np.maximum(rank_groups[tiles[:, 0]], 1) * _RANKS_COST, len(self.ends)))
         missing = np.full((len(self.rest), TILE_ROWS), NONE)
         missing.ravel()[: len(adapters)] = adapters
-        self._send(self.rest, ends_of((missing == NONE).any(axis=1) * 1, len(self.rest)))
+        self._send(self.rest, ends_of((missing == NONE).any(axis=1) * _PLAIN_COST, len(self.rest)))
 
     def _send(self, into: Tensor, values: NDArray[np.int32]) -> None:
         if len(values):

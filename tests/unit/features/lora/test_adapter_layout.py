@@ -157,10 +157,10 @@ def test_nothing_is_left_of_a_larger_step(steps: list[np.ndarray]) -> None:
     entries = [[tile, index, group] for tile, index in enumerate(tiles[:, 0]) for group in range(rank_groups[index])]
     assert assigned.work[0] == len(entries)
     assert assigned.work[1 : 1 + 3 * len(entries)].view(-1, 3).tolist() == entries
-    ends = [0, *itertools.accumulate(4 * int(rank_groups[index]) + 1 for index in tiles[:, 0])]
+    ends = [0, *itertools.accumulate(5 * max(1, int(rank_groups[index])) for index in tiles[:, 0])]
     assert assigned.ends.tolist() == ends[1:] + ends[-1:] * (len(assigned.ends) - len(tiles))
     own = steps[-1].tolist() + [NONE] * (len(assigned.rest) * TILE_ROWS - len(steps[-1]))
-    without = [1 * (NONE in own[first : first + TILE_ROWS]) for first in range(0, len(own), TILE_ROWS)]
+    without = [2 * (NONE in own[first : first + TILE_ROWS]) for first in range(0, len(own), TILE_ROWS)]
     assert assigned.rest.tolist() == list(itertools.accumulate(without))
 
 
