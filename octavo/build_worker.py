@@ -291,6 +291,7 @@ def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts)
         num_labels=facts.num_labels,
         summary=facts.summary,
         max_num_seqs=num_seqs,
+        download_dir=config.model.download_dir,
         settings=config.features,
     )
 

@@ -82,6 +82,7 @@ class FeatureContext:
         num_labels: outputs of the model's classification head; 0 without one.
         summary: the token whose hidden state represents a prompt, unless the checkpoint states it.
         max_num_seqs: upper bound on the rows of logits in one step.
+        download_dir: folder for downloaded models; None for the usual caches.
         settings: feature name -> its settings, for the features that declare some.
     """
 
@@ -97,6 +98,7 @@ class FeatureContext:
     num_labels: int = 0
     summary: Literal["mean", "cls", "last"] = "last"
     max_num_seqs: int = 0
+    download_dir: str | None = None
     settings: Mapping[str, FeatureSettings] = field(default_factory=dict)
 
     @property

@@ -14,7 +14,7 @@ from octavo.hub.text_config import text_config
 from octavo.text.tokenizers.tokenizer import load_tokenizer
 
 
-def draft_files(config: DraftConfig, context: FeatureContext, download_dir: str | None = None) -> ModelFiles:
+def draft_files(config: DraftConfig, context: FeatureContext) -> ModelFiles:
     """Return the files of `config.model`; without weights if those of the model are random, too.
 
     Raises:
@@ -22,7 +22,7 @@ def draft_files(config: DraftConfig, context: FeatureContext, download_dir: str 
     """
     assert config.model is not None
     random = context.files is not None and not context.files.weights
-    return resolve(config.model, revision=config.revision, weights=not random, download_dir=download_dir)
+    return resolve(config.model, revision=config.revision, weights=not random, download_dir=context.download_dir)
 
 
 def check_layers(config: DraftConfig, groups: Sequence[CacheGroup]) -> None:

@@ -32,7 +32,7 @@ class ModelDrafter(CompanionDrafter):
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         check_layers(self._config, worker.cache_groups)
-        files = draft_files(self._config, self._context, download_dir=worker.config.download_dir)
+        files = draft_files(self._config, self._context)
         self._companion = Companion(worker, files)
         self._companion.prepare_kernels()
         self._companion.load()

@@ -83,7 +83,7 @@ class HeadDrafter(CompanionDrafter):
     def _files(self, worker: Worker) -> ModelFiles:
         if self._config.method == "mtp":
             return worker.files
-        return draft_files(self._config, self._context, download_dir=worker.config.download_dir)
+        return draft_files(self._config, self._context)
 
     @property
     def _head_spec(self) -> HeadSpec:

@@ -82,7 +82,7 @@ class MedusaDrafter(WorkerHook):
         return Reserved(sum(head.nbytes for head in self._heads), states)
 
     def _load(self, worker: Worker) -> None:
-        files = draft_files(self._config, self._context, download_dir=worker.config.download_dir)
+        files = draft_files(self._config, self._context)
         random = worker.load_format == "dummy" and not files.weights
         device = worker.device.torch_device
         checkpoint = open_checkpoint(files, "dummy" if random else "auto", worker.config.seed, device.type)

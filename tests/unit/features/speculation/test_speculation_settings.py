@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from toy_models import model_files
 
+from octavo.build_worker import feature_context
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.features import FeatureContext
@@ -105,3 +109,20 @@ def test_a_cpu_has_fewer_drafts_of_prompt_lookup_unless_a_number_is_given() -> N
     assert DraftConfig().on("cuda").most_drafts == 7
     assert DraftConfig(num_speculative_tokens=9).on("cpu").most_drafts == 9
     assert DraftConfig(method="draft_model", model="small").on("cpu").most_drafts == 7
+
+
+def test_a_drafting_model_is_downloaded_where_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both halves: the engine half compares its tokenizer."""
+    asked = []
+
+    def resolve(name: str, **how: Any) -> Any:
+        asked.append((name, how["download_dir"]))
+        return model_files({"vocab_size": 8})
+
+    monkeypatch.setattr("octavo.features.speculation.draft_files.resolve", resolve)
+    drafting = context(spec_model="owner/small")
+    build_engine(dataclasses.replace(drafting, download_dir="here"))
+    build_engine(drafting)
+    assert asked == [("owner/small", "here"), ("owner/small", None)]
+    config = EngineConfig.of(download_dir="here")
+    assert feature_context(config, model_files(), Mock(default_limits=(4, 64))).download_dir == "here"
