@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.errors import ConfigError
 from octavo.core.plan import NewRow, StepPlan
 from octavo.features.speculation.companion_drafter import CompanionDrafter, first_part, without_reports
 from octavo.features.speculation.draft_files import check_layers, draft_files
+from octavo.models.encoders.registry import is_encoder
 from octavo.models.model import EncoderModel, Model
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
@@ -33,6 +35,10 @@ class ModelDrafter(CompanionDrafter):
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         check_layers(self._config, worker.cache_groups)
         files = draft_files(self._config, self._context)
+        if is_encoder(files.config):
+            raise ConfigError(
+                f"speculative_config: model={files.name!r} makes vectors, not text. Name a model that generates text."
+            )
         self._companion = Companion(worker, files)
         self._companion.prepare_kernels()
         self._companion.load()

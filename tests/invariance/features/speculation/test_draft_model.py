@@ -204,6 +204,11 @@ def test_other_tokens_are_refused(tmp_path: Path) -> None:
         engine(**drafting(LLAMA | {"vocab_size": 99}, tmp_path))
 
 
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"makes vectors, not text\. Name a model that generates text"):
+        engine(**drafting(LLAMA | {"architectures": ["BertModel"], "model_type": "bert"}, tmp_path))
+
+
 # The distribution of what is drawn
 
 SMALL = LLAMA | {"vocab_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
