@@ -22,7 +22,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from octavo.features.speculation.heads.spec import HeadSpec
+from octavo.core.errors import ConfigError
+from octavo.features.speculation.heads.spec import ANOTHER, HeadSpec
 from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.feed_forwards.table import make_feed_forward
 from octavo.models.mixers.attention import Attention
@@ -44,9 +45,9 @@ from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, plain, te
 class DraftTokens(WeightLayer):
     """The target's id of each token that a head can draw: `d2t` of checkpoints has the differences."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, device: torch.device, count: int, vocab_size: int) -> None:
         super().__init__("", device)
-        self._count = count
+        self._count, self._vocab_size = count, vocab_size
         self.ids = torch.empty(0, dtype=torch.int64)
 
     def wanted(self) -> list[Wanted]:
@@ -54,6 +55,12 @@ class DraftTokens(WeightLayer):
 
     def place(self, tensors: Sequence[Stored | None]) -> None:
         self.ids = plain(tensors[0]) + torch.arange(self._count, device=self.device)
+        least, most = (int(one) for one in self.ids.aminmax())
+        if not 0 <= least <= most < self._vocab_size:
+            raise ConfigError(
+                f"speculative_config: d2t of the head names tokens {least} to {most}, and the model has "
+                f"{self._vocab_size}. {ANOTHER}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +96,7 @@ class HeadModel(nn.Module):
             if shares and not spec.draft_vocab and spec.kind != "eagle3"
             else b.linear("lm_head", inputs=spec.hidden_size, outputs=rows, shard=shard, gather=True)
         )
-        self.draft_tokens = DraftTokens(b.device, spec.draft_vocab) if spec.draft_vocab else None
+        self.draft_tokens = DraftTokens(b.device, spec.draft_vocab, spec.vocab_size) if spec.draft_vocab else None
 
     def finish(self) -> None:
         """Collect the layers that keep keys and values."""

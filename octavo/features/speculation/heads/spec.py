@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from octavo.core.errors import ConfigError
 from octavo.features.speculation.heads.forms import DEEPSEEK, MtpForm, form_of
@@ -14,6 +14,8 @@ from octavo.models.mixers.spec import LatentSelfAttention, SelfAttention
 from octavo.models.spec import DecoderSpec, LayerNorms
 
 Kind = Literal["eagle", "eagle3", "mtp"]
+ANOTHER = "Name a head that was trained for this model."
+"""The remedy for a head that does not fit."""
 _ATTENTION = (SelfAttention, LatentSelfAttention)
 
 
@@ -90,33 +92,43 @@ def head_spec(kind: Kind, config: Config, target: DecoderSpec, names: Set[str]) 
         return HeadSpec("mtp", decoder, (last,), target.hidden_size, target.vocab_size, form=form)
     limits = {"max_position_embeddings": target.max_position}
     decoder = llama({**config, **limits, "tie_word_embeddings": False})
-    stated = _stated_size(config, decoder)
+    # EAGLE's first form goes on with the head's output as the target's state, so that is as large.
+    stated = whole(config, "target_hidden_size", decoder.hidden_size) if kind == "eagle3" else decoder.hidden_size
     if stated != target.hidden_size:
         raise ConfigError(
             f"speculative_config: the head is for a model of hidden size {stated}, and the model has "
-            f"{target.hidden_size}. Name a head that was trained for this model."
+            f"{target.hidden_size}. {ANOTHER}"
         )
+    drawn = _draft_vocab(config, target)
     if kind == "eagle":
         first = replace(decoder, norms=LayerNorms(before_mixer=None))
-        return HeadSpec("eagle", first, (last,), target.hidden_size, target.vocab_size, _draft_vocab(config), bias)
-    own: dict[str, Any] = value_or(config, "eagle_config", {})
-    places = value_or(own, "eagle_aux_hidden_state_layer_ids", config.get("eagle_aux_hidden_state_layer_ids"))
-    chosen = tuple(places) if places else (2, last // 2, last - 3)
-    if sorted(set(chosen)) != list(chosen) or not all(0 <= place <= last for place in chosen):
+        return HeadSpec("eagle", first, (last,), target.hidden_size, target.vocab_size, drawn, bias)
+    return HeadSpec("eagle3", decoder, _places(config, last), target.hidden_size, target.vocab_size, drawn, bias)
+
+
+def _places(config: Config, last: int) -> tuple[int, ...]:
+    """Return where an EAGLE-3 head reads the stream of a target with `last` layers."""
+    own = value_or(config, "eagle_config", {})
+    field = "eagle_aux_hidden_state_layer_ids"
+    places = (own.get(field) if isinstance(own, dict) else None) or config.get(field) or [2, last // 2, last - 3]
+    numbers = isinstance(places, list) and all(type(place) is int and 0 <= place <= last for place in places)
+    if not numbers or places != sorted(set(places)):
         raise ConfigError(
-            f"speculative_config: the head reads layers {list(chosen)} of a model with {last} layers; they must be "
-            "ascending. Name a head that was trained for this model."
+            f"speculative_config: the head reads layers {places} of a model with {last} layers; they must be a list of "
+            f"ascending numbers from 0 to {last}. {ANOTHER}"
         )
-    return HeadSpec("eagle3", decoder, chosen, target.hidden_size, target.vocab_size, _draft_vocab(config), bias)
+    return tuple(places)
 
 
-def _stated_size(config: Config, decoder: DecoderSpec) -> int:
-    return whole(config, "target_hidden_size", decoder.hidden_size)
-
-
-def _draft_vocab(config: Config) -> int:
-    draft = value_or(config, "draft_vocab_size", 0)
-    return 0 if draft == config.get("vocab_size") else int(draft)
+def _draft_vocab(config: Config, target: DecoderSpec) -> int:
+    if config.get("draft_vocab_size") is None:
+        return 0
+    count = whole(config, "draft_vocab_size")
+    if count > target.vocab_size:
+        raise ConfigError(
+            f"speculative_config: the head draws from {count} tokens, and the model has {target.vocab_size}. {ANOTHER}"
+        )
+    return 0 if count == target.vocab_size else count
 
 
 def _with_layer(target: DecoderSpec, form: MtpForm) -> DecoderSpec:

@@ -28,6 +28,7 @@ from octavo.worker.hooks import WorkerHook
 
 SIZE, HEADS, KV_HEADS, VOCAB, INNER, LAYERS, DRAFT_VOCAB = 32, 4, 2, 97, 48, 4, 40
 TAPPED = [1, 2, 4]
+AUX = "eagle_aux_hidden_state_layer_ids"
 CONFIG: dict[str, Any] = {
     "hidden_size": SIZE,
     "intermediate_size": INNER,
@@ -87,7 +88,7 @@ def random_head(kind: str, folder: Path, **changes: Any) -> tuple[Path, Weights]
             "t2d": reachable,
         }
         own |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB}
-        own |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": TAPPED}}
+        own |= {"eagle_config": {AUX: TAPPED}}
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG | own | changes), encoding="utf-8")
@@ -259,13 +260,40 @@ def test_medusas_drafts_are_the_references(
     loop.close()
 
 
-def test_a_head_of_another_model_is_refused(target: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes", "error", "says"),
+    [
+        ("eagle", {"hidden_size": 64}, ConfigError, "for a model of hidden size 64, and the model has 32"),
+        (
+            "eagle",
+            {"hidden_size": 64, "target_hidden_size": SIZE},
+            ConfigError,
+            "for a model of hidden size 64, and the model has 32",
+        ),
+        ("eagle3", {"draft_vocab_size": 41}, ModelFileError, r"lm_head\.weight .* has shape"),
+        ("eagle3", {"draft_vocab_size": 98}, ConfigError, "draws from 98 tokens, and the model has 97"),
+        ("eagle3", {"draft_vocab_size": "40"}, ModelFileError, "draft_vocab_size='40', which should be a positive"),
+        ("eagle3", {"eagle_config": [1]}, ConfigError, r"reads layers \[2, 2, 1\] of a model with 4 layers"),
+        ("eagle3", {"eagle_config": None, AUX: 2}, ConfigError, "reads layers 2 of .* must be a list of ascending"),
+        ("eagle3", {"eagle_config": {AUX: ["1"]}}, ConfigError, r"reads layers \['1'\]"),
+    ],
+)
+def test_a_head_of_another_model_is_refused(
+    kind: str, changes: dict[str, Any], error: type[Exception], says: str, target: Any, tmp_path: Path
+) -> None:
     folder, _ = target
-    head, _ = random_head("eagle", tmp_path / "a", hidden_size=64)
-    own = {"method": "eagle", "model": str(head)}
-    with pytest.raises(ConfigError, match="for a model of hidden size 64, and the model has 32"):
-        build_core(tiny_config(load_format="auto", speculative_config=own), resolve(str(folder)))
-    head, _ = random_head("eagle3", tmp_path / "b", draft_vocab_size=41)
-    own = {"method": "eagle3", "model": str(head)}
-    with pytest.raises(ModelFileError, match=r"lm_head\.weight .* has shape"):
-        build_core(tiny_config(load_format="auto", speculative_config=own), resolve(str(folder)))
+    head, _ = random_head(kind, tmp_path / "head", **changes)
+    with pytest.raises(error, match=says):
+        build_core(tiny_config(load_format="auto", speculative_config=using(kind, head)), resolve(str(folder)))
+
+
+def test_a_head_that_draws_other_tokens_is_refused(target: Any, tmp_path: Path) -> None:
+    folder, _ = target
+    head, weights = random_head("eagle3", tmp_path / "head")
+    save_file(weights | {"d2t": torch.full((DRAFT_VOCAB,), 60)}, head / "model.safetensors")
+    with pytest.raises(ConfigError, match="d2t of the head names tokens 60 to 99, and the model has 97"):
+        build_core(tiny_config(load_format="auto", speculative_config=using("eagle3", head)), resolve(str(folder)))
+
+
+def using(kind: str, head: Path) -> dict[str, Any]:
+    return {"method": kind, "model": str(head)}
