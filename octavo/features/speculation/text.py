@@ -15,6 +15,13 @@ from octavo.text.hooks import Idle, TextHook, encoded
 _WHY = "the server does not draft; start it with --spec-method auto"
 
 
+class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request's arguments for the feature."""
+
+    speculative: bool | None = None
+    prediction: str | None = None
+
+
 class SpeculationText(TextHook):
     """Claims `speculative` (whether the request has drafts) and `prediction` (OpenAI's predicted output)."""
 
@@ -53,15 +60,16 @@ class SpeculationText(TextHook):
                 self.require("speculative decoding", "feature_args")
             return None
         given = {} if given is None else given
-        if not isinstance(given, dict) or not set(given) <= {"speculative", "prediction"}:
+        try:
+            asked = msgspec.convert(given, _Asked)
+        except msgspec.ValidationError as error:
             raise InvalidRequestError(
-                f'feature_args[{NAME!r}] must be like {{"speculative": true, "prediction": "..."}}.',
+                f'feature_args[{NAME!r}] must be like {{"speculative": true, "prediction": "..."}}: {error}.',
                 param="feature_args",
                 value=given,
-            )
-        predicted = given.get("prediction")
-        expected = [] if not predicted else self.context.tokenizer.encode(predicted, add_special_tokens=False)
-        return encoded(SpeculationOption(given.get("speculative") is not False, len(tokens), expected), "prediction")
+            ) from error
+        expected = self.context.tokenizer.encode(asked.prediction, add_special_tokens=False) if asked.prediction else []
+        return encoded(SpeculationOption(asked.speculative is not False, len(tokens), expected), "prediction")
 
     def answer(self, output: CompletionOutput, data: bytes) -> None:
         counts = msgspec.msgpack.decode(data, type=DraftCounts)

@@ -78,7 +78,7 @@ def test_the_server_says_at_its_start_what_drafts() -> None:
 
 
 def test_wrong_arguments_in_python() -> None:
-    for given in (["x"], {"predicted": "a"}):
+    for given in (["x"], {"predicted": "a"}, {"prediction": 5}, {"prediction": ["a"]}, {"speculative": "no"}):
         with pytest.raises(InvalidRequestError, match="feature_args"):
             text_half().option(SamplingParams(feature_args={NAME: given}), None, [])
     with pytest.raises(UnsupportedError, match="no speculative decoding"):
