@@ -19,6 +19,16 @@ HEAD_METHODS = ("eagle", "eagle3", "mtp")
 """Those in which a head drafts from the model's hidden states."""
 MODEL_METHODS = ("draft_model", *HEAD_METHODS, "medusa")
 """Those in which a model or a head drafts."""
+_LOOKUP, _VOTES = ("auto", "ngram", "suffix"), ("auto", "suffix")
+_READ_BY = {
+    "revision": ("draft_model", "eagle", "eagle3", "medusa"),
+    "prompt_lookup_min": _LOOKUP,
+    "prompt_lookup_max": _LOOKUP,
+    "suffix_decoding_max_cached_requests": ("suffix",),
+    "suffix_decoding_max_spec_factor": _VOTES,
+    "suffix_decoding_min_token_prob": _VOTES,
+}
+"""Keys that only some methods read."""
 MOST_DRAFTS = 15
 """Most drafts after one token."""
 _USUAL_DRAFTS = 7
@@ -61,9 +71,10 @@ class DraftConfig:
                 f"speculative_config: method={self.method!r} is not supported; choose one of "
                 f"{', '.join((*METHODS, OFF))}."
             )
-        for name in ("adaptive",):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"speculative_config: {name}={getattr(self, name)!r} must be true or false.")
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"speculative_config: adaptive={self.adaptive!r} must be true or false.")
+        self._text("model")
+        self._text("revision")
         if (self.method in MODEL_METHODS and self.method != "mtp") != (self.model is not None):
             needs = (
                 "set model (--spec-model) to the folder or the name of what drafts"
@@ -74,15 +85,16 @@ class DraftConfig:
         if self.num_speculative_tokens is not None:
             self._whole("num_speculative_tokens", 1, MOST_DRAFTS)
         self._whole("prompt_lookup_min", 1, _LONGEST)
-        self._whole("prompt_lookup_max", self.prompt_lookup_min, _LONGEST)
-        self._whole("suffix_decoding_max_cached_requests", 0, 1_000_000)
-        if self.suffix_decoding_max_cached_requests and self.method != "suffix":
+        self._whole("prompt_lookup_max", 1, _LONGEST)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
-                "speculative_config: suffix_decoding_max_cached_requests needs method=suffix, got "
-                f"method={self.method}."
+                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} must be at most "
+                f"prompt_lookup_max={self.prompt_lookup_max}. Set both."
             )
+        self._whole("suffix_decoding_max_cached_requests", 0, 1_000_000)
         self._number("suffix_decoding_max_spec_factor", MOST_DRAFTS)
         self._number("suffix_decoding_min_token_prob", 1)
+        self._check_effect()
 
     @property
     def most_drafts(self) -> int:
@@ -93,6 +105,21 @@ class DraftConfig:
         if self.num_speculative_tokens is None and device == "cpu" and self.method not in MODEL_METHODS:
             return replace(self, num_speculative_tokens=_CPU_DRAFTS)
         return self
+
+    def _check_effect(self) -> None:
+        """Raise ConfigError if a key was set that the method does not read."""
+        for one in fields(self):
+            readers = _READ_BY.get(one.name, (self.method,))
+            if self.method not in readers and getattr(self, one.name) != one.default:
+                raise ConfigError(
+                    f"speculative_config: {one.name} needs method={' or '.join(readers)}, got method={self.method}. "
+                    "Leave it out, or change the method."
+                )
+
+    def _text(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not (isinstance(value, str) and value):
+            raise ConfigError(f"speculative_config: {name}={value!r} must be a text that is not empty.")
 
     def _number(self, name: str, most: int) -> None:
         value = getattr(self, name)
