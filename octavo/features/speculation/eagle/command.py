@@ -77,6 +77,11 @@ def work(args: argparse.Namespace, folder: Path) -> None:
     from octavo.models.save.places import new_place
 
     prompts = read_prompts(Path(args.data).expanduser())
+    held = max(1, round(len(prompts) * args.held_out))
+    if held == len(prompts):
+        raise ConfigError(
+            f"--held-out {args.held_out} leaves none of the {held} prompts to train on. Lower it, or give more prompts."
+        )
     settings = {} if args.device is None else {"device": args.device}
     with open_display() as display:
         target = target_of(resolve(args.model, progress=display.download))
@@ -87,7 +92,6 @@ def work(args: argparse.Namespace, folder: Path) -> None:
                 say(f"{phase}: {done} of {total}")
 
         examples = collect(args.model, prompts, max_tokens=args.max_tokens, context=context, progress=shown, **settings)
-    held = max(1, round(len(examples) * args.held_out))
     torch.manual_seed(args.seed)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     head, target, examples = EagleHead(target.shape).to(device), target.to(device), [one.to(device) for one in examples]

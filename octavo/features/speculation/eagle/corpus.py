@@ -123,10 +123,10 @@ def read_prompts(path: Path) -> list[Any]:
         ConfigError: the file can't be read, or has fewer than two prompts.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line ends may be in the strings of JSON
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {path}: {error}. Give a file in UTF-8 with a prompt on each line.") from error
-    prompts = [_prompt(line, number, path) for number, line in enumerate(lines, 1)]
+    prompts = [_prompt(line.strip(), number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if len(prompts) < 2:
         raise ConfigError(
             f"--data {path} has {len(prompts)} prompts; at least 2 are needed, one to train and one to test."
@@ -135,16 +135,18 @@ def read_prompts(path: Path) -> list[Any]:
 
 
 def _prompt(line: str, number: int, path: Path) -> Any:
-    if not line.lstrip().startswith("{"):
+    if not line.startswith("{"):
         return [{"role": "user", "content": line}]
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"--data {path}, line {number} is not valid JSON: {error}.") from error
     for key, kind in (("messages", list), ("prompt", str)):
-        if isinstance(found.get(key), kind):
+        if isinstance(found.get(key), kind) and found[key]:
             return found[key]
-    raise ConfigError(f"--data {path}, line {number} has neither messages (a list) nor prompt (a text).")
+    raise ConfigError(
+        f"--data {path}, line {number} has neither messages (a list) nor prompt (a text), or it is empty."
+    )
 
 
 def collect(

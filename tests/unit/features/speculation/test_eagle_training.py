@@ -134,9 +134,13 @@ def test_prompts_are_read_from_lines_of_json_or_text(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text('{"prompt": "One"}\n\n{"messages": [{"role": "user", "content": "Two"}]}\nThree\n')
     assert read_prompts(file) == ["One", [{"role": "user", "content": "Two"}], [{"role": "user", "content": "Three"}]]
+    # JSON may have other line ends in its strings; some editors begin a file with a mark of its byte order.
+    file.write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\nx\n', encoding="utf-8")
+    assert read_prompts(file) == ["a\u2028b\x85c", [{"role": "user", "content": "x"}]]
     for text, said in (
         ("{oops}\nx\n", "line 1 is not valid JSON"),
-        ('x\n{"a": 1}\n', "line 2 has neither"),
+        ('x\n\n{"a": 1}\n', "line 3 has neither"),
+        ('x\n{"prompt": ""}\n', "line 2 has neither messages .* or it is empty"),
         ("x\n", "1 prompts"),
     ):
         file.write_text(text)
@@ -166,6 +170,9 @@ def test_the_command_is_listed_and_refuses_odd_values(tmp_path: Path, capsys: py
     for flag, value in (("--epochs", "0"), ("--held-out", "1"), ("--context", "2"), ("--learning-rate", "nan")):
         assert main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "h"), flag, value]) == 1
         assert f"{flag} {value.removesuffix('.0')}" in capsys.readouterr().err.replace("1.0", "1")
+    (tmp_path / "two").write_text("a\nb\n")
+    assert main(["spec-train", "m", "--data", str(tmp_path / "two"), "-o", "h", "--held-out", "0.8"]) == 1
+    assert "--held-out 0.8 leaves none of the 2 prompts to train on" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "file")]) == 1
     assert "is not a folder" in capsys.readouterr().err
