@@ -10,6 +10,7 @@ that were decoded wait until something is drafted (`waiting.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -83,7 +84,9 @@ class HeadDrafter(CompanionDrafter):
     def _files(self, worker: Worker) -> ModelFiles:
         if self._config.method == "mtp":
             return worker.files
-        return draft_files(self._config, self._context)
+        files = draft_files(self._config, self._context)
+        dtype = str(worker.dtype).removeprefix("torch.")  # whatever its own: it reads the target's states and tables
+        return replace(files, config={**files.config, "dtype": dtype})
 
     @property
     def _head_spec(self) -> HeadSpec:

@@ -260,6 +260,27 @@ def test_medusas_drafts_are_the_references(
     loop.close()
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_computes_in_the_dtype_of_its_model(
+    kind: str, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published heads often state another one. The target's embedding and states have the target's."""
+    folder, model = target
+    head, weights = random_head(kind, tmp_path / "head", torch_dtype="float16")
+    if kind == "eagle":
+        weights["lm_head.weight"] = model.lm_head.weight.detach()
+    proposed = spied(monkeypatch, HeadDrafter)
+    own = using(kind, head) | {"num_speculative_tokens": 3, "adaptive": False}
+    settings = {"load_format": "auto", "dtype": "auto", "attention_backend": "torch"}
+    loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    assert tokens_of(drive(loop, [GenerateRequest(id="0", tokens=list(range(3, 10)), params=params)]))
+    assert proposed
+    for known, drafts in proposed:
+        assert drafts == reference(kind, model, weights, known, len(drafts))
+    loop.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "error", "says"),
     [
