@@ -58,7 +58,7 @@ class HeadDrafter(CompanionDrafter):
         own = open_checkpoint(files, "dummy" if random else "auto", worker.config.seed, device)
         shared = model if isinstance(model, CausalLM) and (model.is_whole or model.spec.tied) else None
         kind = cast("Kind", self._config.method)
-        layers = HeadLayers(kind, spec, shared, own.names(), worker.checkpoint())
+        layers = HeadLayers(kind, spec, shared, own, worker.checkpoint())
         self._companion = Companion(worker, files, layers)
         kept = cast("HeadSpec", self._companion.spec)
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
+import torch
 from torch import Tensor
 
 from octavo.features.speculation.heads.model import MODELS, HeadModel
@@ -34,20 +35,20 @@ class HeadLayers:
 
     name = ""
 
-    def __init__(self, kind: Kind, target: DecoderSpec, model: CausalLM | None, names: Set[str], source: Checkpoint):
+    def __init__(self, kind: Kind, target: DecoderSpec, model: CausalLM | None, own: Checkpoint, source: Checkpoint):
         """
         Args:
             model: the target, if its embedding and head can be used as they are.
-            names: tensors of the head's checkpoint; empty for random ones.
+            own: the head's checkpoint; without names for random tensors.
             source: the target's checkpoint.
         """
         self._kind: Kind = kind
         self._target, self._model = target, model
-        self._names = names
+        self._own = own
         self._source = source
 
     def spec_of(self, config: Config) -> HeadSpec:
-        return head_spec(self._kind, config, self._target, self._names)
+        return head_spec(self._kind, config, self._target, self._own.names())
 
     def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
         assert isinstance(spec, HeadSpec)
@@ -57,9 +58,12 @@ class HeadLayers:
 
     def build(self, b: Build, spec: ModelSpec) -> HeadModel:
         assert isinstance(spec, HeadSpec)
-        return MODELS[spec.kind](b, spec, self._model)
+        tables: Set[str] = set()
+        if self._model is not None and spec.kind != "mtp":  # its tables are the target's by design
+            tables = self.named(self._own, spec).own_tables(TensorSpec((spec.vocab_size, spec.hidden_size), b.dtype))
+        return MODELS[spec.kind](b, spec, self._model, tables)
 
-    def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> Checkpoint:
+    def named(self, checkpoint: Checkpoint, spec: ModelSpec) -> WithTables:
         assert isinstance(spec, HeadSpec)
         if spec.kind == "mtp":
             last = spec.decoder.num_layers - 1
@@ -103,6 +107,16 @@ class WithTables:
         self._own, self._target = own, target
         embedding = "model.embed_tokens.weight"
         self._tables = {"embed_tokens.weight": embedding, "lm_head.weight": embedding if tied else "lm_head.weight"}
+
+    def own_tables(self, spec: TensorSpec) -> Set[str]:
+        """Return which tables of this shape the head has with other values than the target's; many have copies."""
+        return {name for name in self._tables if self._own.has(name) and self._differs(name, spec)}
+
+    def _differs(self, name: str, spec: TensorSpec) -> bool:
+        if self._own.shape(name) != spec.shape or not self._target.has(self._tables[name]):
+            return False  # the latter is quantized
+        ours, theirs = self._own.tensor(name, spec), self._target.tensor(self._tables[name], spec)
+        return not torch.equal(ours, theirs.to(ours))  # a copy may have been rounded
 
     def names(self) -> Set[str]:
         return self._own.names()

@@ -16,7 +16,7 @@ it can't draw.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -76,10 +76,11 @@ class HeadModel(nn.Module):
 
     layers: nn.ModuleList
 
-    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None, tables: Set[str]) -> None:
         """
         Args:
             target: gives its embedding and its head; None if the head has copies of them.
+            tables: which of these two the head has itself, by their tensors.
         """
         super().__init__()
         self.spec = spec
@@ -88,12 +89,16 @@ class HeadModel(nn.Module):
         self._dtype = b.dtype
         self._target = [] if target is None else [target]  # in a list, so that the loader does not walk it
         shares = target is not None and target.spec.hidden_size == spec.hidden_size
-        self.embedding = None if shares else b.embedding("embed_tokens", spec.vocab_size, spec.hidden_size, plain=True)
+        self.embedding = (
+            None
+            if shares and "embed_tokens.weight" not in tables
+            else b.embedding("embed_tokens", spec.vocab_size, spec.hidden_size, plain=True)
+        )
         rows = spec.draft_vocab or spec.vocab_size
         shard = NONE if rows % b.mesh.size else COL
         self.head = (
             None
-            if shares and not spec.draft_vocab and spec.kind != "eagle3"
+            if shares and "lm_head.weight" not in tables and not spec.draft_vocab and spec.kind != "eagle3"
             else b.linear("lm_head", inputs=spec.hidden_size, outputs=rows, shard=shard, gather=True)
         )
         self.draft_tokens = DraftTokens(b.device, spec.draft_vocab, spec.vocab_size) if spec.draft_vocab else None
@@ -141,8 +146,8 @@ class HeadModel(nn.Module):
 class EagleModel(HeadModel):
     """EAGLE, the first version."""
 
-    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
-        super().__init__(b, spec, target)
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None, tables: Set[str]) -> None:
+        super().__init__(b, spec, target, tables)
         size, own = spec.hidden_size, spec.decoder
         self.fc = b.linear("fc", inputs=2 * size, outputs=size, shard=NONE, bias=spec.bias)
         self.rope = b.rope(own.rope)
@@ -167,8 +172,8 @@ class EagleModel(HeadModel):
 class Eagle3Model(HeadModel):
     """EAGLE-3: one layer that attends over embeddings and states side by side."""
 
-    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
-        super().__init__(b, spec, target)
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None, tables: Set[str]) -> None:
+        super().__init__(b, spec, target, tables)
         size, own, at = spec.hidden_size, spec.decoder, b.at("midlayer")
         self.fc = b.linear("fc", inputs=len(spec.places) * spec.target_size, outputs=size, shard=NONE, bias=spec.bias)
         self.rope = b.rope(own.rope)
@@ -215,8 +220,8 @@ class _WideAttention(Attention):
 class MtpModel(HeadModel):
     """The first layer for multi-token prediction that a checkpoint has behind the target's layers."""
 
-    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None) -> None:
-        super().__init__(b, spec, target)
+    def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None, tables: Set[str]) -> None:
+        super().__init__(b, spec, target, tables)
         size, own = spec.hidden_size, spec.decoder
         last = own.num_layers - 1
         at = b.at("model", "layers", last)

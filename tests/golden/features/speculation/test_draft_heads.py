@@ -21,6 +21,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.features.speculation.engine import SpeculationEngine
 from octavo.features.speculation.heads.drafter import HeadDrafter
+from octavo.features.speculation.heads.layers import HeadLayers
 from octavo.features.speculation.heads.medusa import MedusaDrafter
 from octavo.hub.resolve import resolve
 from octavo.worker.drafts import Drafting, Drafts
@@ -205,7 +206,7 @@ def reference(
             h = states[-1][0]  # after the norm, as transformers has it
         else:
             h = torch.cat([_before_layer(model, known, place) for place in TAPPED], -1)
-        table = model.model.embed_tokens.weight
+        table = weights.get("embed_tokens.weight", model.model.embed_tokens.weight)
         return draft(kind, weights, known, h[:-1], count, HEADS, KV_HEADS, table)
 
 
@@ -260,25 +261,61 @@ def test_medusas_drafts_are_the_references(
     loop.close()
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_head_computes_in_the_dtype_of_its_model(
-    kind: str, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize(("kind", "tables"), [("eagle", ("embed_tokens", "lm_head")), ("eagle3", ("embed_tokens",))])
+def test_a_head_has_tables_of_its_own(
+    kind: str,
+    tables: tuple[str, ...],
+    backend: str | None,
+    target: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Published heads often state another one. The target's embedding and states have the target's."""
+    head, weights = random_head(kind, tmp_path / "head")
+    weights |= {f"{table}.weight": 0.4 * torch.randn(VOCAB, SIZE) for table in tables}
+    save_file(weights, head / "model.safetensors")
+    check_drafts(kind, head, weights, target, monkeypatch, attention_backend=backend)
+
+
+def test_copies_of_the_tables_are_shared(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, model = target
-    head, weights = random_head(kind, tmp_path / "head", torch_dtype="float16")
-    if kind == "eagle":
-        weights["lm_head.weight"] = model.lm_head.weight.detach()
+    head, weights = random_head("eagle", tmp_path / "head")
+    tables = {"embed_tokens.weight": model.model.embed_tokens.weight, "lm_head.weight": model.lm_head.weight}
+    save_file(weights | {name: table.detach().bfloat16() for name, table in tables.items()}, head / "model.safetensors")
+    made = []
+    build = HeadLayers.build
+    monkeypatch.setattr(HeadLayers, "build", lambda *args: made.append(build(*args)) or made[0])
+    settings = {"load_format": "auto", "attention_backend": "torch"}
+    build_core(tiny_config(**settings, speculative_config=using("eagle", head)), resolve(str(folder)))[0].close()
+    assert [(one.embedding, one.head) for one in made] == [(None, None)]
+
+
+def check_drafts(
+    kind: str, head: Path, weights: Weights, target: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> None:
+    folder, model = target
     proposed = spied(monkeypatch, HeadDrafter)
     own = using(kind, head) | {"num_speculative_tokens": 3, "adaptive": False}
-    settings = {"load_format": "auto", "dtype": "auto", "attention_backend": "torch"}
-    loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    config = tiny_config(**{"load_format": "auto", "speculative_config": own} | settings)
+    loop, _ = build_core(config, resolve(str(folder)))
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     assert tokens_of(drive(loop, [GenerateRequest(id="0", tokens=list(range(3, 10)), params=params)]))
     assert proposed
     for known, drafts in proposed:
         assert drafts == reference(kind, model, weights, known, len(drafts))
     loop.close()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_computes_in_the_dtype_of_its_model(
+    kind: str, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published heads often state another one. The target's embedding and states have the target's."""
+    _, model = target
+    head, weights = random_head(kind, tmp_path / "head", torch_dtype="float16")
+    if kind == "eagle":
+        weights["lm_head.weight"] = model.lm_head.weight.detach()
+    check_drafts(kind, head, weights, target, monkeypatch, dtype="auto", attention_backend="torch")
 
 
 @pytest.mark.parametrize(
