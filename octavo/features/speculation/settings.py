@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core import quantities
+from octavo.core.errors import ConfigError
 from octavo.core.flag import setting
 from octavo.features import FeatureContext, FeatureSettings
 from octavo.features.speculation.config import MEASURED_MODELS, METHODS, OFF, DraftConfig, draft_config
@@ -58,11 +59,19 @@ def drafting(context: FeatureContext) -> DraftConfig | None:
     """Return the drafting method for this engine's model, and its numbers; None if nothing is drafted.
 
     Without settings, `auto` drafts on a CPU for the models that were measured to gain.
+
+    Raises:
+        ConfigError: the settings ask for drafts, and the engine generates no text.
     """
-    if not context.generates:
-        return None
     settings = context.settings_of(SpeculationSettings)
     config = settings.config()
+    if not context.generates:
+        if config is not None:
+            raise ConfigError(
+                f"--spec-method {config.method} drafts tokens, and {context.model_name} is served for vectors, not for "
+                "text. Leave it out, with --speculative-config."
+            )
+        return None
     if config is None and not settings.given and context.model_name in MEASURED_MODELS and context.device == "cpu":
         config = DraftConfig()
     return config.on(context.device) if config else None

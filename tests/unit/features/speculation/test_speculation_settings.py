@@ -100,6 +100,14 @@ def test_who_drafts() -> None:
         build_engine(context("cuda", spec_method="suffix"))
 
 
+def test_an_engine_that_generates_no_text_is_refused_drafts() -> None:
+    for given in ({"spec_method": "none"}, {}):
+        assert build_engine(dataclasses.replace(context(model="smollm2", **given), generates=False)) is None
+    for given in ({"spec_method": "ngram"}, {"speculative_config": {"method": "ngram"}}):
+        with pytest.raises(ConfigError, match="--spec-method ngram drafts tokens, and minilm is served for vectors"):
+            build_engine(dataclasses.replace(context(model="minilm", **given), generates=False))
+
+
 def test_a_model_that_was_measured_drafts_on_a_cpu_unless_the_settings_say_otherwise() -> None:
     engine = build_engine(context(model="smollm2"))
     assert engine is not None
