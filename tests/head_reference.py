@@ -29,7 +29,7 @@ def rotated(x: Tensor, theta: float) -> Tensor:
 
 def attention(x: Tensor, w: Weights, at: str, heads: int, kv_heads: int, theta: float = 10000.0) -> Tensor:
     """Causal attention over x [T, inputs] in full."""
-    q, k, v = (F.linear(x, w[f"{at}.{name}_proj.weight"]) for name in "qkv")
+    q, k, v = (F.linear(x, w[f"{at}.{name}_proj.weight"], w.get(f"{at}.{name}_proj.bias")) for name in "qkv")
     q = rotated(q.unflatten(-1, (heads, -1)), theta)
     k = rotated(k.unflatten(-1, (kv_heads, -1)), theta)
     k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v.unflatten(-1, (kv_heads, -1))))

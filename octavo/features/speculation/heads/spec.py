@@ -92,6 +92,8 @@ def head_spec(kind: Kind, config: Config, target: DecoderSpec, names: Set[str]) 
         return HeadSpec("mtp", decoder, (last,), target.hidden_size, target.vocab_size, form=form)
     limits = {"max_position_embeddings": target.max_position}
     decoder = llama({**config, **limits, "tie_word_embeddings": False})
+    if any(name.endswith(".self_attn.q_proj.bias") for name in names):  # Qwen2's, whose configs say so in various ways
+        decoder = replace(decoder, biases=decoder.biases | {"qkv"})
     # EAGLE's first form goes on with the head's output as the target's state, so that is as large.
     stated = whole(config, "target_hidden_size", decoder.hidden_size) if kind == "eagle3" else decoder.hidden_size
     if stated != target.hidden_size:

@@ -277,6 +277,19 @@ def test_a_head_has_tables_of_its_own(
     check_drafts(kind, head, weights, target, monkeypatch, attention_backend=backend)
 
 
+@pytest.mark.parametrize(("kind", "at"), [("eagle", "layers.0"), ("eagle3", "midlayer")])
+def test_a_head_has_biases(kind: str, at: str, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries, keys and values, as those of Qwen2 do."""
+    _, model = target
+    head, weights = random_head(kind, tmp_path / "head")
+    sizes = {"q": SIZE, "k": KV_HEADS * SIZE // HEADS, "v": KV_HEADS * SIZE // HEADS}
+    weights |= {f"{at}.self_attn.{name}_proj.bias": torch.randn(size) for name, size in sizes.items()}
+    save_file(weights, head / "model.safetensors")
+    if kind == "eagle":
+        weights["lm_head.weight"] = model.lm_head.weight.detach()
+    check_drafts(kind, head, weights, target, monkeypatch)
+
+
 def test_copies_of_the_tables_are_shared(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, model = target
     head, weights = random_head("eagle", tmp_path / "head")
