@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.features.speculation.eagle.head import HeadShape
 from octavo.hub.files import ModelFiles
 from octavo.models.encoders.registry import is_encoder
@@ -168,9 +168,9 @@ def collect(
         settings: keywords of `LLM` for both engines: one that answers, and one that reads.
 
     Raises:
-        InvalidRequestError: a prompt is longer than the context.
+        ConfigError: a prompt can't be answered, for example because it is longer than the context.
     """
-    answers = _answers(model, prompts, max_tokens, context, progress, at_once, settings)
+    answers = _answers(model, prompts, max_tokens, context, progress, settings)
     return _examples(model, answers, context, progress, at_once, settings)
 
 
@@ -180,27 +180,24 @@ def _answers(
     max_tokens: int,
     context: int,
     progress: OnProgress,
-    at_once: int,
     settings: dict[str, Any],
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of each prompt and answer."""
+    """Return the tokens of each prompt and answer. All prompts are checked before the first is answered."""
     from octavo import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    found = []
     llm = LLM(model, max_model_len=context, **settings)
     try:
-        for start in range(0, len(prompts), at_once):
-            chunk = prompts[start : start + at_once]
-            chats = [one for one in chunk if isinstance(one, list)]
-            texts = [one for one in chunk if isinstance(one, str)]
-            outputs = llm.chat(chats, params, use_tqdm=False) if chats else []
-            outputs += llm.generate(texts, params, use_tqdm=False) if texts else []
-            found += [(list(one.prompt_token_ids or ()), list(one.outputs[0].token_ids)) for one in outputs]
-            progress("answers", min(start + at_once, len(prompts)), len(prompts))
+        for number, one in enumerate(prompts, 1):
+            try:
+                (llm.enqueue if isinstance(one, str) else llm.enqueue_chat)(one, params)
+            except InvalidRequestError as error:
+                raise ConfigError(f"Prompt {number} of {len(prompts)} can't be answered: {error}") from error
+        outputs = llm.wait_for_completion()
+        progress("answers", len(prompts), len(prompts))
+        return [(list(one.prompt_token_ids or ()), list(one.outputs[0].token_ids)) for one in outputs]
     finally:
         llm.close()
-    return found
 
 
 def _examples(

@@ -190,6 +190,9 @@ def test_prompts_and_answers_fit_the_model(tmp_path: Path, capsys: pytest.Captur
     words = ["spec-train", str(model), "--data", str(tmp_path / "prompts"), "-o", str(tmp_path / "head")]
     assert main([*words, "--context", "1000000"]) == 1
     assert "--context 1000000: the model has" in capsys.readouterr().err
+    (tmp_path / "prompts").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "word " * 400}) + "\n")
+    assert main([*words, "--device", "cpu"]) == 1
+    assert "Prompt 2 of 2 can't be answered: This model's maximum context length is 128" in capsys.readouterr().err
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
     assert main(words) == 1
