@@ -106,6 +106,12 @@ class DraftConfig:
             return replace(self, num_speculative_tokens=_CPU_DRAFTS)
         return self
 
+    def at_most(self, count: Any) -> DraftConfig:
+        """Return the configuration with no more drafts than there are heads: a GPU would compute the places of the
+        others. A wrong number is left to who loads the heads."""
+        given = self.most_drafts
+        return replace(self, num_speculative_tokens=min(given, count)) if type(count) is int and count > 0 else self
+
     def _check_effect(self) -> None:
         """Raise ConfigError if a key was set that the method does not read."""
         for one in fields(self):

@@ -334,4 +334,6 @@ def build_engine(context: FeatureContext) -> SpeculationEngine | None:
         )
     if config.method == "draft_model":
         check_vocabulary(draft_files(config, context), context)
+    if config.method == "medusa":
+        config = config.at_most(draft_files(config, context).config.get("medusa_num_heads"))
     return SpeculationEngine(config)

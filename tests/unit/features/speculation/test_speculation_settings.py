@@ -147,3 +147,14 @@ def test_a_drafting_model_is_downloaded_where_the_settings_say(monkeypatch: pyte
     assert asked == [("owner/small", "here"), ("owner/small", None)]
     config = EngineConfig.of(download_dir="here")
     assert feature_context(config, model_files(), Mock(default_limits=(4, 64))).download_dir == "here"
+
+
+def test_there_are_no_more_drafts_than_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for heads in (3, 20, "x", None):
+        files = model_files({"medusa_num_heads": heads})
+        monkeypatch.setattr("octavo.features.speculation.draft_files.resolve", lambda *_, files=files, **__: files)
+        engine = build_engine(context(speculative_config={"method": "medusa", "model": "heads"}))
+        assert engine is not None
+        found.append(engine.max_drafts)
+    assert found == [3, 7, 7, 7]
