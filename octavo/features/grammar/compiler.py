@@ -23,6 +23,8 @@ from octavo.features.grammar.lower import lower, with_options
 from octavo.features.grammar.mending import Fault, mended
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
     from octavo.text.tokenizers.tokenizer import Tokenizer
 
 MAX_KEPT = 256
@@ -144,10 +146,20 @@ class Compiler:
         """Return the tokenizer in llguidance's form; the first thread that calls makes it."""
         with self._lock:
             if self._tokenizer is None:
-                source = self._load_tokenizer().backend.to_str()
+                source = _of_logits(self._load_tokenizer().backend, self.vocab_size)
                 eos = [token for token in self._eos if token < self.vocab_size]
                 self._tokenizer = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=eos or None)
             return self._tokenizer
+
+
+def _of_logits(backend: Backend, vocab_size: int) -> str:
+    """Return the tokenizer's JSON without added tokens for which the model has no logits: llguidance takes none."""
+    source = backend.to_str()
+    if all(token < vocab_size for token in backend.get_added_tokens_decoder()):
+        return source
+    given = json.loads(source)
+    given["added_tokens"] = [one for one in given["added_tokens"] if one["id"] < vocab_size]
+    return json.dumps(given)
 
 
 def _started() -> ThreadPoolExecutor:

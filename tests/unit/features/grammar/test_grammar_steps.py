@@ -246,6 +246,19 @@ def test_a_grammars_first_mask_is_known_when_it_is_compiled(form: dict[str, Any]
     assert words.any()
 
 
+def test_the_tokenizer_may_have_added_tokens_without_logits() -> None:
+    """As a fine-tuned model has whose padding token was only added to the tokenizer."""
+    given = byte_level()
+    vocab = given.get_vocab_size()
+    given.add_special_tokens(["<pad>"])
+    compiled = (
+        Compiler(lambda: Tokenizer(given), vocab, (EOS, vocab)).open(option(choice=["north"])["grammar"]).result()
+    )
+    assert len(compiled.first) == -(-vocab // 32)
+    tokens = given.encode("north", add_special_tokens=False).ids
+    assert compiled.matcher.deep_copy().validate_tokens([*tokens, EOS]) == len(tokens) + 1
+
+
 def test_defaults_hold_for_every_request() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "allOf": [{}]}
 
