@@ -1,9 +1,11 @@
-"""How PEFT names the tensors of an adapter."""
+"""How PEFT names the files of an adapter and their tensors."""
 
 from __future__ import annotations
 
 from octavo.features.lora.adapter_file import MAGNITUDE, ROWS, WHOLE, A, B
 
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 ROLES = {

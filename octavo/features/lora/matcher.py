@@ -1,0 +1,352 @@
+"""`Matcher`: the tensors of an adapter's file, matched to the model's projections and checked. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from octavo.core.errors import ModelFileError
+from octavo.features.lora.activation import check_activated
+from octavo.features.lora.adapter_file import MAGNITUDE, ROWS, STACKED, STRAIGHT, SWAPPED, TABLE, WHOLE, A, B
+from octavo.features.lora.layout import Manifest, Piece, Target, added_by
+from octavo.features.lora.modules import Modules, Place
+from octavo.features.lora.peft_config import PeftConfig
+from octavo.features.lora.peft_names import CONFIG, PREFIX, ROLES, ending_of
+
+_RESIZE = (
+    "Or resize the base model to {} tokens (transformers: resize_token_embeddings), save it with the adapter's "
+    "tokenizer and serve that, or merge the adapter into its base model."
+)
+
+
+class Matcher:
+    """Maps the tensors of a file to the model's projections."""
+
+    def __init__(
+        self,
+        path: Path,
+        targets: Sequence[Target],
+        modules: Modules,
+        max_rank: int,
+        base: str,
+        added_tokens: int = 0,
+    ) -> None:
+        self._most_added = added_tokens
+        self._path = path
+        self._targets = targets
+        self._max_rank = max_rank
+        self._base = base
+        self._renamed, self._stacks, self._experts = modules.renamed, modules.stacks, modules.experts
+        self._held = modules.held
+        self._name, self._outputs = dict(modules.name), dict(modules.outputs)
+        """Of each place. A file may have one under another name, or as all of a module."""
+
+    def find(self, shapes: Mapping[str, tuple[int, ...]], config: PeftConfig) -> dict[Place, dict[str, str]]:
+        """Return what a file of PEFT has for each projection: role -> name of the tensor."""
+        found: dict[str, dict[str, str]] = {}
+        for name in shapes:
+            inner = name.removeprefix(PREFIX)
+            end = ending_of(inner)
+            if end is None:
+                raise self._unknown(name)
+            module, role = inner.removesuffix(end), ROLES[end]
+            if role is WHOLE and (not config.saves(module) or self._is_copy(name, end, shapes)):
+                if not self._held(module):
+                    raise self._unknown(name)
+                if self._adds_tokens(name, module, shapes[name]) and not config.saves(module):
+                    found.setdefault(module, {})[TABLE] = name
+                continue
+            found.setdefault(module, {})[role] = name
+        self._share_rows(found)
+        return self.placed(found, shapes)
+
+    def _is_copy(self, name: str, end: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Return whether a tensor is saved twice, or is the base's table: PEFT saves both beside changed embeddings."""
+        doubled = end == ".modules_to_save.weight" and f"{name.removesuffix(end)}.weight" in shapes
+        return doubled or end in (".original_module.weight", ".token_adapter.base_layer.weight")
+
+    def _adds_tokens(self, name: str, module: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a copy of the base's table has more tokens. PEFT saves the tables of such an adapter although
+        its configuration does not name them."""
+        for place in self._held(module):
+            target, part = self._targets[place[0]], self._targets[place[0]].parts[place[1]]
+            if target.embedding or target.head:
+                expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
+                self._check_table(name, shape, expected)
+                return shape != expected
+        return False
+
+    def _share_rows(self, found: dict[str, dict[str, str]]) -> None:
+        """Have a head that shares the embedding's table share its changed rows, too, unless it has others."""
+        if not any(ROWS in roles for roles in found.values()):
+            return
+        changed = {place: roles for module, roles in found.items() for place in self._held(module)}
+        rows = next((r[ROWS] for place, r in changed.items() if ROWS in r and self._targets[place[0]].embedding), None)
+        for i, target in enumerate(self._targets):
+            if rows is not None and target.tied and ROWS not in changed.get((i, 0), {}):
+                found.setdefault(target.name(0), {})[ROWS] = rows
+
+    def placed(
+        self, found: Mapping[str, dict[str, str]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[Place, dict[str, str]]:
+        """Return the same by place in the model."""
+        if not found:
+            raise ModelFileError(f"{self._path} has no tensors of an adapter.")
+        places: dict[Place, dict[str, str]] = {}
+        for module, given in found.items():
+            held, roles = self._stack(module, given, shapes) or (self._held(module), given)
+            if not held:
+                raise self._unknown(next(iter(given.values())))
+            for place in held:
+                if place in places:
+                    raise ModelFileError(
+                        f"{self._path}: {module} and {self._name[place]} are the same weights of the model. Save the "
+                        "adapter for one of them."
+                    )
+                places[place] = roles
+                own = self._renamed.get(place)
+                if own is not None and STACKED not in roles and module.endswith(own):
+                    self._name[place] = module
+                    self._outputs[place] = self._targets[place[0]].parts[place[1]].outputs
+        return places
+
+    def _stack(
+        self, module: str, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[list[Place], dict[str, str]] | None:
+        """Return the projections of all experts that a pair of matrices holds, and its roles with STACKED; None if it
+        is of another kind. PEFT gives the pairs of a module's tensors names that do not tell which is whose."""
+        if not self._stacks:
+            return None
+        name = module.removesuffix(".base_layer")
+        stacks = self._stacks.get(name) or self._stacks.get(name.partition(".")[2])
+        if not stacks or A not in roles or B not in roles:
+            return None
+        a, b = shapes[roles[A]], shapes[roles[B]]
+        for stack, places in stacks.items():
+            part = self._targets[places[0][0]].parts[places[0][1]]
+            assert part.stack is not None
+            sides = part.inputs, part.stack.outputs(part.outputs)
+            straight = (a[-1], b[0]) == sides
+            if not straight and (b[0], a[-1]) != sides:
+                continue
+            if sides[0] == sides[1] and not part.stack.transposed:
+                raise ModelFileError(
+                    f"{self._path}: {stack} has square matrices, and the file does not say which side has the inputs. "
+                    "Save the adapter with a pair for each expert, or merge it into its base model."
+                )
+            for place in places:
+                self._name[place], self._outputs[place] = stack, sides[1]
+            return places, {**roles, STACKED: STRAIGHT if straight else SWAPPED}
+        raise ModelFileError(
+            f"{self._path}: tensors {roles[A]} and {roles[B]} have shapes {list(a)} and {list(b)}, which fit none of "
+            f"{', '.join(stacks)}. {self._other_base}"
+        )
+
+    def checked(
+        self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Manifest, tuple[Mapping[str, str], ...]]:
+        """Return the manifest and the tensors of its pieces, in order."""
+        self._check_complete(found, config)
+        places = sorted(found)
+        pieces = [self._piece(place, found[place], config, shapes) for place in places]
+        manifest = Manifest(tuple(pieces), config.invocation)
+        self._check_added(manifest)
+        check_activated(self._path, manifest, self._targets)
+        return manifest, tuple(found[place] for place in places)
+
+    def _piece(
+        self, place: Place, roles: Mapping[str, str], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Piece:
+        target, name = self._targets[place[0]], self._name[place]
+        part = target.parts[place[1]]
+        outputs = self._outputs[place]
+        if WHOLE in roles:
+            return self._saved(place, roles, shapes)
+        if ROWS in roles or TABLE in roles:
+            return self._of_tokens(place, roles, config, shapes)
+        if A not in roles or B not in roles:
+            lacks = "A" if A not in roles else "B"
+            raise ModelFileError(f"{self._path}: {name} lacks its matrix {lacks}. Save the adapter again.")
+        a, b = shapes[roles[A]], shapes[roles[B]]
+        if STACKED in roles:
+            a, b = self._of_one_expert(place, a, b)
+        rank = a[0] if len(a) == 2 else 0
+        if len(a) != 2 or a[1] != part.inputs:
+            raise self._misfit(roles[A], a, f"[rank, {part.inputs}]")
+        if b != (outputs, rank):
+            raise self._misfit(roles[B], b, f"[{outputs}, {rank}]")
+        if not 0 < rank <= self._max_rank:
+            raise ModelFileError(
+                f"{self._path}: {name} has rank {rank}; this engine takes 1 to {self._max_rank}. Start it with "
+                f"--max-lora-rank {rank}."
+                if rank
+                else f"{self._path}: {name} has rank 0. Save the adapter again."
+            )
+        stated = config.rank(name)
+        if stated is not None and stated != rank:
+            raise ModelFileError(
+                f"{self._path}: {name} has rank {rank}, but {CONFIG} makes it {stated} (r, rank_pattern)."
+            )
+        gain = MAGNITUDE in roles
+        if gain and target.expert >= 0:
+            raise ModelFileError(
+                f"{self._path}: {name} is an expert's projection with magnitudes (use_dora), which Octavo lacks. "
+                "Merge the adapter into its base model."
+            )
+        if gain != config.use_dora:
+            raise ModelFileError(
+                f"{self._path}: {name} has {'a' if gain else 'no'} magnitude vector, and use_dora in {CONFIG} is "
+                f"{config.use_dora}. Save the adapter again."
+            )
+        if gain and target.embedding:
+            raise ModelFileError(
+                f"{self._path}: {name} is an embedding with magnitudes (use_dora), which Octavo lacks."
+            )
+        if gain and math.prod(shapes[roles[MAGNITUDE]]) != outputs:
+            raise self._misfit(roles[MAGNITUDE], shapes[roles[MAGNITUDE]], f"[{outputs}]")
+        return Piece(*place, rank=rank, scale=config.scale(name, rank), gain=gain)
+
+    def _of_one_expert(self, place: Place, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of an expert's matrices, given those of a pair for all experts."""
+        stack = self._targets[place[0]].parts[place[1]].stack
+        assert stack is not None
+        experts = self._experts[stack.name]
+        if a[0] % experts or b[1] != a[0]:
+            raise ModelFileError(
+                f"{self._path}: the matrices for {stack.name} have {a[0]} and {b[1]} ranks, which must be the same "
+                f"multiple of its {experts} experts. {self._other_base}"
+            )
+        part = self._targets[place[0]].parts[place[1]]
+        return (a[0] // experts, part.inputs), (self._outputs[place], a[0] // experts)
+
+    def _saved(self, place: Place, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Piece:
+        """Return the piece of a saved module."""
+        target, name = self._targets[place[0]], self._name[place]
+        part = target.parts[place[1]]
+        if len(roles) > 1:
+            raise ModelFileError(f"{self._path}: {name} is both a saved module and a low-rank one; save one of them.")
+        if not (target.embedding or target.head):
+            raise ModelFileError(
+                f"{self._path}: modules_to_save has {name}; Octavo takes saved embeddings and heads only. Merge the "
+                "adapter into its base model."
+            )
+        expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
+        shape = shapes[roles[WHOLE]]
+        self._check_table(roles[WHOLE], shape, expected)
+        return Piece(*place, whole=True, rows=0 if shape == expected else shape[0])
+
+    def _check_table(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        """Raise unless an embedding or a head has as many tokens as the base's, or more by what is allowed."""
+        if len(shape) != 2 or shape[1] != expected[1]:
+            raise self._misfit(name, shape, str(list(expected)))
+        more = shape[0] - expected[0]
+        has = f"{self._path}: tensor {name} has {shape[0]} tokens, the served model {expected[0]}."
+        if more < 0:
+            raise ModelFileError(f"{has} An adapter can't remove {-more} tokens. {_RESIZE.format(shape[0])}")
+        if more > self._most_added:
+            raise ModelFileError(f"{has} {self._too_many(more)} {_RESIZE.format(shape[0])}")
+
+    def _too_many(self, more: int) -> str:
+        return (
+            f"The adapter adds {more}, and this engine takes up to {self._most_added} (--lora-extra-vocab-size). On a "
+            f"CPU, start it with --lora-extra-vocab-size {more}."
+        )
+
+    def _of_tokens(
+        self, place: Place, roles: Mapping[str, str], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Piece:
+        """Return the piece of the rows of single tokens (trainable_token_indices)."""
+        target, name = self._targets[place[0]], self._name[place]
+        part = target.parts[place[1]]
+        if not {*roles} <= {ROWS, TABLE} or not (target.embedding or target.head):
+            raise ModelFileError(
+                f"{self._path}: {name} has rows of single tokens (trainable_token_indices, or added ones)"
+                + (", but is no embedding or head." if {*roles} <= {ROWS, TABLE} else " and other changes.")
+                + " Merge the adapter into its base model."
+            )
+        tokens: tuple[int, ...] = ()
+        if ROWS in roles:
+            module = roles[ROWS].removeprefix(PREFIX).removesuffix(".token_adapter.trainable_tokens_delta")
+            tokens = config.tokens_of(module)
+        vocabulary, size = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
+        if ROWS in roles and shapes[roles[ROWS]] != (len(tokens), size):
+            raise self._misfit(
+                roles[ROWS], shapes[roles[ROWS]], f"[{len(tokens)}, {size}], by {CONFIG} (trainable_token_indices)"
+            )
+        if TABLE in roles:
+            known = {*tokens}
+            tokens += tuple(one for one in range(vocabulary, shapes[roles[TABLE]][0]) if one not in known)
+        end = max(tokens) + 1
+        if end - vocabulary > self._most_added:
+            raise ModelFileError(
+                f"{self._path}: {CONFIG} has token {end - 1} among the trainable_token_indices, and the served model "
+                f"has {vocabulary} tokens. {self._too_many(end - vocabulary)} {_RESIZE.format(f'at least {end}')}"
+            )
+        lacking = next((one for one in range(vocabulary, end) if one not in tokens), None)
+        if lacking is not None:
+            raise ModelFileError(
+                f"{self._path}: {name} has a row for the added token {end - 1} and none for {lacking}. Save the "
+                "adapter with save_embedding_layers=True."
+            )
+        return Piece(*place, tokens=tokens)
+
+    def _check_added(self, manifest: Manifest) -> None:
+        """Raise unless the embedding and the head have the same added tokens."""
+        added = {True: 0, False: 0}
+        for piece in manifest.pieces:
+            target = self._targets[piece.target]
+            if target.embedding or target.head:
+                added[target.embedding] = max(added[target.embedding], added_by(piece, target))
+        if added[True] != added[False]:
+            raise ModelFileError(
+                f"{self._path} adds {added[True]} tokens to the embedding and {added[False]} to the head, which "
+                "must be the same. Save the adapter with save_embedding_layers=True, or merge it into its base model."
+            )
+
+    def _check_complete(self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig) -> None:
+        """Raise if the configuration names projections of the model that the file lacks, as with another base."""
+        for place, name in self._name.items():
+            target = self._targets[place[0]]
+            if target.expert >= 0:
+                continue  # in Transformers 5, experts are no modules that target_modules could name
+            if place not in found and config.targets(name, linear=not target.embedding):
+                raise ModelFileError(
+                    f"{self._path} has nothing for {name}, which {CONFIG} names (target_modules). "
+                    f"{self._other_base} Or the file is incomplete: save the adapter again."
+                )
+        changed = [place for place, roles in found.items() if ROWS in roles]
+        names = {f".{self._name[place]}" for place in changed}
+        embeds = any(self._targets[place[0]].embedding for place in changed)
+        for module in config.tokens:
+            if not (any(name.endswith(f".{module}") for name in names) if module else embeds):
+                raise ModelFileError(
+                    f"{self._path} has no rows for the tokens of {module or 'the embedding'}, which {CONFIG} names "
+                    "(trainable_token_indices). Save the adapter again."
+                )
+        there = {self._name[place] for place in found}
+        for name in config.parameters:
+            stacks = [stack for stack in self._experts if stack.endswith(name)]
+            lacking = next((stack for stack in stacks if stack not in there), None)
+            if not stacks or lacking:
+                raise ModelFileError(
+                    f"{self._path}: {CONFIG} names {name} (target_parameters), "
+                    + (f"but there is nothing for {lacking}." if lacking else "which is no tensor of experts here.")
+                    + f" {self._other_base}"
+                )
+
+    @property
+    def _other_base(self) -> str:
+        stated = f" ({self._base})" if self._base else ""
+        return f"The adapter was made for another base model{stated} than the one served."
+
+    def _unknown(self, name: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self._path}: tensor {name} belongs to no layer of the model that adapters can change. {self._other_base}"
+        )
+
+    def _misfit(self, name: str, shape: Sequence[int], expected: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self._path}: tensor {name} has shape {list(shape)}; the served model makes it {expected}. "
+            f"{self._other_base}"
+        )
