@@ -37,8 +37,8 @@ class Matcher:
         self._targets = targets
         self._max_rank = max_rank
         self._base = base
-        self._renamed, self._stacks, self._experts = modules.renamed, modules.stacks, modules.experts
-        self._held = modules.held
+        self._renamed, self._experts = modules.renamed, modules.experts
+        self._held, self._stacks_of = modules.held, modules.stacks_of
         self._name, self._outputs = dict(modules.name), dict(modules.outputs)
         """Of each place. A file may have one under another name, or as all of a module."""
 
@@ -116,10 +116,7 @@ class Matcher:
     ) -> tuple[list[Place], dict[str, str]] | None:
         """Return the projections of all experts that a pair of matrices holds, and its roles with STACKED; None if it
         is of another kind. PEFT gives the pairs of a module's tensors names that do not tell which is whose."""
-        if not self._stacks:
-            return None
-        name = module.removesuffix(".base_layer")
-        stacks = self._stacks.get(name) or self._stacks.get(name.partition(".")[2])
+        stacks = self._stacks_of(module.removesuffix(".base_layer"))
         if not stacks or A not in roles or B not in roles:
             return None
         a, b = shapes[roles[A]], shapes[roles[B]]

@@ -7,12 +7,9 @@ from collections.abc import Callable, Set
 from torch import Tensor
 
 from octavo.hub.gguf_names import bert_name, is_gguf
+from octavo.hub.text_names import in_text_half
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.nn.weights import Index, QuantizedBlocks, TensorSpec
-
-_TEXT_HALVES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
-"""Where checkpoints have their text model -> where a text model's checkpoint has it."""
-_TEXT = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 
 
 class RenamedCheckpoint:
@@ -43,14 +40,7 @@ class RenamedCheckpoint:
 
 def with_text_half(checkpoint: Checkpoint) -> Checkpoint:
     """Return the text half of a checkpoint of a model with images, with the names of a text model's checkpoint."""
-    return RenamedCheckpoint(checkpoint, _in_text_half) if checkpoint.names() else checkpoint
-
-
-def _in_text_half(name: str) -> str | None:
-    for outer, inner in _TEXT_HALVES:
-        if name.startswith(outer):
-            return inner + name.removeprefix(outer)
-    return name if name.startswith(_TEXT) else None
+    return RenamedCheckpoint(checkpoint, in_text_half) if checkpoint.names() else checkpoint
 
 
 def with_root(checkpoint: Checkpoint, root: str) -> Checkpoint:

@@ -145,6 +145,29 @@ def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
         read_adapter(adapter, TARGETS, 64)
 
 
+def renamed(folder: Path, old: str, new: str) -> Path:
+    """Change the beginnings of all tensors' names."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name.replace(old, new, 1): tensor for name, tensor in load_file(path).items()}, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "root", ["", "model.language_model.", "language_model.model.", "module.model.", "backbone.", "transformer."]
+)
+def test_what_comes_before_the_layers_may_differ(root: str, tmp_path: Path) -> None:
+    """PEFT names modules as the class of Transformers that it changed, which may be one with images."""
+    expected = read_adapter(save_adapter(tmp_path, CONFIG, seed=1), TARGETS, 64).manifest
+    assert read_adapter(renamed(tmp_path, f"{PREFIX}model.", PREFIX + root), TARGETS, 64).manifest == expected
+
+
+@pytest.mark.parametrize("root", ["vision_model.model.", "audio_tower.", "encoder.", "model.vision_tower."])
+def test_layers_of_an_encoder_are_none_of_the_decoder(root: str, tmp_path: Path) -> None:
+    adapter = renamed(save_adapter(tmp_path, CONFIG, seed=1), f"{PREFIX}model.", PREFIX + root)
+    with pytest.raises(ModelFileError, match=rf"{root}layers.* belongs to no layer of the model"):
+        read_adapter(adapter, TARGETS, 64)
+
+
 def test_only_the_stated_layers_are_needed(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",))
     changed(adapter, layers_to_transform=[0, 1])
