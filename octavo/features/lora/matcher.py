@@ -105,9 +105,11 @@ class Matcher:
                         "adapter for one of them."
                     )
                 places[place] = roles
+                if STACKED in roles:
+                    continue
+                self._name[place] = module  # patterns of the configuration are for the file's names
                 own = self._renamed.get(place)
-                if own is not None and STACKED not in roles and module.endswith(own):
-                    self._name[place] = module
+                if own is not None and module.endswith(own):
                     self._outputs[place] = self._targets[place[0]].parts[place[1]].outputs
         return places
 
@@ -116,7 +118,8 @@ class Matcher:
     ) -> tuple[list[Place], dict[str, str]] | None:
         """Return the projections of all experts that a pair of matrices holds, and its roles with STACKED; None if it
         is of another kind. PEFT gives the pairs of a module's tensors names that do not tell which is whose."""
-        stacks = self._stacks_of(module.removesuffix(".base_layer"))
+        name = module.removesuffix(".base_layer")
+        stacks = self._stacks_of(name)
         if not stacks or A not in roles or B not in roles:
             return None
         a, b = shapes[roles[A]], shapes[roles[B]]
@@ -133,7 +136,7 @@ class Matcher:
                     "Save the adapter with a pair for each expert, or merge it into its base model."
                 )
             for place in places:
-                self._name[place], self._outputs[place] = stack, sides[1]
+                self._name[place], self._outputs[place] = f"{name}.{stack.rpartition('.')[2]}", sides[1]
             return places, {**roles, STACKED: STRAIGHT if straight else SWAPPED}
         raise ModelFileError(
             f"{self._path}: tensors {roles[A]} and {roles[B]} have shapes {list(a)} and {list(b)}, which fit none of "
@@ -321,10 +324,14 @@ class Matcher:
                     f"{self._path} has no rows for the tokens of {module or 'the embedding'}, which {CONFIG} names "
                     "(trainable_token_indices). Save the adapter again."
                 )
-        there = {self._name[place] for place in found}
+        there: dict[str, str] = {}
+        for (i, j), roles in found.items():
+            stack = self._targets[i].parts[j].stack
+            if STACKED in roles and stack is not None:
+                there[stack.name] = self._name[i, j]
         for name in config.parameters:
-            stacks = [stack for stack in self._experts if stack.endswith(name)]
-            lacking = next((stack for stack in stacks if stack not in there), None)
+            stacks = [one for one in self._experts if there.get(one, one).endswith(name)]
+            lacking = next((one for one in stacks if one not in there), None)
             if not stacks or lacking:
                 raise ModelFileError(
                     f"{self._path}: {CONFIG} names {name} (target_parameters), "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,15 @@ def test_what_comes_before_the_layers_may_differ(root: str, tmp_path: Path) -> N
     """PEFT names modules as the class of Transformers that it changed, which may be one with images."""
     expected = read_adapter(save_adapter(tmp_path, CONFIG, seed=1), TARGETS, 64).manifest
     assert read_adapter(renamed(tmp_path, f"{PREFIX}model.", PREFIX + root), TARGETS, 64).manifest == expected
+
+
+@pytest.mark.parametrize("root", ["", "model.language_model."])
+def test_patterns_are_for_the_names_in_the_file(root: str, tmp_path: Path) -> None:
+    """Those of the bare model, or of one with images, not those of the model that is served."""
+    adapter = renamed(save_adapter(tmp_path, CONFIG, seed=1, alpha=8), f"{PREFIX}model.", PREFIX + root)
+    changed(adapter, alpha_pattern={rf"^{re.escape(root)}layers\.0\.self_attn\.q_proj": 2})
+    scales = [piece.scale for piece in read_adapter(adapter, TARGETS, 64).manifest.pieces]
+    assert scales == [0.25] + [1.0] * 13
 
 
 @pytest.mark.parametrize("root", ["vision_model.model.", "audio_tower.", "encoder.", "model.vision_tower."])
