@@ -12,8 +12,12 @@ from octavo.features.lora.adapter_file import MAGNITUDE, ROWS, STACKED, STRAIGHT
 from octavo.features.lora.layout import Manifest, Piece, Target, added_by
 from octavo.features.lora.modules import Modules, Place
 from octavo.features.lora.peft_config import PeftConfig
-from octavo.features.lora.peft_names import CONFIG, PREFIX, ROLES, ending_of
+from octavo.features.lora.peft_names import BIAS, CONFIG, PREFIX, ROLES, ending_of
 
+_MERGE = (
+    "Or it changes norms, biases, routers, positions, encoders or a classifier's head, which adapters can't in Octavo: "
+    "then merge it into its base model."
+)
 _RESIZE = (
     "Or resize the base model to {} tokens (transformers: resize_token_embeddings), save it with the adapter's "
     "tokenizer and serve that, or merge the adapter into its base model."
@@ -51,41 +55,54 @@ class Matcher:
             if end is None:
                 raise self._unknown(name)
             module, role = inner.removesuffix(end), ROLES[end]
-            if role is WHOLE and (not config.saves(module) or self._is_copy(name, end, shapes)):
-                if not self._held(module):
+            table = self._table(module) if role in (WHOLE, BIAS) else None
+            if role is BIAS:
+                if table is None or shapes[name] != table[:1]:
                     raise self._unknown(name)
-                if self._adds_tokens(name, module, shapes[name]) and not config.saves(module):
-                    found.setdefault(module, {})[TABLE] = name
                 continue
+            if table is not None:
+                saved = config.saves(module) or (config.ensure_weight_tying and self._is_tied(module, end))
+                if not saved or self._is_copy(name, end, shapes):
+                    self._check_table(name, shapes[name], table)
+                    if shapes[name] != table and not saved:
+                        found.setdefault(module, {})[TABLE] = name  # PEFT saves those of resized models unasked
+                    continue
             found.setdefault(module, {})[role] = name
-        self._share_rows(found)
+        self._share_rows(found, config)
         return self.placed(found, shapes)
+
+    def _table(self, module: str) -> tuple[int, int] | None:
+        """Return the shape of an embedding's or a head's weights; None for other modules."""
+        for i, j in self._held(module):
+            target, part = self._targets[i], self._targets[i].parts[j]
+            if target.embedding or target.head:
+                return (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
+        return None
 
     def _is_copy(self, name: str, end: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Return whether a tensor is saved twice, or is the base's table: PEFT saves both beside changed embeddings."""
         doubled = end == ".modules_to_save.weight" and f"{name.removesuffix(end)}.weight" in shapes
         return doubled or end in (".original_module.weight", ".token_adapter.base_layer.weight")
 
-    def _adds_tokens(self, name: str, module: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a copy of the base's table has more tokens. PEFT saves the tables of such an adapter although
-        its configuration does not name them."""
-        for place in self._held(module):
-            target, part = self._targets[place[0]], self._targets[place[0]].parts[place[1]]
-            if target.embedding or target.head:
-                expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
-                self._check_table(name, shape, expected)
-                return shape != expected
-        return False
+    def _is_tied(self, module: str, end: str) -> bool:
+        """Return whether a tensor is the saved embedding as the head that is tied to it, under which name the
+        configuration does not list it."""
+        return end == ".weight" and any(self._targets[place[0]].tied for place in self._held(module))
 
-    def _share_rows(self, found: dict[str, dict[str, str]]) -> None:
-        """Have a head that shares the embedding's table share its changed rows, too, unless it has others."""
+    def _share_rows(self, found: dict[str, dict[str, str]], config: PeftConfig) -> None:
+        """Have a head that shares the embedding's table share its changed rows, too, unless it has others. Rows that
+        the configuration does not name are a copy."""
         if not any(ROWS in roles for roles in found.values()):
             return
-        changed = {place: roles for module, roles in found.items() for place in self._held(module)}
-        rows = next((r[ROWS] for place, r in changed.items() if ROWS in r and self._targets[place[0]].embedding), None)
+        changed = {place: module for module in found for place in self._held(module)}
+        tables = (found[module] for place, module in changed.items() if self._targets[place[0]].embedding)
+        rows = next((roles[ROWS] for roles in tables if ROWS in roles), None)
         for i, target in enumerate(self._targets):
-            if rows is not None and target.tied and ROWS not in changed.get((i, 0), {}):
-                found.setdefault(target.name(0), {})[ROWS] = rows
+            if rows is None or not target.tied:
+                continue
+            module = changed.get((i, 0), target.name(0))
+            if ROWS not in found.get(module, {}) or not config.tokens_of(module):
+                found.setdefault(module, {})[ROWS] = rows
 
     def placed(
         self, found: Mapping[str, dict[str, str]], shapes: Mapping[str, tuple[int, ...]]
@@ -201,7 +218,8 @@ class Matcher:
             )
         if gain and target.embedding:
             raise ModelFileError(
-                f"{self._path}: {name} is an embedding with magnitudes (use_dora), which Octavo lacks."
+                f"{self._path}: {name} is an embedding with magnitudes (use_dora), which Octavo lacks. Merge the "
+                "adapter into its base model."
             )
         if gain and math.prod(shapes[roles[MAGNITUDE]]) != outputs:
             raise self._misfit(roles[MAGNITUDE], shapes[roles[MAGNITUDE]], f"[{outputs}]")
@@ -228,8 +246,8 @@ class Matcher:
             raise ModelFileError(f"{self._path}: {name} is both a saved module and a low-rank one; save one of them.")
         if not (target.embedding or target.head):
             raise ModelFileError(
-                f"{self._path}: modules_to_save has {name}; Octavo takes saved embeddings and heads only. Merge the "
-                "adapter into its base model."
+                f"{self._path}: tensor {roles[WHOLE]} replaces the weights of {name}; Octavo takes saved embeddings "
+                "and heads only (modules_to_save). Merge the adapter into its base model."
             )
         expected = (part.inputs, part.outputs) if target.embedding else (part.outputs, part.inputs)
         shape = shapes[roles[WHOLE]]
@@ -316,10 +334,10 @@ class Matcher:
                     f"{self._other_base} Or the file is incomplete: save the adapter again."
                 )
         changed = [place for place, roles in found.items() if ROWS in roles]
-        names = {f".{self._name[place]}" for place in changed}
+        names = {self._name[place] for place in changed}
         embeds = any(self._targets[place[0]].embedding for place in changed)
         for module in config.tokens:
-            if not (any(name.endswith(f".{module}") for name in names) if module else embeds):
+            if not (any(name.endswith(module) for name in names) if module else embeds):
                 raise ModelFileError(
                     f"{self._path} has no rows for the tokens of {module or 'the embedding'}, which {CONFIG} names "
                     "(trainable_token_indices). Save the adapter again."
@@ -335,8 +353,8 @@ class Matcher:
             if not stacks or lacking:
                 raise ModelFileError(
                     f"{self._path}: {CONFIG} names {name} (target_parameters), "
-                    + (f"but there is nothing for {lacking}." if lacking else "which is no tensor of experts here.")
-                    + f" {self._other_base}"
+                    + (f"but there is nothing for {lacking}. " if lacking else "which is no tensor of experts here. ")
+                    + (self._other_base if lacking else f"{self._other_base} {_MERGE}")
                 )
 
     @property
@@ -346,7 +364,8 @@ class Matcher:
 
     def _unknown(self, name: str) -> ModelFileError:
         return ModelFileError(
-            f"{self._path}: tensor {name} belongs to no layer of the model that adapters can change. {self._other_base}"
+            f"{self._path}: tensor {name} belongs to no layer of the model that adapters can change. "
+            f"{self._other_base} {_MERGE}"
         )
 
     def _misfit(self, name: str, shape: Sequence[int], expected: str) -> ModelFileError:

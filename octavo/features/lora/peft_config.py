@@ -46,7 +46,7 @@ class PeftConfig:
         parameters: names of the changed tensors of experts.
         layers: indices of the changed layers; empty for all.
         layer_names: names of the lists of layers that `layers` refers to; empty for any.
-        saved: last names of modules with weights of their own.
+        saved: how the names of modules with weights of their own end, not only after a dot.
         tokens: name of a module -> the token ids whose rows are changed in it; "" for the model's embedding.
         base: the base model's name; "" if not stated.
         invocation: tokens that activate it; empty if it is always active.
@@ -66,6 +66,7 @@ class PeftConfig:
     alphas: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
     use_dora: bool = False
+    ensure_weight_tying: bool = False
     base: str = ""
     invocation: tuple[int, ...] = ()
 
@@ -101,7 +102,7 @@ class PeftConfig:
             parameters=_listed(fields, "target_parameters", path),
             layers=() if whole is None else [whole] if isinstance(whole, int) else list(whole),
             layer_names=() if not names else [names] if isinstance(names, str) else list(names),
-            saved=tuple(fields.get("modules_to_save") or ()),
+            saved=_listed(fields, "modules_to_save", path),
             tokens=_tokens(fields, path),
             ranks={key: _rank(one, f"rank_pattern.{key}", path) for key, one in _table(fields, "rank_pattern", path)},
             alphas={
@@ -110,6 +111,7 @@ class PeftConfig:
             },
             use_rslora=bool(fields.get("use_rslora")),
             use_dora=bool(fields.get("use_dora")),
+            ensure_weight_tying=bool(fields.get("ensure_weight_tying")),
             base=str(fields.get("base_model_name_or_path") or ""),
             invocation=invocation_of(fields, "alora_invocation_tokens", path),
         )
@@ -127,11 +129,11 @@ class PeftConfig:
 
     def saves(self, module: str) -> bool:
         """Return whether the adapter has a module's whole weights."""
-        return any(module == name or module.endswith(f".{name}") for name in self.saved)
+        return module.endswith(tuple(self.saved))
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """Return the token ids whose rows of a module are changed."""
-        named = (ids for name, ids in self.tokens.items() if name and self._matches([name], module))
+        named = (ids for name, ids in self.tokens.items() if name and module.endswith(name))
         return next(named, self.tokens.get("", ()))
 
     def targets(self, module: str, *, linear: bool) -> bool:

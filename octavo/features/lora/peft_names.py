@@ -8,6 +8,9 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
+BIAS = "bias"
+"""A copy of the base's, which PEFT saves beside a changed head."""
+
 ROLES = {
     ".lora_A.weight": A,
     ".lora_B.weight": B,
@@ -21,6 +24,8 @@ ROLES = {
     ".original_module.weight": WHOLE,
     ".base_layer.weight": WHOLE,
     ".weight": WHOLE,
+    ".token_adapter.base_layer.bias": BIAS,
+    ".base_layer.bias": BIAS,
 }
 """How names end; the longest match counts."""
 

@@ -251,11 +251,67 @@ def test_saved_modules_under_three_names_are_one(tmp_path: Path) -> None:
     assert read_adapter(adapter, TARGETS, 64).tensors[-1] == {WHOLE: f"{PREFIX}lm_head.weight"}
 
 
+def test_names_of_saved_modules_may_be_any_ends(tmp_path: Path) -> None:
+    """PEFT saves every module whose name ends so, also without a dot before."""
+    saved = save_adapter(tmp_path / "a", CONFIG, seed=1, targets=("q_proj",), modules_to_save=["lm_head"])
+    changed(saved, modules_to_save=["head"])
+    assert read_adapter(saved, TARGETS, 64).manifest.pieces[-1] == Piece(len(TARGETS) - 1, 0, whole=True)
+    rows = {"embed_tokens": [4]}
+    adapter = save_adapter(tmp_path / "b", CONFIG, seed=1, targets=("q_proj",), trainable_token_indices=rows)
+    changed(adapter, trainable_token_indices={"tokens": [4]})
+    assert read_adapter(adapter, TARGETS, 64).manifest.pieces[0] == Piece(0, 0, tokens=(4,))
+
+
+@pytest.mark.parametrize("saved", [["mlp"], None])
+def test_weights_that_no_name_in_the_configuration_fits_are_refused(saved: list[str] | None, tmp_path: Path) -> None:
+    """PEFT loads them. It saves those of all layers below a module to save."""
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",))
+    name = f"{PREFIX}model.layers.0.mlp.up_proj.weight"
+    changed(adapter, lambda tensors: tensors.update({name: torch.zeros(48, 32)}), modules_to_save=saved)
+    with pytest.raises(ModelFileError, match=r"up_proj.weight replaces the weights .*saved embeddings and heads only"):
+        read_adapter(adapter, TARGETS, 64)
+
+
+def test_the_copy_of_a_biased_heads_bias(tmp_path: Path) -> None:
+    """PEFT saves it beside an adapter of the head."""
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("lm_head",))
+    expected = read_adapter(adapter, TARGETS, 64).manifest
+    head, inner = f"{PREFIX}lm_head.base_layer.bias", f"{PREFIX}model.layers.0.self_attn.o_proj.base_layer.bias"
+    changed(adapter, lambda tensors: tensors.update({head: torch.zeros(50)}))
+    assert read_adapter(adapter, TARGETS, 64).manifest == expected
+    changed(adapter, lambda tensors: tensors.update({inner: torch.zeros(32)}))
+    with pytest.raises(ModelFileError, match=r"o_proj.base_layer.bias belongs to no layer .* Or it changes norms, bia"):
+        read_adapter(adapter, TARGETS, 64)
+
+
+TIED = (*TARGETS[:-1], msgspec.structs.replace(TARGETS[-1], tied=True))
+
+
+def test_a_saved_embedding_that_stays_tied_is_the_heads_too(tmp_path: Path) -> None:
+    """With `ensure_weight_tying`, PEFT saves it twice and names the embedding only."""
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",), modules_to_save=["embed_tokens"])
+    changed(adapter, lambda tensors: tensors.update({f"{PREFIX}lm_head.weight": torch.zeros(50, 32)}))
+    whole = [Piece(0, 0, whole=True), Piece(len(TIED) - 1, 0, whole=True)]
+    for tied in (False, True):
+        changed(adapter, ensure_weight_tying=tied)
+        pieces = read_adapter(adapter, TIED, 64).manifest.pieces
+        assert [piece for piece in pieces if piece.whole] == whole[: 1 + tied]
+
+
+def test_a_copy_of_rows_as_the_heads(tmp_path: Path) -> None:
+    """With save_embedding_layers, PEFT saves the rows of a tied head, too, and names those of the embedding only."""
+    rows = {"embed_tokens": [7, 3]}
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",), trainable_token_indices=rows)
+    copy = f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta"
+    changed(adapter, lambda tensors: tensors.update({copy: torch.zeros(2, 32)}))
+    pieces = read_adapter(adapter, TIED, 64).manifest.pieces
+    assert [piece for piece in pieces if piece.tokens] == [Piece(i, 0, tokens=(7, 3)) for i in (0, len(TIED) - 1)]
+
+
 def test_rows_of_single_tokens(tmp_path: Path) -> None:
-    tied = (*TARGETS[:-1], msgspec.structs.replace(TARGETS[-1], tied=True))
     listed = save_adapter(tmp_path / "listed", CONFIG, seed=1, targets=("q_proj",), trainable_token_indices=[7, 3])
     tensor = f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"
-    for targets, places in ((TARGETS, [0]), (tied, [0, len(tied) - 1])):
+    for targets, places in ((TARGETS, [0]), (TIED, [0, len(TIED) - 1])):
         file = read_adapter(listed, targets, 64)
         found = [
             (piece, roles) for piece, roles in zip(file.manifest.pieces, file.tensors, strict=True) if ROWS in roles
@@ -263,7 +319,7 @@ def test_rows_of_single_tokens(tmp_path: Path) -> None:
         assert found == [(Piece(place, 0, tokens=(7, 3)), {ROWS: tensor}) for place in places]
     other = {"embed_tokens": [7, 3], "lm_head": [4]}
     both = save_adapter(tmp_path / "both", CONFIG, seed=1, targets=("q_proj",), trainable_token_indices=other)
-    assert read_adapter(both, tied, 64).manifest.pieces[-1] == Piece(len(tied) - 1, 0, tokens=(4,))
+    assert read_adapter(both, TIED, 64).manifest.pieces[-1] == Piece(len(TIED) - 1, 0, tokens=(4,))
 
 
 @pytest.mark.parametrize(
