@@ -14,10 +14,10 @@ from octavo.nn.experts_spec import RoutingSpec
 _EXPERTS = "layers.{}.block_sparse_moe"
 GRANITE_ROUTER = {f"{_EXPERTS}.{name}": "layers.{}.mlp.gate" for name in ("router.layer", "router")}
 GRANITE_STACKS = (
-    *stacks(_EXPERTS, "input_linear.weight", "output_linear.weight"),
     *stacks(f"{_EXPERTS}.experts"),
+    *stacks(_EXPERTS, "input_linear.weight", "output_linear.weight"),
 )
-"""As published, and as transformers 5 keeps them."""
+"""As transformers 5 keeps them, whose names adapters have, and as published."""
 
 
 def granite(config: Config) -> DecoderSpec:
