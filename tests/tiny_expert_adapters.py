@@ -51,7 +51,7 @@ def one_by_one(path: str, delta: Delta) -> dict[str, Tensor]:
 def stacked(path: str, delta: Delta, *, swapped: bool) -> dict[str, Tensor]:
     """As PEFT's ParamWrapper keeps them: A [experts * rank, ...], B [..., rank * experts], the first one inside."""
     tensors = {}
-    for inner, (_, pairs) in zip(("", ".base_layer"), delta.items(), strict=True):
+    for inner, (_, pairs) in zip((".base_layer", ""), delta.items(), strict=True):
         both = [(b.t(), a.t()) for a, b in pairs] if swapped else pairs
         tensors[f"{path}{inner}.lora_A.weight"] = torch.cat([a for a, _ in both]).contiguous()
         tensors[f"{path}{inner}.lora_B.weight"] = torch.stack([b for _, b in both], dim=2).flatten(1)

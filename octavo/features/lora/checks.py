@@ -125,7 +125,7 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int, modules: Mo
     invocation = invocation_of(file.metadata, "adapter.alora.invocation_tokens", path)
     config = PeftConfig(path, alpha=float(alpha) or None, invocation=invocation)
     matcher = Matcher(path, targets, modules, max_rank, "")
-    manifest, tensors = matcher.checked(matcher.placed(found, shapes), config, shapes)
+    manifest, tensors = matcher.checked(matcher.placed(found, shapes, config), config, shapes)
     pairs = is_paired(file.metadata.get("general.architecture"))
     return AdapterFile(path, AdapterForm(manifest, tensors, pairs=pairs), stamps)
 

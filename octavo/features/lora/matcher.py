@@ -69,7 +69,7 @@ class Matcher:
                     continue
             found.setdefault(module, {})[role] = name
         self._share_rows(found, config)
-        return self.placed(found, shapes)
+        return self.placed(found, shapes, config)
 
     def _table(self, module: str) -> tuple[int, int] | None:
         """Return the shape of an embedding's or a head's weights; None for other modules."""
@@ -105,14 +105,14 @@ class Matcher:
                 found.setdefault(module, {})[ROWS] = rows
 
     def placed(
-        self, found: Mapping[str, dict[str, str]], shapes: Mapping[str, tuple[int, ...]]
+        self, found: Mapping[str, dict[str, str]], shapes: Mapping[str, tuple[int, ...]], config: PeftConfig
     ) -> dict[Place, dict[str, str]]:
         """Return the same by place in the model."""
         if not found:
             raise ModelFileError(f"{self._path} has no tensors of an adapter.")
         places: dict[Place, dict[str, str]] = {}
         for module, given in found.items():
-            held, roles = self._stack(module, given, shapes) or (self._held(module), given)
+            held, roles = self._stack(module, given, shapes, config) or (self._held(module), given)
             if not held:
                 raise self._unknown(next(iter(given.values())))
             for place in held:
@@ -131,34 +131,45 @@ class Matcher:
         return places
 
     def _stack(
-        self, module: str, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+        self, module: str, roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: PeftConfig
     ) -> tuple[list[Place], dict[str, str]] | None:
         """Return the projections of all experts that a pair of matrices holds, and its roles with STACKED; None if it
-        is of another kind. PEFT gives the pairs of a module's tensors names that do not tell which is whose."""
+        is of another kind.
+
+        PEFT gives the pairs of a module's tensors names that do not tell which is whose: the first one's is inside the
+        next one's. Without a gate, shapes do not tell either, since versions of PEFT differ in what they call inputs.
+        """
         name = module.removesuffix(".base_layer")
         stacks = self._stacks_of(name)
         if not stacks or A not in roles or B not in roles:
             return None
         a, b = shapes[roles[A]], shapes[roles[B]]
-        for stack, places in stacks.items():
-            part = self._targets[places[0][0]].parts[places[0][1]]
-            assert part.stack is not None
-            sides = part.inputs, part.stack.outputs(part.outputs)
-            straight = (a[-1], b[0]) == sides
-            if not straight and (b[0], a[-1]) != sides:
-                continue
-            if sides[0] == sides[1] and not part.stack.transposed:
-                raise ModelFileError(
-                    f"{self._path}: {stack} has square matrices, and the file does not say which side has the inputs. "
-                    "Save the adapter with a pair for each expert, or merge it into its base model."
-                )
-            for place in places:
-                self._name[place], self._outputs[place] = f"{name}.{stack.rpartition('.')[2]}", sides[1]
-            return places, {**roles, STACKED: STRAIGHT if straight else SWAPPED}
-        raise ModelFileError(
-            f"{self._path}: tensors {roles[A]} and {roles[B]} have shapes {list(a)} and {list(b)}, which fit none of "
-            f"{', '.join(stacks)}. {self._other_base}"
-        )
+        sides = {stack: self._sides(places[0]) for stack, places in stacks.items()}
+        fitting = [stack for stack, own in sides.items() if own in ((a[-1], b[0]), (b[0], a[-1]))]
+        named = [stack for stack in fitting if stack.endswith(tuple(config.parameters))]
+        if not fitting:
+            raise ModelFileError(
+                f"{self._path}: tensors {roles[A]} and {roles[B]} have shapes {list(a)} and {list(b)}, which fit none "
+                f"of {', '.join(stacks)}. {self._other_base}"
+            )
+        stack = (named or fitting)[0 if module != name else -1]
+        places, (inputs, outputs) = stacks[stack], sides[stack]
+        form = self._targets[places[0][0]].parts[places[0][1]].stack
+        assert form is not None
+        if inputs == outputs and not form.transposed:
+            raise ModelFileError(
+                f"{self._path}: {stack} has square matrices, and the file does not say which side has the inputs. "
+                "Save the adapter with a pair for each expert, or merge it into its base model."
+            )
+        for place in places:
+            self._name[place], self._outputs[place] = f"{name}.{stack.rpartition('.')[2]}", outputs
+        return places, {**roles, STACKED: STRAIGHT if a[-1] == inputs else SWAPPED}
+
+    def _sides(self, place: Place) -> tuple[int, int]:
+        """Return the inputs and outputs of each matrix in the tensor of all experts that has a projection."""
+        part = self._targets[place[0]].parts[place[1]]
+        assert part.stack is not None
+        return part.inputs, part.stack.outputs(part.outputs)
 
     def checked(
         self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
