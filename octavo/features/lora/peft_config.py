@@ -89,10 +89,10 @@ class PeftConfig:
         if str(started).lower() not in _PLAIN_STARTS:
             raise ModelFileError(
                 f"{path}: init_lora_weights is {started!r}, which changed the base weights. Convert the adapter to "
-                "plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)."
+                "plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion), or merge it into "
+                "the weights that it was trained on and serve the result."
             )
-        whole = fields.get("layers_to_transform")
-        names = fields.get("layers_pattern")
+        names = _names(fields, "layers_pattern", path)
         return cls(
             path,
             alpha=_number(fields, "lora_alpha", path),
@@ -100,8 +100,8 @@ class PeftConfig:
             modules=_names(fields, "target_modules", path),
             excluded=_names(fields, "exclude_modules", path),
             parameters=_listed(fields, "target_parameters", path),
-            layers=() if whole is None else [whole] if isinstance(whole, int) else list(whole),
-            layer_names=() if not names else [names] if isinstance(names, str) else list(names),
+            layers=_layers(fields, path),
+            layer_names=[names] if isinstance(names, str) else names,
             saved=_listed(fields, "modules_to_save", path),
             tokens=_tokens(fields, path),
             ranks={key: _rank(one, f"rank_pattern.{key}", path) for key, one in _table(fields, "rank_pattern", path)},
@@ -147,27 +147,25 @@ class PeftConfig:
         if isinstance(self.modules, str) or not self.layers:
             return True
         names = self.layer_names or [r"[^.]*"]
-        found = (re.match(rf".*\.{name}\.(\d+)\.", f".{module}") for name in names)
-        index = next((int(match[1]) for match in found if match is not None), None)
+        found = (self._match(name, f".{module}", before=r".*?\.", after=r"\.(?P<layer>\d+)\..*") for name in names)
+        index = next((int(match["layer"]) for match in found if match is not None), None)
         return index in self.layers
 
     def _matches(self, names: Sequence[str] | str, module: str) -> bool:
         """Return whether a module is among names, or matches a regular expression, as PEFT decides it."""
         if not isinstance(names, str):
             return any(module == name or module.endswith(f".{name}") for name in names)
-        try:
-            return re.fullmatch(names, module) is not None
-        except re.error as error:
-            raise ModelFileError(f"{self.path}: {names!r} is no regular expression ({error}).") from error
+        return self._match(names, module) is not None
 
     def _patterned(self, patterns: Mapping[str, T], module: str, default: T) -> T:
-        for pattern, value in patterns.items():
-            try:
-                if re.match(rf"(.*\.)?({pattern})$", module):
-                    return value
-            except re.error as error:
-                raise ModelFileError(f"{self.path}: {pattern!r} is no regular expression ({error}).") from error
-        return default
+        fitting = (patterns[one] for one in patterns if self._match(one, module, before=r"(.*\.)?(", after=")"))
+        return next(fitting, default)
+
+    def _match(self, pattern: str, module: str, *, before: str = "", after: str = "") -> re.Match[str] | None:
+        try:
+            return re.fullmatch(f"{before}{pattern}{after}", module)
+        except re.error as error:
+            raise ModelFileError(f"{self.path}: {pattern!r} is no regular expression ({error}).") from error
 
 
 def _names(fields: Mapping[str, Any], key: str, path: Path) -> Sequence[str] | str:
@@ -182,6 +180,14 @@ def _listed(fields: Mapping[str, Any], key: str, path: Path) -> Sequence[str]:
     if isinstance(value, str):
         raise ModelFileError(f"{path}: {key} is {value!r}; it must be a list of names.")
     return value
+
+
+def _layers(fields: Mapping[str, Any], path: Path) -> Sequence[int]:
+    value = fields.get("layers_to_transform")
+    layers = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(one) is int for one in layers):
+        raise ModelFileError(f"{path}: layers_to_transform is {value!r}; it must be the number of a layer, or a list.")
+    return layers
 
 
 def _tokens(fields: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:

@@ -120,6 +120,9 @@ def test_the_base_of_an_embedding_is_no_saved_module(tmp_path: Path) -> None:
         ("target_modules", 3, "target_modules is 3"),
         ("target_modules", "(q_proj", "is no regular expression"),
         ("rank_pattern", [3], "rank_pattern is [3]"),
+        ("rank_pattern", {"(q_proj": 8}, "'(q_proj' is no regular expression"),
+        ("layers_to_transform", 1.5, "layers_to_transform is 1.5; it must be the number of a layer"),
+        ("layers_pattern", 3, "layers_pattern is 3"),
         ("rank_pattern", {"q_proj": 3}, "q_proj has rank 8, but adapter_config.json makes it 3"),
         ("use_dora", True, "has no magnitude vector, and use_dora"),
     ],
@@ -181,6 +184,10 @@ def test_layers_of_an_encoder_are_none_of_the_decoder(root: str, tmp_path: Path)
 def test_only_the_stated_layers_are_needed(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",))
     changed(adapter, layers_to_transform=[0, 1])
+    assert len(read_adapter(adapter, targets_of(layers=4), 64).manifest.pieces) == 2
+    with pytest.raises(ModelFileError, match=r"'\(layers' is no regular expression"):
+        read_adapter(changed(adapter, layers_pattern="(layers"), targets_of(layers=4), 64)
+    changed(adapter, layers_pattern=["layers", "h"])
     assert len(read_adapter(adapter, targets_of(layers=4), 64).manifest.pieces) == 2
     changed(adapter, layers_to_transform=None, exclude_modules=r".*layers\.[23].*")
     assert len(read_adapter(adapter, targets_of(layers=4), 64).manifest.pieces) == 2
