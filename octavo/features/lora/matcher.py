@@ -85,9 +85,9 @@ class Matcher:
         return doubled or end in (".original_module.weight", ".token_adapter.base_layer.weight")
 
     def _is_tied(self, module: str, end: str) -> bool:
-        """Return whether a tensor is the saved embedding as the head that is tied to it, under which name the
-        configuration does not list it."""
-        return end == ".weight" and any(self._targets[place[0]].tied for place in self._held(module))
+        """Return whether a tensor is the saved embedding as the head that is tied to it, which the configuration does
+        not list. The base of a low-rank change is not."""
+        return "base_layer" not in end and any(self._targets[place[0]].tied for place in self._held(module))
 
     def _share_rows(self, found: dict[str, dict[str, str]], config: PeftConfig) -> None:
         """Have a head that shares the embedding's table share its changed rows, too, unless it has others. Rows that

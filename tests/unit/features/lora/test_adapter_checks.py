@@ -295,7 +295,7 @@ TIED = (*TARGETS[:-1], msgspec.structs.replace(TARGETS[-1], tied=True))
 
 
 def test_a_saved_embedding_that_stays_tied_is_the_heads_too(tmp_path: Path) -> None:
-    """With `ensure_weight_tying`, PEFT saves it twice and names the embedding only."""
+    """With `ensure_weight_tying`, PEFT saves it twice and names the embedding only; in a resized model more often."""
     adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",), modules_to_save=["embed_tokens"])
     changed(adapter, lambda tensors: tensors.update({f"{PREFIX}lm_head.weight": torch.zeros(50, 32)}))
     whole = [Piece(0, 0, whole=True), Piece(len(TIED) - 1, 0, whole=True)]
@@ -303,6 +303,11 @@ def test_a_saved_embedding_that_stays_tied_is_the_heads_too(tmp_path: Path) -> N
         changed(adapter, ensure_weight_tying=tied)
         pieces = read_adapter(adapter, TIED, 64).manifest.pieces
         assert [piece for piece in pieces if piece.whole] == whole[: 1 + tied]
+    names = [f"{PREFIX}lm_head.{kind}" for kind in ("weight", "modules_to_save.weight", "original_module.weight")]
+    names += [f"{PREFIX}model.embed_tokens.weight"]
+    changed(adapter, lambda tensors: tensors.update({name: torch.zeros(53, 32) for name in names}))
+    pieces = read_adapter(adapter, TIED, 64, 3).manifest.pieces
+    assert [piece for piece in pieces if piece.replaces] == [msgspec.structs.replace(one, rows=53) for one in whole]
 
 
 def test_a_copy_of_rows_as_the_heads(tmp_path: Path) -> None:
