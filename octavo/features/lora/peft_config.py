@@ -79,7 +79,10 @@ class PeftConfig:
         """
         kind = fields.get("peft_type")
         if kind != "LORA":
-            raise ModelFileError(f"{path}: peft_type is {kind!r}; Octavo serves adapters of type 'LORA'. {_MERGE}")
+            raise ModelFileError(
+                f"{path}: peft_type is {kind!r}; Octavo serves adapters of type 'LORA'. Train one of these, or merge "
+                "the adapter into its base model, if its type allows that, and serve the result."
+            )
         for name, effect in _REFUSED.items():
             if fields.get(name):
                 raise ModelFileError(f"{path}: {name} is set: {effect}, which Octavo lacks. {_MERGE}")
