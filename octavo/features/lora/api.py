@@ -65,19 +65,23 @@ class AdapterIds:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
-    def note(self, request: LoRARequest) -> None:
-        """Remember the number that the caller has chosen.
-
-        Raises:
-            InvalidRequestError: another adapter has it.
-        """
+    def check(self, request: LoRARequest) -> None:
+        """Raise InvalidRequestError if another adapter has the number that the caller has chosen."""
         number = request.lora_int_id
-        if number is None:
-            return
-        other = self._names.setdefault(number, request.lora_name)
+        other = request.lora_name if number is None else self._names.get(number, request.lora_name)
         if other != request.lora_name:
-            text = f"lora_int_id {number} is the adapter {other!r}; choose another number."
+            text = f"lora_int_id {number} is the adapter {other!r}; choose another number, or remove that adapter."
             raise InvalidRequestError(text, param="lora_int_id", value=number)
+
+    def note(self, request: LoRARequest) -> None:
+        """Remember the number that the caller has chosen. Raises as `check`."""
+        self.check(request)
+        if request.lora_int_id is not None:
+            self._names[request.lora_int_id] = request.lora_name
+
+    def forget(self, name: str) -> None:
+        """Free the number of an adapter that was removed."""
+        self._names = {number: one for number, one in self._names.items() if one != name}
 
     def numbers(self, names: Sequence[str]) -> set[int]:
         """Return the number of each adapter; those without one get the next free number. Forget all others."""

@@ -25,14 +25,19 @@ class LoraMethods:
             ModelFileError, ModelNotFoundError: its files can't be used, or are not there.
             InvalidRequestError: another adapter has this name or number.
         """
-        arguments = self._adapters(lora_request).to_load(lora_request)
-        self._engine.core.call(NAME, "load", arguments)
+        hook = self._adapters(lora_request)
+        self._engine.core.call(NAME, "load", hook.to_load(lora_request))
+        hook.ids.note(lora_request)
         return True
 
     def remove_lora(self, lora_id: int | str | LoRARequest) -> bool:
         """Unload an adapter, after its running requests; return True. Raises ModelNotFoundError if it is not there."""
-        name = self._adapters(lora_id).ids.name_of(lora_id)
-        self._engine.core.call(NAME, "unload", {"name": name})
+        ids = self._adapters(lora_id).ids
+        name = ids.name_of(lora_id)
+        try:
+            self._engine.core.call(NAME, "unload", {"name": name})
+        finally:  # also if its files could not be used
+            ids.forget(name)
         return True
 
     def list_loras(self) -> set[int]:

@@ -33,12 +33,17 @@ class AsyncLoraMethods(ABC):
         """Load an adapter; return True once requests can name it."""
         hook = await self._adapters(lora_request)
         await self._client.call(NAME, "load", hook.to_load(lora_request))
+        hook.ids.note(lora_request)
         return True
 
     async def remove_lora(self, lora_id: int | str | LoRARequest) -> bool:
         """Unload an adapter, after its running requests; return True."""
-        name = (await self._adapters(lora_id)).ids.name_of(lora_id)
-        await self._client.call(NAME, "unload", {"name": name})
+        ids = (await self._adapters(lora_id)).ids
+        name = ids.name_of(lora_id)
+        try:
+            await self._client.call(NAME, "unload", {"name": name})
+        finally:  # also if its files could not be used
+            ids.forget(name)
         return True
 
     async def list_loras(self) -> set[int]:

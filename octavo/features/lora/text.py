@@ -102,15 +102,15 @@ class LoraText(TextHook):
             raise UnsupportedError(text, param=field, value=value)
 
     def to_load(self, request: LoRARequest) -> dict[str, Any]:
-        """Note an adapter's number; return the arguments of the engine half's `load`.
+        """Return the arguments of the engine half's `load`.
 
         Raises:
-            InvalidRequestError: it has no path.
+            InvalidRequestError: it has no path, or another adapter has its number.
         """
         if not request.lora_path:
             text = "add_lora needs lora_path, the adapter's folder or file."
             raise InvalidRequestError(text, param="lora_path", value="")
-        self.ids.note(request)
+        self.ids.check(request)
         return request.loading()
 
     def read_argument(self, name: str, value: Any, count: int) -> ReadArgument:

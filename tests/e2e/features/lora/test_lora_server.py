@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiny_adapters import merged, save_adapter
 from toy_models import save_decoder
 
 from octavo import LLM, LoRARequest, SamplingParams
+from octavo.core.errors import ModelNotFoundError
 
 pytestmark = pytest.mark.e2e
 
@@ -306,6 +308,16 @@ def test_the_python_api(files: Files) -> None:
         assert llm.list_loras() == {1, 2}
         assert llm.pin_lora(1)
         assert {one.name: one.pinned for one in llm.get_loras()} == {"red": True, "blue": False}
+        assert llm.remove_lora(1)
+        with pytest.raises(ModelNotFoundError):
+            llm.add_lora(LoRARequest("green", 1, "/nowhere"))
+        assert llm.add_lora(LoRARequest("new", 1, str(files.adapters[NEW]))), "its number is free again"
+        assert llm.remove_lora("new")
+        wrong = LoRARequest("wrong", 1, "/nowhere")
+        for refused in (partial(llm.generate, PROMPT, lora_request=wrong), partial(llm.remove_lora, 1)):
+            with pytest.raises(ModelNotFoundError):
+                refused()
+        assert llm.add_lora(LoRARequest("new", 1, str(files.adapters[NEW])))
         assert llm.remove_lora(1)
         assert llm.list_loras() == {2}
         assert llm.add_lora(LoRARequest("blue", 2, str(files.adapters[NEW]), load_inplace=True))

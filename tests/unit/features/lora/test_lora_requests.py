@@ -288,6 +288,18 @@ def test_numbers_of_adapters() -> None:
         ids.name_of(1)
 
 
+def test_the_number_of_an_adapter_that_is_gone_is_free() -> None:
+    """Also that of one that could not be loaded."""
+    ids = AdapterIds()
+    ids.check(LoRARequest("wrong", 7, "/nowhere"))
+    ids.note(LoRARequest("red", 7, "/red"))
+    with pytest.raises(InvalidRequestError, match=r"lora_int_id 7 is the adapter 'red'; .* or remove that adapter"):
+        ids.check(LoRARequest("blue", 7, "/blue"))
+    ids.forget("red")
+    ids.note(LoRARequest("blue", 7, "/blue"))
+    assert ids.name_of(7) == "blue"
+
+
 @pytest.mark.parametrize(("name", "number"), [("", 1), ("a", 0), ("a", True), (None, 1)])
 def test_wrong_requests_in_python(name: Any, number: Any) -> None:
     with pytest.raises(InvalidRequestError):
