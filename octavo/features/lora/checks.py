@@ -19,7 +19,7 @@ from octavo.features.lora.matcher import Matcher
 from octavo.features.lora.modules import Modules
 from octavo.features.lora.peft_config import PeftConfig
 from octavo.features.lora.peft_names import CONFIG, WEIGHTS
-from octavo.hub.gguf_families import is_paired
+from octavo.hub.gguf_families import FAMILIES, is_paired
 from octavo.hub.gguf_file import read_gguf
 from octavo.hub.gguf_names import hf_name
 from octavo.hub.json_file import parse_json, read_bytes
@@ -107,6 +107,12 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int, modules: Mo
             f"{path} is no LoRA adapter: general.type is {kinds[0]!r} and adapter.type {kinds[1]!r}, in place of "
             "'adapter' and 'lora'. Convert the adapter with llama.cpp's convert_lora_to_gguf.py."
         )
+    arch = str(file.metadata.get("general.architecture", ""))
+    if arch not in FAMILIES:
+        raise ModelFileError(
+            f"{path}: general.architecture is {arch!r}, whose order of queries and keys Octavo does not know. Give the "
+            "folder that the adapter was converted from."
+        )
     alpha = file.metadata.get("adapter.lora.alpha")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ModelFileError(
@@ -126,7 +132,7 @@ def _read_gguf(path: Path, targets: Sequence[Target], max_rank: int, modules: Mo
     config = PeftConfig(path, alpha=float(alpha) or None, invocation=invocation)
     matcher = Matcher(path, targets, modules, max_rank, "")
     manifest, tensors = matcher.checked(matcher.placed(found, shapes, config), config, shapes)
-    pairs = is_paired(file.metadata.get("general.architecture"))
+    pairs = is_paired(arch)
     return AdapterFile(path, AdapterForm(manifest, tensors, pairs=pairs), stamps)
 
 

@@ -408,9 +408,9 @@ def test_numbers_in_other_formats_are_refused(tmp_path: Path) -> None:
 
 
 def test_gguf_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
-    def written(kind: str, tensor: str, alpha: float | None = 4.0) -> Path:
-        path = tmp_path / f"{kind}-{tensor}.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
+    def written(kind: str, tensor: str, alpha: float | None = 4.0, arch: str = "llama") -> Path:
+        path = tmp_path / f"{kind}-{tensor}-{arch}.gguf"
+        writer = gguf.GGUFWriter(path, arch)
         writer.add_type(kind)
         writer.add_string("adapter.type", "lora")
         if alpha is not None:
@@ -424,6 +424,8 @@ def test_gguf_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelFileError, match=r"is no LoRA adapter: general\.type is 'model'"):
         read_adapter(written("model", "a"), TARGETS, 64)
+    with pytest.raises(ModelFileError, match=r"general\.architecture is 'mistral3', whose order of queries and keys"):
+        read_adapter(written("adapter", "blk.0.attn_q.weight.lora_b", arch="mistral3"), TARGETS, 64)
     with pytest.raises(ModelFileError, match=r"tensor blk.0.attn_q.weight is not part of a low-rank pair"):
         read_adapter(written("adapter", "blk.0.attn_q.weight"), TARGETS, 64)
     with pytest.raises(ModelFileError, match=r"blk.9.attn_q.weight.lora_a belongs to no layer"):
