@@ -15,8 +15,8 @@ from octavo.features.lora.peft_config import PeftConfig
 from octavo.features.lora.peft_names import BIAS, CONFIG, PREFIX, ROLES, ending_of
 
 _MERGE = (
-    "Or it changes norms, biases, routers, positions, encoders or a classifier's head, which adapters can't in Octavo: "
-    "then merge it into its base model."
+    "Or it changes norms, biases, positions, encoders or a classifier's head, which adapters can't in Octavo: then "
+    "merge it into its base model."
 )
 _RESIZE = (
     "Or resize the base model to {} tokens (transformers: resize_token_embeddings), save it with the adapter's "
@@ -124,7 +124,9 @@ class Matcher:
                 places[place] = roles
                 if STACKED in roles:
                     continue
-                self._name[place] = module  # patterns of the configuration are for the file's names
+                # Patterns of the configuration are for the names of what PEFT changed: modules, or tensors.
+                tensor = f"{module}.weight"
+                self._name[place] = tensor if config.names_parameter(tensor) else module
                 own = self._renamed.get(place)
                 if own is not None and module.endswith(own):
                     self._outputs[place] = self._targets[place[0]].parts[place[1]].outputs
@@ -353,18 +355,29 @@ class Matcher:
                     f"{self._path} has no rows for the tokens of {module or 'the embedding'}, which {CONFIG} names "
                     "(trainable_token_indices). Save the adapter again."
                 )
-        there: dict[str, str] = {}
-        for (i, j), roles in found.items():
-            stack = self._targets[i].parts[j].stack
-            if STACKED in roles and stack is not None:
-                there[stack.name] = self._name[i, j]
+        self._check_parameters(found, config)
+
+    def _check_parameters(self, found: Mapping[Place, Mapping[str, str]], config: PeftConfig) -> None:
+        """Raise if the configuration names tensors that the model or the file lacks: the weights of all experts, or of
+        one layer."""
+        if not config.parameters:
+            return
+        there: dict[str, bool] = {}
+        for place, name in self._name.items():
+            stack = self._targets[place[0]].parts[place[1]].stack
+            if stack is None:
+                there[f"{name.removesuffix('.weight')}.weight"] = place in found
+            elif STACKED in found.get(place, {}):
+                there[name] = True
+            else:
+                there[stack.name] = False
         for name in config.parameters:
-            stacks = [one for one in self._experts if there.get(one, one).endswith(name)]
-            lacking = next((one for one in stacks if one not in there), None)
-            if not stacks or lacking:
+            fitting = [one for one in there if one == name or one.endswith(f".{name}")]
+            lacking = next((one for one in fitting if not there[one]), None)
+            if not fitting or lacking:
                 raise ModelFileError(
                     f"{self._path}: {CONFIG} names {name} (target_parameters), "
-                    + (f"but there is nothing for {lacking}. " if lacking else "which is no tensor of experts here. ")
+                    + (f"but there is nothing for {lacking}. " if lacking else "which adapters can't change here. ")
                     + (self._other_base if lacking else f"{self._other_base} {_MERGE}")
                 )
 

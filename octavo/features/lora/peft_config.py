@@ -43,7 +43,7 @@ class PeftConfig:
         r: rank of projections without a pattern; None if not stated.
         modules: names, or one regular expression, of the changed modules; empty if not stated.
         excluded: the same for modules that are left out.
-        parameters: names of the changed tensors of experts.
+        parameters: names of changed tensors: of all experts, or the weights of modules.
         layers: indices of the changed layers; empty for all.
         layer_names: names of the lists of layers that `layers` refers to; empty for any.
         saved: how the names of modules with weights of their own end, not only after a dot.
@@ -133,6 +133,10 @@ class PeftConfig:
     def saves(self, module: str) -> bool:
         """Return whether the adapter has a module's whole weights."""
         return module.endswith(tuple(self.saved))
+
+    def names_parameter(self, tensor: str) -> bool:
+        """Return whether a tensor is changed by its name, not that of its module."""
+        return self._matches(self.parameters, tensor)
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """Return the token ids whose rows of a module are changed."""

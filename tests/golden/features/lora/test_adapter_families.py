@@ -28,8 +28,8 @@ STRENGTH = 0.3
 _FAST = ("falcon", "glm", "gpt-neox", "gpt2", "phi3")
 """Families whose checkpoints fuse projections, each in its own way."""
 _OTHERS = ("x_proj", "dt_proj", "router", "kv_b_proj")
-"""Layers whose weights only a kernel reads in some families, so that PEFT can't change them; and routers and what
-latent attention absorbs, which Octavo's adapters can't."""
+"""Layers whose weights only a kernel reads in some families, and a router with several outputs, so that PEFT can't
+change them; and what latent attention absorbs, which Octavo's adapters can't."""
 
 
 _WHOLE_PANELS = {"qwen3-next": {"linear_num_value_heads": 16}}

@@ -112,7 +112,7 @@ def test_the_base_of_an_embedding_is_no_saved_module(tmp_path: Path) -> None:
         ("trainable_token_indices", {"lm_head": [3]}, "has no rows for the tokens of lm_head, which"),
         ("trainable_token_indices", [3, 3], "has token 3 twice"),
         ("trainable_token_indices", {"lm_head": 3}, "must be a list of token ids, or an object"),
-        ("target_parameters", ["mlp.experts.down_proj"], "target_parameters), which is no tensor of experts here"),
+        ("target_parameters", ["mlp.experts.down_proj"], "target_parameters), which adapters can't change here"),
         ("target_parameters", "mlp.experts.down_proj", "it must be a list of names"),
         ("init_lora_weights", "pissa_niter_4", "path_initial_model_for_weight_conversion"),
         ("r", 0, "r is 0; it must be a positive integer"),
@@ -172,6 +172,19 @@ def test_patterns_are_for_the_names_in_the_file(root: str, tmp_path: Path) -> No
     changed(adapter, alpha_pattern={rf"^{re.escape(root)}layers\.0\.self_attn\.q_proj": 2})
     scales = [piece.scale for piece in read_adapter(adapter, TARGETS, 64).manifest.pieces]
     assert scales == [0.25] + [1.0] * 13
+
+
+def test_weights_of_modules_as_parameters(tmp_path: Path) -> None:
+    """PEFT turns all-linear into them for routers, and matches patterns to the names of the tensors."""
+    adapter = save_adapter(tmp_path, CONFIG, seed=1, targets=("q_proj",), alpha=8)
+    changed(adapter, target_modules=[], target_parameters=["q_proj.weight"], alpha_pattern={"q_proj": 16})
+    assert [piece.scale for piece in read_adapter(adapter, TARGETS, 64).manifest.pieces] == [1.0, 1.0]
+    changed(adapter, alpha_pattern={"layers.1.self_attn.q_proj.weight": 16})
+    assert [piece.scale for piece in read_adapter(adapter, TARGETS, 64).manifest.pieces] == [1.0, 2.0]
+    with pytest.raises(
+        ModelFileError, match=r"q_proj.weight \(.*there is nothing for model.layers.2.self_attn.q_proj.w"
+    ):
+        read_adapter(adapter, targets_of(layers=3), 64)
 
 
 @pytest.mark.parametrize("root", ["vision_model.model.", "audio_tower.", "encoder.", "model.vision_tower."])
