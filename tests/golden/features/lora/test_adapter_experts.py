@@ -22,6 +22,7 @@ RANK = 3
         ("qwen3-moe", "one by one"),
         ("qwen3-moe", "stacked"),
         ("qwen3-moe", "stacked, swapped"),
+        ("granite-moe", "stacked"),
         pytest.param("gpt-oss", "stacked", marks=pytest.mark.slow),
         pytest.param("mixtral", "stacked", marks=pytest.mark.slow),
     ],
