@@ -110,6 +110,11 @@ class EngineStats(msgspec.Struct, array_like=True):
         gone |= {"num_blocks_leased", "kv_slots_allocated", "kv_slots_filled"}
         return msgspec.structs.replace(self, **dict.fromkeys(gone, 0), waits_for="", waits={})
 
+    def counters(self) -> EngineStats:
+        """Return the counters alone of an engine that has ended."""
+        counters = [metric for metric in self.features if metric.kind == "counter"]
+        return msgspec.structs.replace(self.at_the_end(), num_blocks=0, last_step_s=0.0, features=counters)
+
     @property
     def kv_usage(self) -> float:
         """Fraction of blocks in use by running requests or leased, 0 to 1."""

@@ -204,8 +204,9 @@ class CoreClient:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def each_stats(self) -> list[EngineStats]:
-        return [self._stats]
+    @property
+    def replicas(self) -> list[CoreClient]:
+        return [self]
 
     def health(self) -> Health:
         if self._dead is not None:

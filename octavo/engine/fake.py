@@ -200,8 +200,9 @@ class FakeEngine:
         self.current.num_running = len(self.running)
         return self.current
 
-    def each_stats(self) -> list[EngineStats]:
-        return [self.stats()]
+    @property
+    def replicas(self) -> list[FakeEngine]:
+        return [self]
 
     def health(self) -> Health:
         return Health(ok=self._dead is None, final=self._dead is not None, reason=self._dead or "")

@@ -138,8 +138,9 @@ class EngineClient(Protocol):
         """Return the newest snapshot, without waiting."""
         ...
 
-    def each_stats(self) -> Sequence[EngineStats]:
-        """Return the newest snapshot of each replica, in order; `stats` are their sums."""
+    @property
+    def replicas(self) -> Sequence[EngineClient]:
+        """The replicas in order, which differ in statistics, health and process; the engine itself if it has none."""
         ...
 
     def health(self) -> Health:

@@ -55,6 +55,8 @@ class ReplicaClient:
         """Why a replica that starts now would have other weights; "" if it would not."""
         self._commands = 0
         """Commands that are being executed and may set apart a replica that starts meanwhile."""
+        self._replaced = EngineStats()
+        """Sums of the counters of replicas that were replaced."""
         self._closing = False
         self._info = clients[0].info
         self._watching = asyncio.create_task(self._watch())
@@ -229,11 +231,12 @@ class ReplicaClient:
         raise EngineStateError(f"{text} Repeat it until all have done it, or undo it.") from errors[odd]
 
     def stats(self) -> EngineStats:
-        """Return the sums over the replicas."""
-        return summed(self.each_stats())
+        """Return the sums over the replicas, with the counters of those that were replaced: counters only grow."""
+        return summed([*(client.stats() for client in self._clients), self._replaced])
 
-    def each_stats(self) -> list[EngineStats]:
-        return [client.stats() for client in self._clients]
+    @property
+    def replicas(self) -> list[CoreClient]:
+        return list(self._clients)
 
     def health(self) -> Health:
         """Return the health of the replicas: good while one can compute, final once none will be started again."""
@@ -311,6 +314,7 @@ class ReplicaClient:
             await self._clients[number].close()
             begun = await self._start(number)
             if await self._is_alike(number, begun):
+                self._replaced = summed([self._replaced, self._clients[number].stats().counters()])
                 self._clients[number] = begun
                 self._balance.forget(number)
                 log.warning("replica %d is back", number)

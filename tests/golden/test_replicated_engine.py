@@ -39,7 +39,7 @@ def test_two_replicas_answer_as_one_engine_does(tmp_path: Path) -> None:
             assert await answers(llm, "abcd") == expected
             client = llm._client
             assert isinstance(client, ReplicaClient)
-            assert all(stats.num_steps for stats in client.each_stats())
+            assert all(one.stats().num_steps for one in client.replicas)
             before = client._clients[1]
             os.kill(before.process.pid, signal.SIGKILL)
             async with asyncio.timeout(60):
@@ -50,6 +50,6 @@ def test_two_replicas_answer_as_one_engine_does(tmp_path: Path) -> None:
                 while client._clients[1] is before:
                     await asyncio.sleep(0.01)
             assert await answers(llm, "ijkl") == expected
-            assert all(stats.num_steps for stats in client.each_stats())
+            assert all(one.stats().num_steps for one in client.replicas)
 
     asyncio.run(run())

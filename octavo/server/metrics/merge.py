@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 Families = list[Metric]
 
 # Equal in all processes, or reported for the oldest; everything else is summed.
-_LEAST = frozenset({"process_start_time_seconds", "process_max_fds"})
+_LEAST = ("process_start_time_seconds", "process_max_fds")
 _COUNTING = frozenset({"counter", "histogram"})
 
 
@@ -54,7 +54,7 @@ def total(groups: Sequence[Iterable[Metric]]) -> Families:
             key = sample.name, tuple(sample.labels.items())
             if key not in known:
                 known[key] = sample.value
-            elif sample.name in _LEAST:
+            elif sample.name.endswith(_LEAST):
                 known[key] = min(known[key], sample.value)
             else:
                 known[key] += sample.value

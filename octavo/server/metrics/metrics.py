@@ -55,8 +55,6 @@ class Metrics(Collector):
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
         self._process = ProcessCollector(registry=None)
-        pid = engine.info.pid
-        self._core = ProcessCollector("octavo_engine", pid=lambda: pid, registry=None) if pid else None
         self.batches: BatchCounts | None = None
 
     def exposition(self, others: Sequence[Families] = ()) -> bytes:
@@ -76,11 +74,11 @@ class Metrics(Collector):
 
     def shared(self) -> Iterator[Metric]:
         """Yield the engine's metrics, under each prefix; equal in all processes that use the engine."""
-        each = self._engine.each_stats()
+        replicas = self._engine.replicas
         for prefix in PREFIXES:
-            yield from self._engine_families(prefix, each)
-        if self._core is not None:
-            yield from self._core.collect()
+            yield from self._engine_families(prefix, replicas)
+        # A replica that was started again has another process.
+        yield from total([_process_families(pid) for pid in (one.info.pid for one in replicas) if pid])
 
     def own(self) -> Iterator[Metric]:
         """Yield this process's metrics: of requests (under each prefix), of HTTP and of the process itself."""
@@ -89,8 +87,9 @@ class Metrics(Collector):
         yield from self._http_families()
         yield from self._process.collect()
 
-    def _engine_families(self, prefix: str, each: Sequence[EngineStats]) -> Iterator[Metric]:
+    def _engine_families(self, prefix: str, replicas: Sequence[EngineClient]) -> Iterator[Metric]:
         """Yield the engine's families, with the samples of each replica."""
+        each = [one.stats() for one in replicas]
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for number, stats in enumerate(each):
             for metric in (*ENGINE_METRICS, *feature_metrics(stats)):
@@ -115,10 +114,11 @@ class Metrics(Collector):
             1.0,
         )
         yield self._gauge(prefix + "build_info", "The server's version, as a label.", {"version": __version__}, 1.0)
-        healthy = float(self._engine.health().ok)
-        yield self._gauge(
-            prefix + "engine_healthy", "1 while the engine lives and makes progress, else 0.", {}, healthy
-        )
+        text = "1 while the engine lives and makes progress, else 0."
+        healthy = GaugeMetricFamily(prefix + "engine_healthy", text, labels=list(self._labels))
+        for number, one in enumerate(replicas):
+            healthy.add_metric(self._labels_of(number), float(one.health().ok))
+        yield healthy
 
     def _labels_of(self, number: int) -> list[str]:
         """Return the values of the labels for a replica."""
@@ -210,6 +210,10 @@ class _GivenFamilies(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._families
+
+
+def _process_families(pid: int) -> Iterable[Metric]:
+    return ProcessCollector("octavo_engine", pid=lambda: pid, registry=None).collect()
 
 
 def _add(family: HistogramMetricFamily, labels: list[str], histogram: BucketCounts) -> None:

@@ -115,7 +115,7 @@ async def test_requests_are_spread_and_counted() -> None:
     async with replicas() as (client, _):
         found = await asyncio.gather(*(tokens_of(client, asking(str(i), [i] * 20)) for i in range(8)))
         assert found == [[7, 8, 7, 8]] * 8
-        assert [stats.prompt_tokens for stats in client.each_stats()] == [80, 80]
+        assert [one.stats().prompt_tokens for one in client.replicas] == [80, 80]
         assert client.stats().prompt_tokens == 160
         assert client._balance.loads == [0, 0]
         assert client.health().ok
@@ -189,7 +189,7 @@ async def test_a_dead_replica_counts_no_requests(monkeypatch: pytest.MonkeyPatch
         one._stats = EngineStats(num_running=3, num_waiting=9, waits={"x": "y"}, num_blocks_used=5, num_steps=7)
         os.kill(made[0].pid, signal.SIGKILL)
         await until(client, 1)
-        found = client.each_stats()[0]
+        found = client.replicas[0].stats()
         assert (found.num_running, found.num_waiting, found.num_blocks_used, found.waits) == (0, 0, 0, {})
         assert found.num_steps == 7, "counters stay"
         assert client.stats().num_waiting == 0
@@ -203,6 +203,21 @@ async def test_a_dead_replica_is_started_again() -> None:
         await until(client, 2)
         assert len(made) == 3
         assert await tokens_of(client, asking("x", [3])) == [7, 8, 7, 8]
+
+
+@in_loop
+async def test_counters_include_those_of_replaced_replicas() -> None:
+    """Else a rate between two snapshots, as in the log, is negative."""
+    metrics = [FeatureMetric("found", "counter", "", "", {"": 3.0}), FeatureMetric("held", "gauge", "", "", {"": 4.0})]
+    async with replicas() as (client, made):
+        client._clients[1]._stats = EngineStats(generation_tokens=50, num_blocks=8, last_step_s=9.0, features=metrics)
+        os.kill(made[1].pid, signal.SIGKILL)
+        await until(client, 1)
+        await until(client, 2)
+        found = client.stats()
+        assert (found.generation_tokens, found.num_blocks, found.last_step_s) == (50, 0, 0.0)
+        assert found.features == metrics[:1]
+        assert client.replicas[1].stats().generation_tokens == 0
 
 
 @in_loop

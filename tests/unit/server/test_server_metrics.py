@@ -95,12 +95,19 @@ def test_both_prefixes_tell_the_same() -> None:
 
 
 def test_each_replica_has_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [EngineStats(num_running=3, num_steps=5), EngineStats(num_running=4, num_steps=6)]
-    monkeypatch.setattr(FakeEngine, "each_stats", lambda engine: found)
+    replicas = [FakeEngine(saying("hi"), info=fake_info(pid=os.getpid())) for _ in range(2)]
+    for number, one in enumerate(replicas):
+        one.current = EngineStats(num_waiting=3 + number, num_steps=5 + number)
+    replicas[0].die("The engine core was killed by SIGKILL.")
+    monkeypatch.setattr(FakeEngine, "replicas", replicas)
     scrape = Scrape(make_house(saying("hi"), ServerConfig()))
-    for number, stats in enumerate(found):
-        assert scrape.value("vllm:num_requests_running", engine=str(number)) == stats.num_running
-        assert scrape.value("octavo:engine_steps_total", engine=str(number)) == stats.num_steps
+    for number in range(2):
+        assert scrape.value("vllm:num_requests_waiting", engine=str(number)) == 3 + number
+        assert scrape.value("octavo:engine_steps_total", engine=str(number)) == 5 + number
+        assert scrape.value("octavo:engine_healthy", engine=str(number)) == number
+    # Both are this process here: what is used is added up, and when it was started is not.
+    assert scrape.value("octavo_engine_process_resident_memory_bytes") > scrape.value("process_resident_memory_bytes")
+    assert scrape.value("octavo_engine_process_start_time_seconds") == scrape.value("process_start_time_seconds")
 
 
 def test_every_counter_of_the_engine_is_told() -> None:
