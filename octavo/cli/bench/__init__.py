@@ -11,7 +11,7 @@ from octavo.cli.main import Subcommand
 BENCHES = {
     "throughput": "all requests at once, in this process: tokens per second, and the machine's own limits",
     "latency": "one batch repeatedly, in this process: seconds per batch",
-    "startup": "from settings to ready, in this process: seconds per phase, with and without kernel caches",
+    "startup": "from exec to ready, in a child process: seconds per phase, with and without kernel caches",
     "serve": "requests over HTTP to a running server: throughput, TTFT, TPOT, ITL",
 }
 

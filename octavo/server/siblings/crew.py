@@ -142,15 +142,7 @@ class Crew:
 
     async def metrics(self) -> list[Families]:
         """Return the metrics of the other processes, including those that have ended."""
-
-        async def look(index: int) -> None:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(_ANSWER_S):
-                    status, body = await ask(self.siblings.path(index), "GET", OWN_METRICS)
-                if status == 200:
-                    self._known[index] = decode(body)
-
-        await asyncio.gather(*(look(charge.index) for charge in self._charges))
+        await asyncio.gather(*(self._answers(charge.index, _ANSWER_S) for charge in self._charges))
         restarts = CounterMetricFamily("octavo:api_process_restarts", "API processes that died and were started again.")
         restarts.add_metric([], self.restarts)
         return [self._departed, *self._known.values(), [restarts]]
@@ -223,14 +215,16 @@ class Crew:
             child.kill()
 
     async def _answers(self, index: int, patience_s: float) -> bool:
-        """Return False if the process is alive but does not respond."""
+        """Ask for the process's metrics and keep them; return False if it is alive but does not respond."""
         try:
             async with asyncio.timeout(patience_s):
-                await ask(self.siblings.path(index), "GET", OWN_METRICS)
+                status, body = await ask(self.siblings.path(index), "GET", OWN_METRICS)
         except TimeoutError:
             return False
         except ConnectionError:
             return True  # it is starting or has ended
+        if status == 200:
+            self._known[index] = decode(body)
         return True
 
     def _lose(self, index: int) -> None:

@@ -23,6 +23,7 @@ from octavo.server.app import create_app
 from octavo.server.board import Board, Count
 from octavo.server.metrics import merge
 from octavo.server.process.lifecycle import Lifecycle
+from octavo.server.siblings.crew import Crew
 from octavo.server.siblings.link import ask as siblings_ask
 from octavo.server.siblings.link import listening
 from octavo.server.siblings.siblings import SiblingProcesses
@@ -316,6 +317,19 @@ def families(count: int, start: float) -> list[Any]:
 
 def samples(told: list[Any]) -> dict[str, float]:
     return {sample.name: sample.value for family in told for sample in family.samples}
+
+
+def test_what_a_process_counted_between_two_scrapes_stays_if_it_dies(short_path: Path) -> None:
+    async def scenario() -> None:
+        async with family(short_path) as apps:
+            crew = Crew(SiblingProcesses(0, 2, short_path), [], {}, 0)
+            await ask(apps[1], "/v1/completions", WORK)
+            assert await crew._answers(1, 60)  # the look at whether it lives
+            crew._lose(1)
+            kept = {family.name: family for family in merge.total(await crew.metrics())}
+            assert [sample.value for sample in kept["http_requests"].samples] == [1]
+
+    played(scenario)
 
 
 def test_metrics_add_up_and_those_of_the_dead_stay() -> None:
