@@ -65,7 +65,7 @@ class ServerConfig(LogConfig):
     allowed_origins: tuple[str, ...] = setting(
         (),
         "origins whose pages may call the server (CORS); * for all",
-        read=parsing.item_or_list,
+        read=parsing.origins,
         metavar="ORIGIN",
         convert=parsing.flat,
     )
@@ -248,6 +248,12 @@ class ServerConfig(LogConfig):
     def model_names(self, own: str) -> list[str]:
         """Return the names that requests may use for a model named `own`; answers carry the first."""
         return list(self.served_model_name) or [own]
+
+    @property
+    def root(self) -> str:
+        """`root_path` with a slash before it and none after it; "" for none."""
+        stripped = self.root_path.strip("/")
+        return f"/{stripped}" if stripped else ""
 
     def check(self) -> None:
         """Raise ConfigError for settings that have no effect without another one that is not set."""

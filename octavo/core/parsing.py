@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
+"""What browsers send as `Origin`: scheme, host and port in lower case, without a path. It is compared as a text."""
 
 
 def word(text: str) -> str:
@@ -61,6 +65,15 @@ def item_or_list(text: str) -> list[str]:
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ValueError(f"{text!r} is neither a value nor a JSON list of strings")
     return items
+
+
+def origins(text: str) -> list[str]:
+    """Parse one origin, or a JSON list of them."""
+    found = item_or_list(text)
+    for origin in found:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is not an origin, such as https://example.com (in lower case), or *")
+    return found
 
 
 def flat(items: list[list[str]]) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class Door:
         self._ctx = ctx
         self._keys = ApiKeys(ctx.config.api_keys)
         # Requests are accepted with and without the root path: some proxies remove it, others don't.
-        self._root = "/" + ctx.config.root_path.strip("/") if ctx.config.root_path.strip("/") else ""
+        self._root = ctx.config.root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root

@@ -304,9 +304,7 @@ async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
 def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:
     url = base_url(config, sock)
     model = config.model_names(frontend.info.name)[0]
-    curl = curl_example(
-        url + config.root_path.rstrip("/"), model, frontend, needs_key=bool(config.api_keys), uds=config.uds
-    )
+    curl = curl_example(url + config.root, model, frontend, needs_key=bool(config.api_keys), uds=config.uds)
     has_page = config.uds is None and config.enable_docs and frontend.why_no_chat() is None
     hint = "Talk to it there in a browser, or try:" if has_page else "Try it:"
     return f"The server is ready at {config.uds or url} and serves {model}. {hint}\n  {curl}"

@@ -165,6 +165,9 @@ def test_a_variable_turns_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("max-num-seq: 4", "unknown setting 'max-num-seq'; did you mean max-num-seqs"),
         ("port: http", "port: 'http' is not a port"),
+        ("allowed-origins: a.example", "allowed-origins: 'a.example' is not an origin, such as https://"),
+        ("allowed-origins: https://a.example/", "'https://a.example/' is not an origin"),
+        ('allowed-origins: ["*", "https://A.example"]', "'https://A.example' is not an origin"),
         ("port: true", "port: must be one value, not True"),
         ("port: [1, 2]", "must be one value"),
         ("port:", "port: has no value"),

@@ -215,3 +215,12 @@ def test_requests_come_with_and_without_the_root_path(root: str) -> None:
     assert "/api/v1/models" in ask_now(app, "/", method="GET").json()["links"]
     assert b'fetch("./openapi.json")' in ask_now(app, "/api/docs", method="GET").body
     assert ask_now(app, "/api/openapi.json", method="GET").status == 200
+
+
+@pytest.mark.parametrize("root", ["/api", "api/"])
+def test_the_example_has_the_root_path(root: str) -> None:
+    async def scenario() -> None:
+        async with running(ServerConfig(port=0, log_stats_interval_s=0, root_path=root)) as (line, sock):
+            assert f"curl http://127.0.0.1:{sock.getsockname()[1]}/api{CHAT}" in line
+
+    asyncio.run(scenario())
