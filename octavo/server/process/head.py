@@ -23,6 +23,7 @@ from octavo.server.errors import ApiError
 from octavo.server.process.seldom import Seldom
 
 MAX_HEAD = 64 << 10
+_AROUND = len(": \r\n")
 _TLS = b"\x16\x03"
 """First bytes of a TLS handshake."""
 _IS_TLS = "A client (%s) began a TLS handshake: its URL must begin with http://, or this server needs --ssl-certfile."
@@ -71,7 +72,7 @@ class HttpConnection(HttpToolsProtocol):
             self._start_timer()
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD:
-                self._refuse(431, f"The request's headers are too large: at most {MAX_HEAD:,} bytes are taken.")
+                self._refuse_size()
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -82,7 +83,10 @@ class HttpConnection(HttpToolsProtocol):
                 self.handle_websocket_upgrade()
             else:
                 self._stay(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, _TooLargeError):
+                self._refuse_size()
+                return
             self.log.warning(_IS_TLS if data.startswith(_TLS) else _NO_HTTP, self.client[0] if self.client else "-")
             self.send_400_response("Invalid HTTP request received.")
 
@@ -107,6 +111,9 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._offers_another_protocol():
             return
+        # A head that comes in few pieces is complete before `data_received` counts it.
+        if len(self.url) + sum(len(name) + len(value) + _AROUND for name, value in self.headers) > MAX_HEAD:
+            raise _TooLargeError
         self._in_head, self._head_bytes = False, 0
         self._num_heads += 1
         self._stop_timer()
@@ -125,6 +132,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, f"{msg} Send HTTP/1.1 as RFC 9112 defines it; use an HTTP library.")
+
+    def _refuse_size(self) -> None:
+        self._refuse(431, f"The request's headers are too large: at most {MAX_HEAD:,} bytes are taken.")
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -154,6 +164,10 @@ class HttpConnection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+class _TooLargeError(Exception):
+    """Raised in a callback, so that the parser stops: a request's headers are too large."""
 
 
 class _UntilClosed:

@@ -89,6 +89,13 @@ def test_headers_without_end_are_refused() -> None:
     assert f"{MAX_HEAD:,} bytes" in error_of(answer, 431)
 
 
+@pytest.mark.parametrize("rest", [b"", b"\r\n".join([b"", GET + LAST])])
+def test_large_headers_are_refused_in_however_few_pieces_they_come(rest: bytes) -> None:
+    answer = sending(GET + b"X: " + b"y" * MAX_HEAD + b"\r\n\r\n" + rest)
+    assert f"{MAX_HEAD:,} bytes" in error_of(answer, 431)
+    assert b" 200 OK" in sending(GET + b"X: " + b"y" * (MAX_HEAD - 100) + b"\r\n" + LAST)
+
+
 def test_a_large_body_behind_its_head_is_none() -> None:
     pad = b" " * 3 * MAX_HEAD
     body = pad + json.dumps(HELLO).encode()
