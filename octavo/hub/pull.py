@@ -22,6 +22,7 @@ from octavo.hub.progress import Progress, silent
 _CHUNK = 1 << 20
 _WORK_PREFIX = "partial-"
 _REPORT_S = 0.1
+_ANOTHER = "Another folder is chosen by --download-dir, or by OCTAVO_CACHE."
 
 
 def model_folder(name: str, cache_dir: Path | None = None) -> Path:
@@ -174,10 +175,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ModelFileError(_no_room(folder, "the disk is full")) from exc
-        raise ModelFileError(
-            f"Octavo's cache {folder} can't be used: {exc}. Set OCTAVO_CACHE to a folder that can."
-        ) from exc
+        raise ModelFileError(f"The folder for models {folder} can't be used: {exc}. {_ANOTHER}") from exc
 
 
 def _no_room(folder: Path, what: str) -> str:
-    return f"The model does not fit into {folder}: {what}. Free some, or set OCTAVO_CACHE to a folder on another disk."
+    return f"The model does not fit into {folder}: {what}. Free some. {_ANOTHER}"

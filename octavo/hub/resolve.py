@@ -23,6 +23,8 @@ from octavo.hub.token_numbers import end_token
 
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _TOKENIZER_FILE = "tokenizer.json"
+_MAIN = "main"
+"""The revision that is taken if none is given; scripts give it for folders, too."""
 
 
 def resolve(
@@ -45,17 +47,20 @@ def resolve(
         weights: False if random weights are used: a folder with only config.json is enough.
 
     Raises:
-        ModelNotFoundError: no model has that name; the text lists the places searched, and ways to get it.
+        ModelNotFoundError: no model has that name; the text lists the places searched, and ways to get it. Or it has no
+            revisions.
         ModelFileError: found, but corrupt, truncated or incomplete; the text names the file.
     """
     need_weights = weights and not tokenizer_only
     kept_in = None if download_dir is None else Path(os.path.expanduser(download_dir))
     if model in CATALOGUE:
+        _refuse(revision, model, "it is in the catalogue")
         pulled = pull(model, cache_dir=kept_in, progress=progress)
         found = _from_disk(model, pulled, need_weights, tokenizer_only)
         return replace(found, generation_config={**CATALOGUE[model].sampling, **found.generation_config})
     path = Path(os.path.expanduser(model))
     if model and os.path.exists(path):
+        _refuse(revision, model, f"it is {path.absolute()}")
         return _from_disk(model, path, need_weights, tokenizer_only)
     if _looks_like_path(model):
         raise ModelNotFoundError(
@@ -92,6 +97,13 @@ def eos_token_ids(files: ModelFiles) -> list[int]:
     if named is not None and named not in found:
         found.append(named)
     return found
+
+
+def _refuse(revision: str | None, model: str, why: str) -> None:
+    if revision not in (None, _MAIN):
+        raise ModelNotFoundError(
+            f"{model!r} has no revision {revision!r}: {why}, and only Hugging Face ids have revisions. Leave it out."
+        )
 
 
 def _from_disk(name: str, path: Path, need_weights: bool, tokenizer_only: bool) -> ModelFiles:

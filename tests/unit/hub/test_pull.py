@@ -286,7 +286,7 @@ def test_a_cache_that_is_no_folder(entry: CatalogueEntry, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/tmp/" + "x" * 300])
 def test_a_cache_that_can_not_exist(entry: CatalogueEntry, folder: str) -> None:
-    with pytest.raises(ModelFileError, match=r"can't be used: .*OCTAVO_CACHE"):
+    with pytest.raises(ModelFileError, match=r"can't be used: .*--download-dir, or by OCTAVO_CACHE"):
         pull("toy", cache_dir=Path(folder))
 
 

@@ -256,6 +256,13 @@ def downloaded(cache: Path, revision: str, text: str) -> None:
     (snapshot / "tokenizer.json").write_text(text)
 
 
+def test_a_revision_of_what_has_none_is_refused(folder: Path) -> None:
+    for name, why in (("smollm2", "it is in the catalogue"), (str(folder), f"it is {folder}")):
+        with pytest.raises(ModelNotFoundError, match=f"has no revision 'v2': {why}"):
+            resolve(name, revision="v2")
+    assert resolve(str(folder), revision="main").path == folder
+
+
 def test_a_folder_for_downloads_and_another_revision_of_the_tokenizer(tmp_path: Path) -> None:
     downloaded(tmp_path, "main", "{}")
     downloaded(tmp_path, "v2", '{"two": 2}')
