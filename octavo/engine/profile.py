@@ -92,20 +92,33 @@ class Profiler:
         return self._spans
 
     def stop(self) -> str:
-        """Stop the profile and write it; return the path of the trace, or "" if no profile was running."""
+        """Stop the profile and write it; return the path of the trace, or "" if no profile was running.
+
+        Raises:
+            EngineStateError: it can't be written.
+        """
         spans, self._spans = self._spans, None
         if spans is None:
             return ""
         spans.release()
         path = self._settings.folder / (self._name + (".gz" if self._settings.use_gzip else ""))
-        with tempfile.TemporaryDirectory(dir=self._settings.folder, prefix=".profile-") as folder:
+        try:
+            self._write(spans, path)
+        except OSError as exc:
+            # Where torch can't write, such as on a full disk, it only leaves its file out.
+            raise EngineStateError(
+                f"The profile can't be written to {path.parent} ({exc.strerror}); make room, or the folder."
+            ) from exc
+        log.info("a profile of %d steps was written to %s", self._steps, path)
+        return str(path)
+
+    def _write(self, spans: Spans, path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
             seen, whole = Path(folder) / "seen.json", Path(folder) / path.name
             self._tracer.stop(seen)
             with seen.open(encoding="utf-8") as source, _open(whole) as out:
                 merge(source, spans, out)
             whole.replace(path)
-        log.info("a profile of %d steps was written to %s", self._steps, path)
-        return str(path)
 
     def counted(self, step: StepFunction) -> StepFunction:
         """Wrap a loop's step in a span; end the profile after a step that exceeds its limits."""

@@ -121,6 +121,16 @@ def test_a_trace_that_can_not_be_written_harms_no_request(tmp_path, caplog):
     assert "step" not in vars(loop)
 
 
+def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(EmptyTrace, "stop", lambda trace, path: None)  # as torch, which leaves its file out
+    loop = make_loop(tmp_path)
+    loop.start_profile()
+    with pytest.raises(EngineStateError, match=f"can't be written to {tmp_path} .* make room"):
+        loop.stop_profile()
+    assert loop.stop_profile() == ""
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_refused(tmp_path):
     loop = make_loop(tmp_path)
     for prefix in ("../x", "a b", "x" * 101):
