@@ -101,9 +101,12 @@ class NodeListener:
             return
         if not isinstance(asked, node_wire.Join) or asked.settings != self._settings:
             refusal = (
-                "its model, its settings or its key differ from those of node 0. Start all nodes with the same flags"
+                "its model, its settings, its key or its version of Octavo differ from those of node 0. Start all "
+                "nodes with the same flags"
             )
             with contextlib.suppress(OSError):
+                # The user may look at this machine alone, which continues to wait.
+                log.warning("a machine at %s is refused: %s.", peer.getpeername()[0], refusal)
                 peer.sendall(node_wire.framed(node_wire.Joined(None, refusal)))
             peer.close()
             return

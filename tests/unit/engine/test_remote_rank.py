@@ -13,7 +13,7 @@ from octavo.engine.remote_rank import NodeListener
 from octavo.engine.ring import RingWriter
 
 
-def test_a_machine_with_other_settings_is_refused() -> None:
+def test_a_machine_with_other_settings_is_refused_with_the_reason_on_both(caplog: pytest.LogCaptureFixture) -> None:
     listener, ring = NodeListener(0, "these", patience_s=1.0), RingWriter(1)
     errors: list[str] = []
 
@@ -28,10 +28,10 @@ def test_a_machine_with_other_settings_is_refused() -> None:
     with pytest.raises(ConfigError, match="Node 1 with rank 1 did not join within 1 s"):
         listener.admit(1, RankPlace(1, 2), 1, ring.handles(0))
     node.join()
+    reason = "its model, its settings, its key or its version of Octavo differ from those of node 0. Start all nodes"
     assert len(errors) == 1
-    assert errors[0].startswith(
-        "Node 0 refuses rank 1: its model, its settings or its key differ from those of node 0."
-    )
+    assert errors[0].startswith(f"Node 0 refuses rank 1: {reason}")
+    assert f"a machine at 127.0.0.1 is refused: {reason}" in caplog.text
     listener.close()
     ring.close()
 
