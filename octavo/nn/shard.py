@@ -54,7 +54,7 @@ class Heads:
             sizes = (size for size in range(1, heads + 1) if self._divide(size))
             raise ConfigError(
                 f"--tensor-parallel-size {mesh.size}: {heads} attention heads on {kv_heads} kv heads can't be divided "
-                f"over {mesh.size} devices. Set it to one of {', '.join(map(str, sizes))}."
+                f"over {mesh.size} devices. Of other numbers, the heads allow {', '.join(map(str, sizes))}."
             )
         return Heads(heads // mesh.size, max(1, kv_heads // mesh.size), self.head_dim, self.kv_dim)
 

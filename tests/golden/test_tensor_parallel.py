@@ -186,7 +186,7 @@ def test_features_that_do_not_divide_are_refused(shard: Any, size: int) -> None:
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     make_checkpoint("smollm", tmp_path)
     spec = spec_of(model_files(tmp_path).config)
-    with pytest.raises(ConfigError, match=r"over 2 devices. Set it to one of 1, 3, 9\."):
+    with pytest.raises(ConfigError, match=r"over 2 devices. Of other numbers, the heads allow 1, 3, 9\."):
         build_model(
             spec,
             dtype=torch.float32,
