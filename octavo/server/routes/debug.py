@@ -50,6 +50,7 @@ def debug_routes(ctx: ServerContext) -> APIRouter:
                 "engine": {
                     "healthy": health.ok,
                     "reason": health.reason,
+                    "paused": stats.paused,
                     "running": stats.num_running,
                     "waiting": stats.num_waiting,
                     "waits_for": stats.waits_for,

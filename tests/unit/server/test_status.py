@@ -10,6 +10,7 @@ import pytest
 from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
+from octavo.core.stats import EngineStats
 from octavo.version import __version__
 
 CHAT = "/v1/chat/completions"
@@ -92,6 +93,14 @@ def test_requests_on_their_way_are_listed_and_nobody_reads_them_without_a_key() 
         assert "Hello" not in str(before), "no prompts"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_pause_is_told_where_requests_that_wait_are_listed(paused: bool) -> None:
+    house = make_house(saying("x"))
+    house.engine.current = EngineStats(num_waiting=1, paused=paused)
+    told = get_now(house.app, "/debug/requests").json()["engine"]
+    assert (told["healthy"], told["waiting"], told["paused"]) == (True, 1, paused)
 
 
 def test_models() -> None:
