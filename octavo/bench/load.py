@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -136,4 +137,6 @@ async def first_model(
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{base_url}/v1/models (HTTP {response.status_code}) lists no model; give --model") from error
+        remedy = "--api-key" if response.status_code == HTTPStatus.UNAUTHORIZED else "--model"
+        told = f"HTTP {response.status_code}"
+        raise ConfigError(f"{base_url}/v1/models ({told}) lists no model; give {remedy}") from error

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from octavo.cli.flags.args import add_engine_settings, engine_config, values
+from octavo.cli.flags.args import add_engine_settings, engine_config
 from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.flags.sampling import add_sampling_flags, sampling_fields
 from octavo.cli.talk import ChatMessages, LocalSpeaker, RemoteSpeaker, Speaker, StreamedAnswer
@@ -47,7 +47,10 @@ def make_parser() -> OctavoParser:
     talk = parser.add_argument_group("conversation")
     talk.add_argument("--url", help=f"server to talk to (default: {DEFAULT_URL} if one is there)")
     talk.add_argument(
-        "--model-name", metavar="NAME", help="model to request from the server (default: the first that it lists)"
+        "--model-name",
+        dest="listed",
+        metavar="NAME",
+        help="model to request from the server (default: the first that it lists)",
     )
     talk.add_argument("--api-key", metavar="KEY", help="key for the server (default: $OCTAVO_API_KEY)")
     talk.add_argument("--system-prompt", metavar="TEXT", help="system prompt")
@@ -60,13 +63,14 @@ def make_parser() -> OctavoParser:
 
 async def find_speaker(parser: OctavoParser, args: argparse.Namespace) -> Speaker:
     fields = sampling_fields(args)
-    wants_own_engine = bool(values(parser, args))
+    # Variables don't count: they may be there for the server, as its key is.
+    wants_own_engine = bool(args.model_name or args.config or any("." in name for name in vars(args)))
     url = args.url or (None if wants_own_engine else await local_server())
     if url:
         api_key = args.api_key or os.environ.get("OCTAVO_API_KEY") or os.environ.get("VLLM_API_KEY")
         client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10))
         try:
-            return await RemoteSpeaker.connect(url, fields, model=args.model_name, api_key=api_key, client=client)
+            return await RemoteSpeaker.connect(url, fields, model=args.listed, api_key=api_key, client=client)
         except BaseException:
             await client.aclose()
             raise

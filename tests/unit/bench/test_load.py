@@ -174,6 +174,9 @@ def test_the_model_is_taken_from_the_server() -> None:
     assert asyncio.run(first_model("http://server", {}, listing)) == "first"
     with pytest.raises(ConfigError, match="give --model"):
         asyncio.run(first_model("http://server", {}, empty))
+    locked = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": {"message": "a key is required"}}))
+    with pytest.raises(ConfigError, match="give --api-key"):
+        asyncio.run(first_model("http://server", {}, locked))
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:

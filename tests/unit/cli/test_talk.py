@@ -361,6 +361,26 @@ def test_sampling_flags_reach_the_request() -> None:
     assert chat.sampling_fields(chat.make_parser().parse_args([])) == {}
 
 
+def test_the_server_on_this_machine_is_talked_to_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, Any]] = []
+
+    async def local_server() -> str:
+        return "http://here"
+
+    async def connect(url: str, fields: dict[str, Any], *, model: Any, api_key: Any, client: Any) -> LocalSpeaker:
+        await client.aclose()
+        asked.append((model, api_key))
+        return Stage().speaker()
+
+    monkeypatch.setattr(chat, "local_server", local_server)
+    monkeypatch.setattr(chat.RemoteSpeaker, "connect", connect)
+    monkeypatch.setenv("OCTAVO_API_KEY", "k")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert chat.run(["--model-name", "second", "-q", "hello"]) == 0
+    assert chat.run(["--api-key", "other", "-q", "hello"]) == 0
+    assert asked == [("second", "k"), (None, "other")]
+
+
 def test_a_model_on_the_command_line_means_an_engine_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[EngineConfig] = []
 
