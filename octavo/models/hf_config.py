@@ -35,9 +35,18 @@ def whole(config: Config, name: str, default: int | None = None) -> int:
 
 
 def value_or(config: Config, name: str, default: Any) -> Any:
-    """Return a field, or its default if it is missing or null."""
+    """Return a field, or its default if it is missing or null.
+
+    Raises:
+        ModelFileError: the default is a number or a truth value, and the field is a text.
+    """
     value = config.get(name)
-    return default if value is None else value
+    if value is None:
+        return default
+    if isinstance(value, str) and isinstance(default, int | float):
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ModelFileError(f"The model's config has {name}={value!r}, which should be {kind}.")
+    return value
 
 
 def only(config: Config, name: str, supported: Any) -> None:

@@ -305,6 +305,20 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("architecture", "name", "kind"),
+    [
+        ("LlamaForCausalLM", "rms_norm_eps", "a number"),
+        ("LlamaForCausalLM", "rope_theta", "a number"),
+        ("CohereForCausalLM", "logit_scale", "a number"),
+        ("FalconForCausalLM", "parallel_attn", "true or false"),
+    ],
+)
+def test_a_text_in_place_of_a_number_or_a_truth_value_is_named(architecture: str, name: str, kind: str) -> None:
+    with pytest.raises(ModelFileError, match=f"has {name}='no', which should be {kind}"):
+        spec_of(config(architecture, **{name: "no"}))
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
