@@ -6,6 +6,7 @@ The file is a stream of length-prefixed MessagePack records (`frames.py`): a `He
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -128,9 +129,10 @@ class PlanRecorder:
             self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # closing writes what is buffered, which fails again on a full disk
+                file.close()
 
     def _write(self, record: Record) -> None:
         data = frame(_encode(record))
