@@ -32,7 +32,6 @@ from octavo.core.worker_info import CacheSizes, LoadedFacts, WorkerFacts
 from octavo.device.early import begin_context, is_cpu, without_collection
 from octavo.engine.executor import WorkerBuild, WorkerPort
 from octavo.engine.loop import EngineLoop
-from octavo.engine.pace import Pace
 from octavo.engine.phases import OnPhase, PhaseTimer
 from octavo.engine.plan_codec import PlanCodec
 from octavo.engine.profile import Profiler
@@ -152,8 +151,7 @@ def _with_worker(
     scheduler.attach(port.call_hook)
     content = _content(config, files, worker.facts, loaded, port) if any(hook.tier for hook in hooks) else ""
     depth = steps_ahead(config, worker.facts)
-    pace = Pace() if depth == 1 and not config.parallel.divides_requests else None
-    loop = EngineLoop(scheduler, executor, depth, worker=port, profiler=profiler, content=content, pace=pace)
+    loop = EngineLoop(scheduler, executor, depth, worker=port, profiler=profiler, content=content)
     _warm_up(loop, timer, prompt_only="generate" not in tasks)
     if config.device.record_steps is not None:
         loop.record(_recorder(config, config.device.record_steps, worker.facts, sizes))

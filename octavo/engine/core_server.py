@@ -39,9 +39,6 @@ class Loop(Protocol):
     @property
     def starved(self) -> bool: ...
 
-    @property
-    def spare_s(self) -> float: ...
-
     def add(self, request: GenerateRequest) -> None: ...
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]: ...
@@ -93,8 +90,6 @@ LOST = 70
 """Exit code of a core whose device was lost (EX_SOFTWARE of sysexits.h)."""
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 1
-_LEAST_SPARE_S = 0.001
-"""The shortest wait for messages."""
 _UPDATE_POLL_MS = 20
 _HELLO_S = 1.0
 _LEAVE_S = 5.0
@@ -197,8 +192,6 @@ class CoreServer:
             if not self._only_polls():
                 self._send_news([])
             return
-        if loop.spare_s >= _LEAST_SPARE_S:
-            return
         deltas = loop.step()
         if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
             self._send_news(deltas)
@@ -224,7 +217,7 @@ class CoreServer:
         if self._answered:
             return 0
         if loop.busy:
-            return _STARVED_POLL_MS if loop.starved else int(loop.spare_s * 1000)
+            return _STARVED_POLL_MS if loop.starved else 0
         if self._calls:
             return _STARVED_POLL_MS
         return _UPDATE_POLL_MS if self._updates.busy else _IDLE_POLL_MS

@@ -18,7 +18,6 @@ from octavo.core.request import GenerateRequest
 from octavo.core.spans import Watched
 from octavo.core.stats import EngineStats
 from octavo.engine.executor import AnyExecutor, FixedWorker, LaunchedStep, Staged, WorkerPort
-from octavo.engine.pace import Pace
 from octavo.engine.pause import NoExecutor, PauseState, SleepState
 from octavo.engine.profile import Profiler
 from octavo.engine.realms import Realms
@@ -40,7 +39,6 @@ class EngineLoop:
         worker: WorkerPort | None = None,
         profiler: Profiler | None = None,
         content: str = "",
-        pace: Pace | None = None,
     ) -> None:
         """
         Args:
@@ -48,7 +46,6 @@ class EngineLoop:
             worker: the executor's worker; None for an executor that is never replaced.
             profiler: makes profiles; None if the engine was not started for them.
             content: what KV pages depend on besides tokens and updates of the weights; see `Realms`.
-            pace: how late steps are planned; None for at once.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -62,9 +59,8 @@ class EngineLoop:
         self._depth = depth
         self._flight: deque[LaunchedStep] = deque()
         self._ahead: tuple[StepPlan, LaunchedStep] | None = None
-        self._pace = pace
         self._launched = False
-        self._plan_s = self._waited_s = 0.0
+        self._plan_s = 0.0
 
     def record(self, recorder: PlanRecorder) -> None:
         """Record all steps from now on. No step is in flight."""
@@ -122,13 +118,6 @@ class EngineLoop:
         """Whether the last step computed nothing, and no transfer ended. The caller should wait a moment before the
         next one."""
         return not self._launched and not self._flight
-
-    @property
-    def spare_s(self) -> float:
-        """How long the caller should wait before the next step, for requests that may arrive, while it is `busy`."""
-        if self._pace is None or self._ahead is not None:
-            return 0.0
-        return self._pace.spare(time.perf_counter())
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request.
@@ -347,8 +336,6 @@ class EngineLoop:
         except Exception as error:
             self._flight.clear()
             self._ahead = None
-            if self._pace is not None:
-                self._pace.forget()
             lost = self._loss(error)
             if lost is None:
                 log.exception("a step failed; if it had several requests, they are recomputed one by one")
@@ -374,7 +361,7 @@ class EngineLoop:
         Deltas are added to `news` as they are made, so that a later failure can't lose them.
         """
         began = time.perf_counter()
-        self._plan_s = self._waited_s = 0.0
+        self._plan_s = 0.0
         begun, self._ahead = self._ahead or self._begin(news), None
         self._launched = begun is not None
         if begun is None:
@@ -388,10 +375,6 @@ class EngineLoop:
                 news += self._retire()
             self._executor.sample(step, self._scheduler.payload(plan))
             self._flight.append(step)
-            if self._pace is not None:
-                now = time.perf_counter()
-                sizes = sum(plan.num_tokens), len(plan.slots), self._scheduler.cache.pool.num_used
-                self._pace.launched(*sizes, spent=now - began - self._waited_s, at=now)
             if not plan.slots:
                 self._await_reports(news)
             if plan.needs_feedback and self._depth:
@@ -420,12 +403,7 @@ class EngineLoop:
 
     def _retire(self) -> list[TokenDelta]:
         step = self._flight.popleft()
-        began = time.perf_counter()
         output = step.result()
-        if self._pace is not None:
-            now = time.perf_counter()
-            self._pace.ended(waited=now - began, at=now)
-            self._waited_s += now - began
         if output.moved:
             self._launched = True  # a request may have waited for these pages: the next plan must not wait
         return self._scheduler.commit(step.plan, output)

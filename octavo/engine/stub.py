@@ -72,10 +72,6 @@ class StubLoop:
         return self._waits
 
     @property
-    def spare_s(self) -> float:
-        return 0.0
-
-    @property
     def lost(self) -> DeviceLostError | None:
         return None
 
