@@ -480,9 +480,14 @@ class KVCache:
         """Raise AssertionError unless pool and tree agree."""
         check_books(self.pool, self.tree, self.leases)
 
-    def check_empty(self, num_requests: int) -> None:
-        """Raise AssertionError if unleased blocks are held or `num_requests` is not 0. Call while nothing runs."""
-        self.check()
+    def check_empty(self, num_requests: int, *, books: bool = True) -> None:
+        """Raise AssertionError if unleased blocks are held or `num_requests` is not 0. Call while nothing runs.
+
+        Args:
+            books: also `check`, which takes 20 ms with 60,000 blocks.
+        """
+        if books:
+            self.check()
         left = self.pool.num_used - self.num_leased
         if num_requests or left:
             raise AssertionError(f"{left} blocks and {num_requests} requests are left although nothing runs")

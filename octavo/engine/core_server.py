@@ -77,7 +77,7 @@ class Loop(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def check_idle(self) -> None: ...
+    def check_idle(self, *, books: bool) -> None: ...
 
     def mend(self) -> None: ...
 
@@ -91,6 +91,8 @@ LOST = 70
 _IDLE_POLL_MS = 1000
 _STARVED_POLL_MS = 1
 _UPDATE_POLL_MS = 20
+_QUIET_S = 0.9
+"""The books are checked so long after the last request: clients send the next one at once, or later."""
 _HELLO_S = 1.0
 _LEAVE_S = 5.0
 _STATS_S = 0.05
@@ -124,6 +126,8 @@ class CoreServer:
         self._loop: Loop | None = None
         self._lost: wire.Lost | None = None
         self._stats_due = 0.0
+        self._unchecked_since: float | None = None
+        """When the engine became idle, if its books were not checked since then."""
         self._alive = True
         self._parent = os.getppid()
 
@@ -189,6 +193,9 @@ class CoreServer:
         """Run one step, or look after an idle engine, and send the news."""
         if not loop.busy:
             loop.idle()
+            if self._unchecked_since is not None and time.monotonic() - self._unchecked_since > _QUIET_S:
+                self._unchecked_since = None
+                self._check_idle(loop, books=True)
             if not self._only_polls():
                 self._send_news([])
             return
@@ -196,12 +203,13 @@ class CoreServer:
         if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
             self._send_news(deltas)
         if not loop.busy and loop.lost is None:
-            self._check_idle(loop)
+            self._unchecked_since = time.monotonic()
+            self._check_idle(loop, books=False)
 
-    def _check_idle(self, loop: Loop) -> None:
+    def _check_idle(self, loop: Loop, *, books: bool) -> None:
         """Check that nothing is left of the requests that have ended; what is left does not end the process."""
         try:
-            loop.check_idle()
+            loop.check_idle(books=books)
         except AssertionError:
             log.exception("a bug in Octavo left something of ended requests; it is freed, and cached prompts are lost")
             loop.mend()

@@ -293,10 +293,14 @@ class EngineLoop:
         stats.weight_version = self._worker.weight_version
         return stats
 
-    def check_idle(self) -> None:
-        """Check, while nothing runs, that no KV block leaked. Raise AssertionError if one did."""
+    def check_idle(self, *, books: bool = True) -> None:
+        """Check, while nothing runs, that no KV block leaked. Raise AssertionError if one did.
+
+        Args:
+            books: also check that all that tell where blocks are agree, for which a request that comes would wait.
+        """
         if not self._scheduler.has_work:  # otherwise paused requests hold blocks
-            self._scheduler.check_idle()
+            self._scheduler.check_idle(books=books)
 
     def mend(self) -> None:
         """Free what `check_idle` has found, and drop cached prompts. Nothing runs or waits."""

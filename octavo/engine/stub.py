@@ -162,7 +162,7 @@ class StubLoop:
         self._stats.num_running = len(self._rows)
         return self._stats
 
-    def check_idle(self) -> None:
+    def check_idle(self, *, books: bool = True) -> None:
         """Do nothing: a stub has no blocks."""
 
     def mend(self) -> None:

@@ -490,9 +490,13 @@ class Scheduler:
         stats.waits = {request.id: text for request in delayed if (text := reason(self._hooks, request))}
         return stats
 
-    def check_idle(self) -> None:
-        """Raise AssertionError if blocks are held although no request is alive."""
-        self.cache.check_empty(len(self._requests))
+    def check_idle(self, *, books: bool = True) -> None:
+        """Raise AssertionError if blocks are held although no request is alive.
+
+        Args:
+            books: as for `KVCache.check_empty`.
+        """
+        self.cache.check_empty(len(self._requests), books=books)
 
     def forget_past(self) -> None:
         """Drop cached contents and counters. Nothing may be running."""

@@ -27,10 +27,11 @@ from octavo.core.info import Received
 from octavo.core.output import FinishReason, TokenDelta
 from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.stats import FeatureMetric
-from octavo.engine import wire
+from octavo.engine import core_server, wire
 from octavo.engine.client import CoreClient
 from octavo.engine.frames import frame
 from octavo.engine.inbox import Inbox
+from octavo.engine.loop import EngineLoop
 from octavo.engine.process import CoreElsewhere
 from octavo.engine.toy import toy_generate
 from octavo.schedule.hooks import EngineHook
@@ -99,6 +100,31 @@ def test_one_choice_can_be_ended_alone(short_path):
             assert ends[0] is FinishReason.LENGTH
             assert lengths[0] == 30
             assert ends[1] in (FinishReason.ABORT, FinishReason.LENGTH)
+
+    run(main())
+
+
+def test_the_books_are_checked_once_the_engine_has_been_idle_for_a_while(short_path, monkeypatch):
+    """It takes longer than a client needs to send the next request."""
+    seen = []
+    check = EngineLoop.check_idle
+    monkeypatch.setattr(core_server, "_IDLE_POLL_MS", 1)
+    monkeypatch.setattr(core_server, "_QUIET_S", 60.0)
+    monkeypatch.setattr(
+        EngineLoop, "check_idle", lambda loop, *, books: (seen.append(books), check(loop, books=books))[1]
+    )
+
+    async def main():
+        async with client_of(short_path) as (client, _):
+            for name in "abc":
+                await tokens_of(client, ask(name))
+            await until(lambda: len(seen) == 3)
+            assert not any(seen)
+            monkeypatch.setattr(core_server, "_QUIET_S", 0.0)
+            await until(lambda: any(seen))
+            await tokens_of(client, ask("d"))
+            await until(lambda: len(seen) == 6)
+            assert seen == [False, False, False, True, False, True]
 
     run(main())
 
