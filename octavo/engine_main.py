@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 from octavo.config import DeviceConfig, EngineConfig
-from octavo.core.garbage import collect_seldom
+from octavo.core.garbage import Garbage
 from octavo.core.info import ModelInfo
 from octavo.core.log import FORM
 from octavo.core.memory import check_address_space, memory_errors
@@ -25,7 +25,7 @@ from octavo.native.needs import needed_libraries
 def main() -> int:
     listener, (config, files, log) = receive_payload()
     log.set_up(FORM)
-    code = CoreServer(listener).run(partial(_start, config, files))
+    code = CoreServer(listener, Garbage()).run(partial(_start, config, files))
     if code == LOST:
         _leave(code)
     return code
@@ -43,7 +43,6 @@ def _start(config: EngineConfig, files: ModelFiles, on_phase: OnPhase) -> tuple[
         core = build_core(config, files, on_phase)
     keep_freed_memory()
     switch_threads_often()
-    collect_seldom()
     return core
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.core.errors import DeviceLostError, EngineStateError, InvalidRequestError, OctavoError, internal_error
+from octavo.core.garbage import Garbage
 from octavo.core.info import ModelInfo
 from octavo.core.output import TokenDelta, failed
 from octavo.core.pausing import PauseMode, SleepTag
@@ -104,11 +104,13 @@ class CoreServer:
     Any number of front ends may connect. Each receives the deltas of its own requests, and the counters.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, garbage: Garbage | None = None) -> None:
         """
         Args:
             listener: from `listen_at`; it is closed at the end.
+            garbage: of the process; None to leave it to Python, as in a thread of another process.
         """
+        self._garbage = garbage
         self._connections = Connections(listener)
         self._clients: list[Connection] = []
         self._owner: dict[str, Connection] = {}
@@ -142,8 +144,8 @@ class CoreServer:
             self._broadcast(wire.Failed(Failure.of(error)))
             return self._close(1)
         self._broadcast(wire.Ready(self._info))
-        gc.collect()
-        gc.freeze()
+        if self._garbage is not None:
+            self._garbage.take_over()
         lost = self._serve(self._loop)
         if lost is not None:
             self._take_leave(lost)
@@ -196,10 +198,12 @@ class CoreServer:
             if self._unchecked_since is not None and time.monotonic() - self._unchecked_since > _QUIET_S:
                 self._unchecked_since = None
                 self._check_idle(loop, books=True)
+                self._collect_garbage(quiet=True)
             if not self._only_polls():
                 self._send_news([])
             return
         deltas = loop.step()
+        self._collect_garbage(quiet=False)
         if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
             self._send_news(deltas)
         if not loop.busy and loop.lost is None:
@@ -213,6 +217,10 @@ class CoreServer:
         except AssertionError:
             log.exception("a bug in Octavo left something of ended requests; it is freed, and cached prompts are lost")
             loop.mend()
+
+    def _collect_garbage(self, *, quiet: bool) -> None:
+        if self._garbage is not None:
+            self._garbage.collect(quiet=quiet)
 
     def _only_polls(self) -> bool:
         """Whether the loop turns often only since features' calls have no result yet, and gauges were just sent: making

@@ -156,6 +156,7 @@ class Requests:
         released(self._hooks, request)
         if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
             self._alive.pop(request.id, None)
+            request.siblings.part()
 
 
 def _begin_anew(request: Request) -> None:

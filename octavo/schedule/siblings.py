@@ -46,6 +46,10 @@ class Siblings:
     def join(self, request: Request) -> None:
         self._members.append(request)
 
+    def part(self) -> None:
+        """Let go of the sequences, which have all ended; otherwise only the garbage collector would free them."""
+        self._members.clear()
+
     def holds(self, request: Request) -> bool:
         """Return whether a sequence must wait, because its step of the round is in flight or reported."""
         return self.lockstep is not None and (request.inflight > 0 or request.index in self._reports)
