@@ -491,11 +491,7 @@ class Scheduler:
         return stats
 
     def check_idle(self, *, books: bool = True) -> None:
-        """Raise AssertionError if blocks are held although no request is alive.
-
-        Args:
-            books: as for `KVCache.check_empty`.
-        """
+        """Raise AssertionError if blocks are held although no request is alive; see `KVCache.check_empty`."""
         self.cache.check_empty(len(self._requests), books=books)
 
     def forget_past(self) -> None:
