@@ -477,15 +477,11 @@ class KVCache:
         self.pool.drop(block, keep=block in self.tree)
 
     def check(self) -> None:
-        """Raise AssertionError unless pool and tree agree."""
+        """Raise AssertionError unless pool and tree agree; takes 20 ms with 60,000 blocks."""
         check_books(self.pool, self.tree, self.leases)
 
     def check_empty(self, num_requests: int, *, books: bool = True) -> None:
-        """Raise AssertionError if unleased blocks are held or `num_requests` is not 0. Call while nothing runs.
-
-        Args:
-            books: also `check`, which takes 20 ms with 60,000 blocks.
-        """
+        """Raise AssertionError if unleased blocks or requests are left although nothing runs; `books`: also `check`."""
         if books:
             self.check()
         left = self.pool.num_used - self.num_leased
