@@ -440,10 +440,9 @@ class KVCache:
     def _copy(self, table: BlockTable, group: int, index: int, growth: Growth) -> None:
         """Replace a shared block by a private copy."""
         row = table.groups[group]
-        old, new = row[index], self._allocate(table.rank)
-        growth.copies.append((old, new))
-        growth.writes.append((group, index, new))
-        row[index] = new
+        old, row[index] = row[index], self._allocate(table.rank)
+        growth.copies.append((old, row[index]))
+        growth.writes.append((group, index, row[index]))
         self._drop(old)
         if index < table.num_registered and self.groups[group].grows:
             table.num_registered, table.node = 0, None
