@@ -24,7 +24,7 @@ MAMBA |= {"architectures": ["MambaForCausalLM"]}
 @pytest.mark.parametrize(
     ("config", "settings", "says"),
     [
-        (toy_models.LLAMA, {"tensor_parallel_size": 3}, "--tensor-parallel-size 3: 4 attention heads .*one of 1, 2, 4"),
+        (toy_models.LLAMA, {"tensor_parallel_size": 3}, "--tensor-parallel-size 3: 4 attention heads .*allow 1, 2, 4"),
         (toy_models.LLAMA, {"pipeline_parallel_size": 9}, "--pipeline-parallel-size 9: the model has 2 layers"),
         (toy_models.LLAMA, {"pipeline_parallel_size": 2, "pipeline_layers": (3, 1)}, "--pipeline-layers 3,1 does not"),
         (MAMBA, {"prefill_context_parallel_size": 2}, "recurrent layers.*or set --tensor-parallel-size"),
