@@ -2,8 +2,8 @@
 
 Steps have these variants: None (no row has an adapter, and the layers are as without this feature); "lora" (low-rank
 additions to linear layers) and "experts" (to experts, too), by kernels where there are some; and "general" (also gains,
-saved modules and embeddings; in torch, never recorded). A native program computes gains in "lora" and "experts"; in
-"ends" (never recorded), torch changes embeddings and logits around it.
+saved modules and embeddings; in torch, but not experts; never recorded). A native program computes gains in "lora" and
+"experts"; in "ends" (never recorded), torch changes embeddings and logits around it.
 """
 
 from __future__ import annotations
@@ -269,19 +269,15 @@ class LoraWorker(WorkerHook):
             own = {place: (self._in_program(*product), product[1]) for place, product in products.items()}
             native = NativeExperts(own, self._max_rank)
             return {EXPERTS: native, ENDS: native}
-        plain = TorchExperts(products, weights, self._batch)
-        if not self._site.device.resident:
-            return {EXPERTS: plain, GENERAL: plain}
         first, target = products[0, False]
-        if first in self._unserved:
-            return {GENERAL: plain}
-        from octavo.features.lora.gpu_experts import (
-            KernelExperts,
-        )  # needs triton, which machines without a GPU may lack
+        if self._site.device.resident and first not in self._unserved:
+            from octavo.features.lora.gpu_experts import KernelExperts  # needs triton, too
 
-        both = target, products[0, True][1]
-        added = KernelExperts(self._memory, self._tables, both, first, self._max_rank, self._batch)
-        return {EXPERTS: added, GENERAL: plain}
+            both = target, products[0, True][1]
+            added = KernelExperts(self._memory, self._tables, both, first, self._max_rank, self._batch)
+            return {EXPERTS: added, GENERAL: added}
+        plain = TorchExperts(products, weights, self._batch)
+        return {GENERAL: plain} if self._site.device.resident else {EXPERTS: plain, GENERAL: plain}
 
     def _in_program(self, index: int, target: Target) -> NativeDelta:
         assert self._native is not None, "the model is a native program"

@@ -6,6 +6,7 @@ On a GPU steps are recorded; without one, kernels in Triton are interpreted and 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 pytest.importorskip("triton")
 
 from cuda_on_cpu import EmulatedKernel
+from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
+from tiny_adapters import merged, save_adapter
 from tiny_expert_adapters import FORMS, save_and_merge
 from toy_engine import drive, tiny_config, tokens_of
 from toy_graphs import recorded_graphs
@@ -47,6 +50,17 @@ def tokens(model: Path, asked: list[GenerateRequest], **settings: Any) -> dict[t
     return found
 
 
+def with_magnitudes(root: Path) -> tuple[Path, Path]:
+    """Return an adapter of attention in whose steps all but experts is computed in torch, and the merged model."""
+    config, folder = json.loads((root / "base" / "config.json").read_text()), root / "magnitudes-merged"
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapter = save_adapter(root / "magnitudes", config, seed=7, rank=4, targets=targets, use_dora=True)
+    folder.mkdir()
+    save_file(merged(load_file(root / "base" / "model.safetensors"), adapter), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return adapter, folder
+
+
 @pytest.mark.parametrize(
     "family", [one if GPU or not CASES[one] else pytest.param(one, marks=pytest.mark.slow) for one in CASES]
 )
@@ -68,6 +82,12 @@ def test_tokens_are_those_of_merged_experts(family: str, tmp_path: Path, monkeyp
         alone = asking(name, number, base=True)
         expected |= tokens(folder, [alone], device="cpu", attention_backend="torch")
 
+    if family == "qwen3-moe":
+        adapter, folder = with_magnitudes(tmp_path)
+        modules.append(f"magnitudes={adapter}")
+        asked.append(asking("magnitudes", 3, base=False))
+        alone = asking("magnitudes", 3, base=True)
+        expected |= tokens(folder, [alone], device="cpu", attention_backend="torch")
     if not GPU:
         EmulatedKernel.folder = tmp_path
         monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
