@@ -13,7 +13,8 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,18 +33,12 @@ from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import expert_products as products
 from octavo.nn.ops.experts import mix
 from octavo.nn.ops.unfused_experts import mix_adding
+from octavo.worker.blocks import Blocks
 
 SLICES, SLICE_BYTES = 96, 16 * 512 * 2
 """Of a block with 16 tokens: keys and values of 48 layers."""
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-
-
-class Memory:
-    """What `Weights` reads of blocks."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
 
 
 class Adapters:
@@ -67,7 +62,8 @@ class Adapters:
             self.tables.enter(index, blocks[index].tolist(), placed)
         self.batch = Batch(16384, count, link, -(-rank // RANKS))
         self.kernels = KernelExperts(pool, self.tables, (first, second), 0, rank, self.batch)
-        weights = Weights(Memory(pool.view(torch.uint8)), self.tables, DTYPE, link)  # type: ignore[arg-type]
+        blocks_in_use = cast("Blocks", SimpleNamespace(memory=pool.view(torch.uint8)))  # all that is read of them
+        weights = Weights(blocks_in_use, self.tables, DTYPE, link)
         places = {(i // 2, i % 2 == 1): (i, target) for i, target in enumerate(targets)}
         self.torch = TorchExperts(places, weights, self.batch)
 

@@ -63,7 +63,7 @@ def make_parser() -> OctavoParser:
 
 async def find_speaker(parser: OctavoParser, args: argparse.Namespace) -> Speaker:
     fields = sampling_fields(args)
-    # Variables don't count: they may be there for the server, as its key is.
+    # Settings of an engine, whose targets have a dot. Variables don't count: they may be there for the server.
     wants_own_engine = bool(args.model_name or args.config or any("." in name for name in vars(args)))
     url = args.url or (None if wants_own_engine else await local_server())
     if url:

@@ -33,7 +33,7 @@ class Garbage:
         self._last = time.monotonic()
 
     def collect(self, *, quiet: bool) -> None:
-        """Collect if the last time is a while ago: less so while nothing waits (`quiet`)."""
+        """Collect if the last time is ten minutes ago; one minute if it is `quiet`, so that nothing waits for it."""
         if time.monotonic() - self._last > (_QUIET_S if quiet else _BUSY_S):
             gc.collect()
             self._last = time.monotonic()
