@@ -68,12 +68,15 @@ class ParallelConfig:
         "with --enable-expert-parallel, how ranks add up experts' outputs: all, or only those of the tokens that "
         "chose a rank's experts (docs/parallel.md)",
     )
-    enable_dbo: bool = setting(
-        False,
-        "compute steps with prompts in two parts, so that one's sums over ranks run while the other computes",
+    enable_dbo: bool | None = setting(
+        None,
+        "compute steps with prompts in two parts, so that one's sums over ranks run while the other computes; by "
+        "default for dense models on GPUs whose copy engines move what is summed",
+        shown="where it pays",
+        switch=True,
     )
     dbo_prefill_token_threshold: int = setting(
-        512,
+        2048,
         "fewest tokens of a step that --enable-dbo computes in two parts",
         read=quantities.count,
         metavar="N",
@@ -172,7 +175,7 @@ class ParallelConfig:
                 f"--prefill-context-parallel-threshold {contexts} is for --prefill-context-parallel-size above 1. Set "
                 "that, or leave it out."
             )
-        if parts != usual.dbo_prefill_token_threshold and not self.enable_dbo:
+        if parts != usual.dbo_prefill_token_threshold and not self.may_part:
             raise ConfigError(
                 f"--dbo-prefill-token-threshold {parts} is for --enable-dbo. Set that flag, or leave this one out."
             )
@@ -211,9 +214,16 @@ class ParallelConfig:
         return 1 if self.divides_requests else self.data_parallel_size
 
     @property
+    def may_part(self) -> bool:
+        """Whether steps may be computed in two parts."""
+        if self.enable_dbo is not None:
+            return self.enable_dbo
+        return self.tensor_parallel_size > 1 and self.prefill_context_parallel_size == 1
+
+    @property
     def sums(self) -> dict[str, bool]:
         """How ranks may sum; see `join` in `parallel/join.py`."""
-        return {"peers": not self.disable_custom_all_reduce, "later": self.enable_dbo}
+        return {"peers": not self.disable_custom_all_reduce, "later": self.may_part}
 
     @property
     def exchanges_rows(self) -> bool:

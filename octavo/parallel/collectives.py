@@ -60,6 +60,10 @@ class PendingSum(Protocol):
 class BeginningSums(Protocol):
     """`Collectives` that can sum while the device computes."""
 
+    def hides_sums(self) -> bool:
+        """Return whether what is computed beside a sum takes about as long as alone."""
+        ...
+
     def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
         """Begin to sum x over all ranks, which may overwrite it and must not be changed meanwhile; None if that would
         not be done beside computation."""
@@ -111,6 +115,9 @@ class TorchCollectives:
         x = x.contiguous()
         torch.distributed.all_reduce(x, group=self._group)
         return x
+
+    def hides_sums(self) -> bool:
+        return False  # NCCL takes multiprocessors
 
     def begin_sum(self, x: Tensor) -> PendingSum | None:
         if not self._later:

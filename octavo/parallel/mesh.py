@@ -57,6 +57,11 @@ class Mesh:
         group = self.group
         return cast(BeginningSums, group).begin_sum(x) if _offers(group, BeginningSums) else None
 
+    def hides_sums(self) -> bool:
+        """Return whether what is computed beside a sum that was begun takes about as long as alone."""
+        group = self.group
+        return _offers(group, BeginningSums) and cast(BeginningSums, group).hides_sums()
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""
         return x if self.size == 1 else torch.cat(self._joined.all_gather(x), dim=-1)

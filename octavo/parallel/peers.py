@@ -131,6 +131,9 @@ class PeerCollectives:
         fits = x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots and x.dim() == 2
         return PeerSum(self, x) if self._stores(x) or (fits and self._row_words(x) == _words(x) > 0) else None
 
+    def hides_sums(self) -> bool:
+        return self.copies is not None
+
     def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
         """See `BeginningSums`. Beside computation NCCL loses what it takes of that, so it is only for what would be its
         own anyway."""

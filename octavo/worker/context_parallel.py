@@ -196,7 +196,7 @@ def forward_of(
         ConfigError: the tokens of this model can't be divided.
     """
     if mesh.context is None:
-        return micro_batches_of(model, attention, block_size, parallel)
+        return micro_batches_of(model, attention, block_size, parallel, mesh)
     check_contexts(model, parallel)
     assert isinstance(model, CausalLM)
     least = parallel.prefill_context_parallel_threshold

@@ -16,9 +16,12 @@ from octavo.config import ParallelConfig
 from octavo.core.errors import ConfigError
 from octavo.models.decoder import CausalLM, DecoderLayer
 from octavo.models.model import Model
+from octavo.nn.experts import ExpertLayer
+from octavo.nn.latent.layer import PagedLatents
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
+from octavo.parallel.mesh import Mesh
 from octavo.worker.parts import Forward, Prepares
 
 _ALIGNED = 16
@@ -113,17 +116,29 @@ def divided(step: StepInput, cut: int) -> tuple[StepInput, StepInput]:
     return first, second
 
 
-def micro_batches_of(model: Model, attention: Prepares, block_size: int, parallel: ParallelConfig) -> Forward | None:
-    """Return what computes large steps in two parts; None without the setting.
+def micro_batches_of(
+    model: Model, attention: Prepares, block_size: int, parallel: ParallelConfig, mesh: Mesh
+) -> Forward | None:
+    """Return what computes large steps in two parts; None where it is off, or not set and would not pay.
 
     Raises:
         ConfigError: the steps of this model can't be divided.
     """
-    if not parallel.enable_dbo:
+    if not parallel.may_part:
         return None
     check_micro_batches(model, parallel)
+    if parallel.enable_dbo is None and not _pays(model, mesh):
+        return None
     assert isinstance(model, CausalLM)
     return MicroBatches(model, attention, block_size, parallel.dbo_prefill_token_threshold).forward
+
+
+def _pays(model: Model, mesh: Mesh) -> bool:
+    """Return whether steps in two parts are faster. Not with experts, of which each part reads all, nor with latent
+    attention, where the second part expands what the first has cached."""
+    if not (mesh.hides_sums() and isinstance(model, CausalLM) and has_only_attention(model)):
+        return False
+    return not any(isinstance(one, ExpertLayer | PagedLatents) for one in model.modules())
 
 
 def check_micro_batches(model: object, parallel: ParallelConfig) -> None:

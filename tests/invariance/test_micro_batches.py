@@ -46,6 +46,10 @@ class BeginningRanks(ThreadCollectives):
     """A class of its own: that a class has the method is remembered for good (`isinstance` with a protocol)."""
 
     kind = Later
+    hidden = True
+
+    def hides_sums(self) -> bool:
+        return self.hidden
 
     def begin_sum(self, x: Tensor) -> Later:
         return self.kind(self, x)
@@ -81,6 +85,21 @@ def test_sums_of_whole_steps_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(MicroBatches, "takes", lambda one, step: False)
     assert run(MODELS["windows"], **TWO) == run(MODELS["windows"])
     assert Later.awaited == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden", "parts"),
+    [
+        pytest.param("windows", True, True, id="a dense model"),
+        pytest.param("windows", False, False, id="sums that slow what is beside them"),
+        pytest.param("latent attention", True, False, id="latent attention"),
+    ],
+)
+def test_where_parts_pay_by_themselves(model: str, hidden: bool, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BeginningRanks, "hidden", hidden)
+    settings = {name: value for name, value in TWO.items() if name != "enable_dbo"}
+    assert run(MODELS[model], **settings) == run(MODELS[model])
+    assert (Later.awaited > 0) == parts
 
 
 @pytest.mark.slow

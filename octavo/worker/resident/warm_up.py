@@ -33,7 +33,10 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int
     all_slots = slots.num_slots
     long = min(slots.max_model_len - 1, max_tokens)
     long_rows = min(max(1, max_tokens // long), all_slots)
-    rest = min(slots.max_model_len - 1, max(9, max_tokens - all_slots + 1))
+    # The longest step has the largest activations, the one of all rows the largest logits: so this needs no more tokens
+    # than a step that is not recorded.
+    unrecorded = min(max_tokens, max(token_counts(max_tokens), default=0) + 1)
+    rest = min(slots.max_model_len - 1, max(9, unrecorded - all_slots + 1))
     for counts in ([1, 1, 9], [2, 2], [long] * long_rows, [1] * (all_slots - 1) + [rest]):
         step = runner.forward(_trial(counts[-all_slots:], len(slots.block_tables)))
         runner.sample(step, {})
