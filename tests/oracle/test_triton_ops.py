@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from octavo.nn.attention import triton
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton import TritonAttention, rotate_and_write
-from octavo.nn.ops import gating, triton_activation, triton_norm
+from octavo.nn.ops import triton_activation, triton_norm
 from octavo.nn.ops.rope import apply_rope
 from octavo.nn.step import StepInput
 
@@ -201,32 +201,3 @@ def step(positions: torch.Tensor, slots: torch.Tensor) -> StepInput:
         max_query_len=1,
         max_seq_len=1,
     )
-
-
-# The interpreter takes bfloat16 tiles of a descriptor for integers.
-@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])], ids=str)
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 128), (130, 456), (300, 1024)])
-def test_gated_product(generator, dtype, rows, outputs):
-    weight = torch.randn(2 * outputs, 128, generator=generator).to(dtype) / 8
-    x = torch.randn(rows, 128, generator=generator).to(dtype)
-    there = weight.to(DEVICE)
-    if DEVICE.type == "cuda" and not gating.serves(128, there):
-        pytest.skip("needs a Hopper GPU")
-    got = gating.gated_product(x.to(DEVICE), there)
-    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
-    assert got.shape == (rows, outputs)
-    assert_close(got, torch.nn.functional.silu(gate) * up)
-
-
-@pytest.mark.parametrize("side_by_side", [1, 3, 33, 66, 132])
-@pytest.mark.parametrize("columns", [32, 96, 1000, 14336])
-def test_tiles_of_a_gated_product_hold_all_columns(columns, side_by_side):
-    wide, slim = gating.divided(columns, side_by_side)
-    assert wide * 128 + slim * 96 >= columns
-    assert wide == 0 or (wide - 1) * 128 + slim * 96 < columns
-    assert slim == 0 or wide * 128 + (slim - 1) * 96 < columns
-
-
-def test_the_last_round_is_narrower_where_that_saves_time():
-    assert gating.divided(14336, 132) == (112, 0)
-    assert gating.divided(14336, 66) == (66, 62)

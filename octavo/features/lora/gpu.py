@@ -19,8 +19,8 @@ from octavo.features.lora.triton_row import adapted_row_kernel, row_expand_kerne
 from octavo.nn.delta import Addition, Delta
 from octavo.nn.ops import row16, stored_row
 from octavo.nn.ops.few_rows import row_plan
-from octavo.nn.ops.gating import multiprocessors
 from octavo.nn.ops.one_row import takes_ring
+from octavo.nn.ops.ring import multiprocessors
 from octavo.nn.ops.triton_overlap import overlap
 
 MAX_PARTS = 3

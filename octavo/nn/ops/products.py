@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 from triton.errors import TritonError
 
 from octavo.hub.cache import kernel_dir
-from octavo.nn.ops import few_rows, gating, row16, triton_norm
+from octavo.nn.ops import few_rows, row16, triton_norm
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.cublaslt import Library, Product, algorithm_of, aligned, library
 from octavo.nn.ops.race import Track
@@ -35,8 +34,8 @@ _ROUNDS = 2
 _FEW_ROWS = 256
 _BONUS = 0.98
 _ROUNDED = 0.02
-_MAX_PAIRED = 512
-"""Most rows for which fusing a product with the next operation is tried; with more, launches fill the GPU anyway."""
+_MOST_HALVED = 512
+"""Most rows for which a product in halves is tried; with more, launches fill the GPU anyway."""
 _EVEN = 256
 """If this divides the number of inputs, both halves are aligned as the library requires."""
 _STEP = 64
@@ -76,7 +75,6 @@ class Products:
         self._path = path
         self._chosen: dict[ProductShape, tuple[Product, bytes]] = {}
         self._halved: dict[ProductShape, tuple[Product, bytes]] = {}
-        self._gated: set[ProductShape] = set()
         self._known: dict[str, str] = _read(path)
         self._track = Track()
         self.tried = 0
@@ -105,19 +103,10 @@ class Products:
         product.into(out, x, weight, algorithm)
         return out
 
-    def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """Return silu(first half) * second half of the outputs, in the product's launch; None if not chosen."""
-        return gating.gated_product(x, weight) if self.gates(x, weight) else None
-
-    def gates(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether the gate in the product's launch was chosen."""
-        shape = (x.shape[0], weight.shape[0], x.shape[1], x.dtype, weight.dtype)
-        return shape in self._gated and aligned(x, weight)
-
     @property
-    def paired(self) -> tuple[int, int]:
-        """Return the number of shapes computed in halves, and of those gated in the product's launch."""
-        return len(self._halved), len(self._gated)
+    def num_halved(self) -> int:
+        """The number of shapes computed in halves."""
+        return len(self._halved)
 
     def choose(self, like: Like, rows: Iterable[int]) -> None:
         """Choose among the library's algorithms for these numbers of rows, and run the chosen ones once to load
@@ -125,20 +114,17 @@ class Products:
         for count in _tried_first(like, rows):
             self._choose_one(count, like)
 
-    def pair(self, like: Like, rows: Iterable[int]) -> None:
-        """For shapes with a chosen algorithm, choose whether Octavo's kernels fuse the product with the next
-        operation."""
+    def choose_halves(self, like: Like, rows: Iterable[int]) -> None:
+        """For shapes with a chosen algorithm, choose whether they are computed in halves, which the next norm adds."""
         weight = like.weights[0]
         outputs, inputs = weight.shape
+        if not (like.added and like.dtype == weight.dtype and inputs % _EVEN == 0):
+            return
         for count in _tried_first(like, rows):
             shape = (count, outputs, inputs, weight.dtype, like.dtype)
-            if shape not in self._chosen or count > _MAX_PAIRED:
-                continue
-            x = torch.randn(count, inputs, dtype=weight.dtype, device=weight.device)
-            if like.added and like.dtype == weight.dtype and inputs % _EVEN == 0:
+            if shape in self._chosen and count <= _MOST_HALVED:
+                x = torch.randn(count, inputs, dtype=weight.dtype, device=weight.device)
                 self._choose_halves(shape, x, like)
-            if like.gated and gating.serves(count, weight):
-                self._choose_gated(shape, x, like)
 
     def choose_ring(self, like: Like, usual: Usual) -> None:
         """Choose whether Octavo's kernel multiplies few rows; call it when all else is chosen."""
@@ -169,7 +155,7 @@ class Products:
         """Choose whether a product in halves, summed by the norm, is faster than one that adds to the stream itself."""
         rows, outputs, inputs, kind, dtype = shape
         product = Product(self._lib, kind, dtype, rows, outputs, inputs, parts=2)
-        name = self._name_of_pair(shape, "halves")
+        name = self._name_of_halves(shape)
         if name not in self._known:
             self._known[name] = self._fastest_halves(shape, product, x, like).hex()
             self.tried += 1
@@ -199,27 +185,6 @@ class Products:
 
         return algorithm if self._pays(in_halves, at_once, like.weights, rows) else b""
 
-    def _choose_gated(self, shape: ProductShape, x: Tensor, like: Like) -> None:
-        """Choose whether product and gate in one launch are faster than two launches."""
-        product, algorithm = self._chosen[shape]
-        out = torch.empty(*shape[:2], dtype=like.dtype, device=x.device)
-
-        def apart(weight: Tensor) -> Tensor:
-            product.into(out, x, weight, algorithm)
-            return silu_mul(out)
-
-        def together(weight: Tensor) -> Tensor:
-            return gating.gated_product(x, weight)
-
-        name = self._name_of_pair(shape, f"gated-{triton.__version__}")
-        if name not in self._known:
-            weights = like.weights
-            self._known[name] = "together" if self._better(together, apart, weights, shape[0]) else ""
-            self.tried += 1
-        if self._known[name]:
-            self._gated.add(shape)
-            self.gated(x, like.weights[0])
-
     def _better(
         self,
         other: Callable[[Tensor], Tensor],
@@ -243,9 +208,9 @@ class Products:
         before, after = self._track.race((usual, other), weights, rows, _ROUNDS + 1)
         return after < _BONUS * before
 
-    def _name_of_pair(self, shape: ProductShape, what: str) -> str:
+    def _name_of_halves(self, shape: ProductShape) -> str:
         """Return the key of a choice on disk."""
-        own, next_to_it = (f"{_name((rows, *shape[1:]))}-{what}" for rows in (shape[0], _tried_for(shape[0])))
+        own, next_to_it = (f"{_name((rows, *shape[1:]))}-halves" for rows in (shape[0], _tried_for(shape[0])))
         return next_to_it if own not in self._known and next_to_it in self._known else own
 
     def known(self) -> dict[str, str]:
@@ -310,16 +275,16 @@ def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]
     wait()
     again = time.perf_counter()
     for like in narrow:
-        owner.pair(like, rows)
+        owner.choose_halves(like, rows)
     for like in narrow:
         owner.choose_ring(like, sys.modules[__name__])
     owner.save()
     log.info(
-        "chose matrix products for %d shapes in %.1f s, %d measured; %d in halves, %d with a fused gate",
+        "chose matrix products for %d shapes in %.1f s, %d measured; %d in halves",
         len(groups) * len(rows),
         time.perf_counter() - again + middle - began,
         owner.tried,
-        *owner.paired,
+        owner.num_halved,
     )
 
 
@@ -368,15 +333,7 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
     """Return silu(x @ gate^T) * (x @ up^T): [M, K] to [M, N], for weight [2N, K]; contiguous tensors of one dtype."""
     if _takes_ring(x, weight, x.dtype, gated=True):
         return row16.rows_product(x, weight, gated=True)
-    owner = products() if x.is_cuda else None
-    out = None if owner is None else owner.gated(x, weight)
-    return silu_mul(linear(x, weight, None)) if out is None else out
-
-
-def gates(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the gated product in one launch was measured to be faster than two launches."""
-    owner = products() if x.is_cuda else None
-    return owner is not None and owner.gates(x, weight)
+    return silu_mul(linear(x, weight, None))
 
 
 def _takes_ring(x: Tensor, weight: Tensor, result: torch.dtype, *, gated: bool = False, added: bool = False) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.nn.ops import few_rows, gating, row16, triton_activation
+from octavo.nn.ops import few_rows, row16, triton_activation
 from octavo.nn.ops.one_row import takes_ring
 from octavo.nn.ops.ring import RowForm
 
@@ -58,12 +58,9 @@ def launch(form: PlainForm, dtype: torch.dtype, residual: torch.dtype, device: t
     _launch_row(form, weight, bias, empty, residual)
     if form.gates:
         triton_activation.silu_mul(empty(2, form.outputs))
-    if dtype.itemsize == 2 and not form.biased:
-        if not form.wide and few_rows.pays(2, form.outputs):
-            added = empty(2, form.outputs) if form.last and form.added and residual == dtype else None
-            few_rows.few_product(empty(2, form.inputs), weight, added)
-        if form.gates and gating.serves(gating.TYPICAL, weight):
-            gating.gated_product(empty(gating.TYPICAL, form.inputs), weight)
+    if dtype.itemsize == 2 and not form.biased and not form.wide and few_rows.pays(2, form.outputs):
+        added = empty(2, form.outputs) if form.last and form.added and residual == dtype else None
+        few_rows.few_product(empty(2, form.inputs), weight, added)
 
 
 def _launch_row(
