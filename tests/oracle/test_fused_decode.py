@@ -51,8 +51,8 @@ COMPILED = [
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not HOPPER:
         monkeypatch.setattr(fused_decode, "_usable", lambda device: True)
-        monkeypatch.setattr(fused_decode, "_LARGE", {})
-        monkeypatch.setattr(fused_decode, "_SMALL", fused_decode.Division(1, 32, 2))
+        for divisions in ("_LARGE", "_SMALL"):
+            monkeypatch.setattr(fused_decode, divisions, {32: fused_decode.Division(1, 32, 2)})
         monkeypatch.setattr(EmulatedKernel, "folder", tmp_path, raising=False)
         monkeypatch.setattr(EmulatedKernel, "late", (False, True))
         monkeypatch.setattr(
@@ -69,6 +69,20 @@ def test_decoding(options, dtype, normed, trial):
     rng.shuffle(rows)
     case = ragged.make_case(rng.randrange(2**31), dtype, block_size=rng.choice([8, 16, 32]), rows=rows, **options)
     Decoding(case, TritonAttention(dtype, case.spec), normed).check()
+
+
+@pytest.mark.parametrize(
+    "division",
+    [*fused_decode._LARGE.values(), *fused_decode._SMALL.values()] if HOPPER else [fused_decode.Division(1, 8, 1)],
+    ids=str,
+)
+def test_each_division(division: fused_decode.Division, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decode, "_division_of", lambda clusters, dim: division)
+    seed = int.from_bytes(os.urandom(4), "little")
+    rows = [(length, 1) for length in random.Random(seed).sample(LENGTHS, 5)]
+    options = {"heads": (2, 8), "head_dim": 128} if HOPPER else OPTIONS[0]
+    case = ragged.make_case(seed, torch.bfloat16, block_size=16, rows=rows, **options)
+    Decoding(case, TritonAttention(torch.bfloat16, case.spec), False).check()
 
 
 class Decoding:
@@ -145,8 +159,9 @@ def test_which_rows_are_served():
         qkv = torch.empty(1, 8, 64, dtype=dtype, device=DEVICE)
         return fused_decode.serves(few, qkv, (norm, norm, 1e-5), cache.to(kind), case.spec)
 
-    assert serves(Few(None, 16, 1))
-    assert not serves(Few(None, 17, 1)), "more rows than one launch supports"
+    most = max(fused_decode._divisions(64)) // 2
+    assert serves(Few(None, most, 1))
+    assert not serves(Few(None, most + 1, 1)), "more rows than one launch supports"
     assert not serves(Few(None, 1, 8))
     assert not serves(Few(torch.zeros(1, dtype=torch.int32, device=DEVICE), 1, 1))
     assert not serves(Few(None, 1, 1), kind=torch.float8_e5m2)

@@ -23,8 +23,6 @@ from octavo.nn.ops import nvrtc
 from octavo.nn.ops.nvrtc import Kernel, address
 from octavo.nn.step import StepInput
 
-_MOST_HEADS = 32
-"""Rows times kv heads of a launch: with more, programs of `triton_decode.py` fill the GPU."""
 _MOST_SHARING = 8
 _TILE = 16
 _ALIGNED = 16
@@ -38,7 +36,7 @@ class Division(NamedTuple):
 
     Attributes:
         splits: blocks that share a kv head's context, one cluster.
-        warps: of a block. There are a multiple of 32 in a cluster; more than 32 share only long contexts.
+        warps: of a block. If there are more than 32 in a cluster, these share only long contexts.
         depth: tiles of a warp in shared memory.
     """
 
@@ -47,12 +45,20 @@ class Division(NamedTuple):
     depth: int
 
 
-_LARGE = {8: Division(8, 8, 2), 16: Division(4, 8, 2)}
-"""Most clusters -> the division that is fastest on an H200 for any length of context, if heads have `_LARGE_DIM`."""
+_LARGE = {
+    8: Division(8, 8, 2),
+    16: Division(4, 8, 2),
+    32: Division(16, 2, 2),
+    64: Division(2, 16, 1),
+    128: Division(2, 8, 1),
+    256: Division(1, 8, 1),
+}
+"""Most clusters -> the division that is fastest on an H200 for most contexts, if heads have `_LARGE_DIM`. With more,
+programs of `triton_decode.py` fill the GPU."""
 _LARGE_DIM = 128
 """Most channels of a head with which tiles of eight warps fit into shared memory."""
-_SMALL = Division(16, 2, 2)
-"""Of more clusters, and larger heads."""
+_SMALL = {32: Division(16, 2, 2)}
+"""For larger heads."""
 
 
 class DecodeForm(NamedTuple):
@@ -87,7 +93,8 @@ def serves(few: Few, qkv: Tensor, norms: Norms | None, cache: Tensor, spec: Atte
     supported."""
     if few.rows is not None or few.queries > 1 or (few.shared is not None and spec.shares_prefixes):
         return False
-    if few.count * spec.num_kv_heads > _MOST_HEADS or spec.num_heads // spec.num_kv_heads > _MOST_SHARING:
+    clusters = few.count * spec.num_kv_heads
+    if clusters > max(_divisions(spec.head_dim)) or spec.num_heads // spec.num_kv_heads > _MOST_SHARING:
         return False
     dtypes = {qkv.dtype, cache.dtype} if norms is None else {qkv.dtype, cache.dtype, norms[0].dtype, norms[1].dtype}
     narrow = len(dtypes) == 1 and qkv.dtype in (torch.float16, torch.bfloat16) and cache.data_ptr() % _ALIGNED == 0
@@ -128,9 +135,12 @@ def form_of(
     )
 
 
+def _divisions(dim: int) -> dict[int, Division]:
+    return _LARGE if dim <= _LARGE_DIM else _SMALL
+
+
 def _division_of(clusters: int, dim: int) -> Division:
-    fitting = _LARGE.items() if dim <= _LARGE_DIM else ()
-    return next((division for most, division in fitting if clusters <= most), _SMALL)
+    return next(division for most, division in _divisions(dim).items() if clusters <= most)
 
 
 def attend(

@@ -10,14 +10,15 @@
 // Few registers and little shared memory are used, so that the next launch finds room while this one merges.
 //
 // Macros: HALF: numbers are float16, else bfloat16; D channels of a head, a multiple of 32; SHARING query heads of a kv
-// head, at most 8; PAGE tokens of a block; SPLITS x WARPS a multiple of 32; DEPTH tiles of a warp in shared memory; NORMED; WINDOW, 0
+// head, at most 8; PAGE tokens of a block; DEPTH tiles of a warp in shared memory; NORMED; WINDOW, 0
 // for none, CHUNKED; CAPPED; SINKS; SLOPES; TABLE_ROWS: as in triton_decode.py.
 
 #define TILE 16
 #define CHUNKS (D / 8)           // copies of 16 bytes of a key
 #define ROW (D + 8)              // numbers of a key in shared memory: 8 keys' parts are in different banks
 #define STAGE (2 * TILE * ROW)   // numbers of a tile's keys and values
-#define LOTS (SPLITS * WARPS / 32)  // parts of a lane
+#define PARTS (SPLITS * WARPS)
+#define LOTS ((PARTS + 31) / 32)  // parts of a lane
 #define MANY_TILES 96            // of which the other warps take theirs, too; merging more parts takes longer
 #define KEY 8                    // rows of `heads`: queries, the key, the value
 #define VALUE 9
@@ -84,7 +85,7 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
   begin = max(0, CHUNKED ? own / WINDOW * WINDOW : own - WINDOW + 1);
 #endif
   const int first = begin / TILE, tiles = own < 0 ? 0 : own / TILE + 1 - first, mine = warp * SPLITS + split;
-  const int turn = LOTS > 1 && tiles <= MANY_TILES ? 32 : LOTS * 32;  // tiles that a cluster's warps take at once
+  const int turn = PARTS > 32 && tiles <= MANY_TILES ? 32 : PARTS;  // tiles that a cluster's warps take at once
   const int count = mine < min(tiles, turn) ? (tiles - mine - 1) / turn + 1 : 0;
   const bool owner = tiles > 0 && (tiles - 1) % turn == mine;
   const int* const table = tables + (u64)(TABLE_ROWS ? table_rows[row] : row) * table_stride;
@@ -253,7 +254,7 @@ fused_decode(const u16* qkv, const u16* q_norm, const u16* k_norm, const float* 
   }
   meet();
   const int active = min(tiles, turn);  // part p is of warp p / SPLITS in block p % SPLITS
-  for (int e = split * (WARPS * 32) + threadIdx.x; e < SHARING * D; e += LOTS * 1024) {
+  for (int e = split * (WARPS * 32) + threadIdx.x; e < SHARING * D; e += PARTS * 32) {
     const int h = e / D;
     float weight[LOTS], top = NONE, all = 0.f, y = 0.f;
 #pragma unroll
