@@ -135,9 +135,10 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     scheme: type[Unquantized] = Unquantized,
     mesh: Mesh = ALONE,
+    max_length: int | None = None,
 ) -> CausalLM:
-    """Built and filled; every tensor of the checkpoint must have been used."""
-    spec = spec_of(files.config)
+    """Built and filled; every tensor of the checkpoint must have been used. `max_length`: see `DecoderSpec.within`."""
+    spec = spec_of(files.config).within(max_length)
     model = build_model(spec, dtype=dtype, device=torch.device("cpu"), attention=attention, scheme=scheme, mesh=mesh)
     report = load_weights(model, arranged(open_checkpoint(files), spec))
     assert report.unread == ()

@@ -85,12 +85,13 @@ def deepseek_v3(config: Config) -> DecoderSpec:
 
 
 def minicpm3(config: Config) -> DecoderSpec:
-    """MiniCPM 3 (https://huggingface.co/openbmb/MiniCPM3-4B)."""
+    """MiniCPM 3 (https://huggingface.co/openbmb/MiniCPM3-4B). Null in place of a multiplier's field means one."""
     hidden, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+    depth, base = config.get("scale_depth", 1.4), config.get("dim_model_base", 256)
     multipliers = Multipliers(
         embedding=float(value_or(config, "scale_emb", 12.0)),
-        residual=float(value_or(config, "scale_depth", 1.4)) / layers**0.5,
-        logits=float(value_or(config, "dim_model_base", 256)) / hidden,
+        residual=1.0 if depth is None else float(depth) / layers**0.5,
+        logits=1.0 if base is None else float(base) / hidden,
     )
     norm = rms_norm(config, default=1e-5)
     return latent_decoder(config, interleaved=False, multipliers=multipliers, norm=norm, tied=True)

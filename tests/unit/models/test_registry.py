@@ -167,6 +167,15 @@ def test_long_rope_uses_the_short_factors_where_they_suffice() -> None:
         assert limited.divisors == (expected,) * 4
 
 
+def test_the_multipliers_of_minicpm_3() -> None:
+    """Null means no multiplier, unlike a field that is missing; Transformers' configuration says so."""
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    stated = spec_of(config("MiniCPM3ForCausalLM", **latent, scale_depth=None, dim_model_base=None)).multipliers
+    assert (stated.residual, stated.logits) == (1.0, 1.0)
+    missing = spec_of(config("MiniCPM3ForCausalLM", **latent)).multipliers
+    assert (missing.residual, missing.logits) == (0.7, 4.0)
+
+
 def test_gpt_oss_as_published() -> None:
     scaling = {
         "rope_type": "yarn",
