@@ -77,6 +77,11 @@ class WithDefaults(Mapping[str, Any]):
         return len(set(self._config) | set(self._defaults))
 
 
+def is_bidirectional(config: Config) -> bool:
+    """Return whether a decoder's tokens attend to later ones, too, as in some embedding models."""
+    return not value_or(config, "is_causal", True) or bool(value_or(config, "use_bidirectional_attention", False))
+
+
 CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures with a classification head end."""
 

@@ -13,6 +13,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.overrides import ROPE_SETTINGS
 from octavo.models.encoders.registry import encoder_spec, is_encoder
 from octavo.models.implementation import OWN, Implementation
+from octavo.models.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +49,11 @@ def check_overrides(files: ModelFiles, overrides: Mapping[str, Any], implementat
         return
     watched, encoder = _ReadTracker(files.config), is_encoder(files.config)
     try:
-        (encoder_spec if encoder else implementation.spec_of)(watched)
+        spec = (encoder_spec if encoder else implementation.spec_of)(watched)
     except (TypeError, ValueError) as exc:
         raise ConfigError(f"--hf-overrides {', '.join(overrides)}: a value is of the wrong kind ({exc}).") from exc
     read = watched.read | _READ_ELSEWHERE
-    read = read - set(ROPE_SETTINGS) if encoder else read | set(ROPE_SETTINGS)
+    read = read - set(ROPE_SETTINGS) if encoder and not isinstance(spec, DecoderSpec) else read | set(ROPE_SETTINGS)
     for name in overrides:
         if name in read:
             continue

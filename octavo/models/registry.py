@@ -10,7 +10,7 @@ import torch
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.decoder import CausalLM
-from octavo.models.encoders.registry import ENCODERS
+from octavo.models.encoders.families import ENCODERS
 from octavo.models.families.cohere import cohere, cohere2
 from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, minicpm3, youtu
 from octavo.models.families.exaone import exaone3, exaone4
@@ -43,7 +43,7 @@ from octavo.models.families.qwen2 import mimo, qwen2
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.families.qwen3_next import qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
-from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, has_language_head, num_labels, only
+from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, has_language_head, num_labels, value_or
 from octavo.models.load.quantized.table import method_of
 from octavo.models.spec import DecoderSpec
 from octavo.models.text_half import text_half
@@ -164,12 +164,23 @@ def unknown(architecture: str) -> str:
 
 
 def spec_of(config: Config) -> DecoderSpec:
-    """Convert a checkpoint's configuration to a `DecoderSpec`.
+    """Convert a checkpoint's configuration to the `DecoderSpec` of a model with a KV cache.
 
     Raises:
         ConfigError: the architecture or a feature of the configuration is not supported.
         ModelFileError: a field is missing.
     """
+    spec = stated_spec(config)
+    if spec.bidirectional:
+        raise ConfigError(
+            f"The model's config ({config['architectures'][0]}) says that tokens attend to later ones, too. Octavo "
+            "serves such decoders by themselves only, for embeddings. Serve another model."
+        )
+    return spec
+
+
+def stated_spec(config: Config) -> DecoderSpec:
+    """Convert a checkpoint's configuration to a `DecoderSpec`, which may be bidirectional. Raises as `spec_of`."""
     names = config.get("architectures") or []
     if not names:
         raise ModelFileError(
@@ -184,8 +195,13 @@ def spec_of(config: Config) -> DecoderSpec:
     if name not in ARCHITECTURES:
         raise ConfigError(f"{unknown(names[0])} Serve a model of one of these.")
     method_of(config)
-    only(config, "is_causal", True)
     spec = ARCHITECTURES[name](config)
+    if not value_or(config, "is_causal", True):
+        if any(spec.windows):
+            raise ConfigError(
+                "The model's config has is_causal=False and sliding windows; Octavo has one or the other."
+            )
+        spec = replace(spec, bidirectional=True)
     # Checkpoints of bare models and of classifiers have no language-model head.
     if name == names[0]:
         return spec

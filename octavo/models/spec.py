@@ -162,6 +162,7 @@ class DecoderSpec:
         rope: rotary embedding of all layers without an entry in `ropes`.
         ropes: that of each layer, if they differ; empty if not.
         windows: each layer's sliding window in tokens; None for full attention.
+        bidirectional: tokens attend to later ones, too, and windows reach as far ahead as back.
         chunked: windows begin at multiples of their size, instead of sliding.
         sinks: attention has a score per head of a key without a value (gpt-oss).
         biases: those of "qkv", "o", "mlp" and "head" that have biases.
@@ -191,6 +192,7 @@ class DecoderSpec:
     norm: NormSpec
     rope: RopeSpec
     windows: tuple[int | None, ...]
+    bidirectional: bool = False
     chunked: bool = False
     sinks: bool = False
     mixers: tuple[MixerSpec | None, ...] = ()
@@ -215,6 +217,11 @@ class DecoderSpec:
     def mixer_of(self, layer: int) -> MixerSpec | None:
         """Return a layer's mixer; None if it has only a feed-forward."""
         return self.mixers[layer] if self.mixers else ATTENTION
+
+    @property
+    def summary(self) -> Literal["mean", "last"]:
+        """Pooling, unless the checkpoint states it. Without later ones to read, a token knows only what precedes it."""
+        return "mean" if self.bidirectional and not self.num_labels else "last"
 
     @property
     def attention_layers(self) -> list[int]:

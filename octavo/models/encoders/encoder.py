@@ -49,7 +49,7 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv.split(self.qkv(x)))
-        attended = attend_whole(q, k, v, step.attn).flatten(1)
+        attended = attend_whole(q, k, v, step.attn.groups).flatten(1)
         x = self.attention_norm(self.out(attended).add_(x))
         return self.output_norm(self.down(self.activation(self.up(x))).add_(x))
 

@@ -58,4 +58,4 @@ def attend_rotated(heads: Tensor, rope: Rope, step: StepInput, reach: int | None
     num_heads = heads.shape[1] // 3
     rope.joint(heads[:, : 2 * num_heads], step.positions)
     q, k, v = heads.split(num_heads, dim=1)
-    return attend_whole(q, k, v, step.attn, reach).flatten(1)
+    return attend_whole(q, k, v, step.attn.groups, reach).flatten(1)

@@ -1,44 +1,35 @@
-"""Architecture name -> encoder. Adding a family takes one line here; every family has several heads."""
+"""Models that keep nothing between steps: encoders, and decoders with bidirectional attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Set
 
 import torch
 
-from octavo.models.encoders.bert import bert, distilbert, roberta
+from octavo.core.errors import ConfigError
+from octavo.models.encoders.bidirectional import BidirectionalDecoder, check_bidirectional
 from octavo.models.encoders.encoder import Encoder
+from octavo.models.encoders.families import ENCODERS, OwnSpec
 from octavo.models.encoders.modernbert import ROOT as MODERN_ROOT
-from octavo.models.encoders.modernbert import ModernEncoder, ModernSpec, modernbert
+from octavo.models.encoders.modernbert import ModernEncoder, ModernSpec
 from octavo.models.encoders.nomic import ROOT as NOMIC_ROOT
-from octavo.models.encoders.nomic import NomicEncoder, NomicSpec, nomic
+from octavo.models.encoders.nomic import NomicEncoder, NomicSpec
 from octavo.models.encoders.spec import EncoderSpec
-from octavo.models.hf_config import Config
+from octavo.models.hf_config import Config, is_bidirectional
+from octavo.models.registry import WITH_IMAGES, is_own, stated_spec
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.whole import WholeAttention
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 
-Spec = EncoderSpec | ModernSpec | NomicSpec
-
-_FAMILIES: Mapping[str, Callable[[Config], Spec]] = {
-    "Bert": bert,
-    "Roberta": roberta,
-    "XLMRoberta": roberta,
-    "Camembert": roberta,
-    "DistilBert": distilbert,
-    "ModernBert": modernbert,
-    "NomicBert": nomic,
-}
-_FORMS = ("Model", "ForMaskedLM", "ForSequenceClassification")
-
-ENCODERS: Mapping[str, Callable[[Config], Spec]] = {
-    family + form: spec for family, spec in _FAMILIES.items() for form in _FORMS
-}
+Spec = OwnSpec | DecoderSpec
 
 
 def is_encoder(config: Config) -> bool:
-    """Return whether the configuration is of a supported encoder."""
-    return (config.get("architectures") or [None])[0] in ENCODERS
+    """Return whether the configuration is of a supported model that keeps nothing between steps."""
+    name = (config.get("architectures") or [""])[0]
+    return name in ENCODERS or (is_bidirectional(config) and is_own(config) and name not in WITH_IMAGES)
 
 
 def encoder_spec(config: Config) -> Spec:
@@ -48,12 +39,22 @@ def encoder_spec(config: Config) -> Spec:
         ConfigError: the configuration has an unsupported feature.
         ModelFileError: a field is missing or invalid.
     """
-    return ENCODERS[config["architectures"][0]](config)
+    name = config["architectures"][0]
+    if name in ENCODERS:
+        return ENCODERS[name](config)
+    spec = stated_spec(config)
+    if not spec.bidirectional:
+        raise ConfigError(
+            f"The model's config asks for use_bidirectional_attention, which {name} does not have; of decoders, "
+            "Gemma3TextModel has it."
+        )
+    check_bidirectional(spec)
+    return spec
 
 
 def build_encoder(
     config: Config, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantized], stored: Set[str]
-) -> Encoder | ModernEncoder | NomicEncoder:
+) -> Encoder | ModernEncoder | NomicEncoder | BidirectionalDecoder:
     """Build the encoder of a configuration, without weights.
 
     Args:
@@ -63,7 +64,7 @@ def build_encoder(
         ConfigError, ModelFileError: as `encoder_spec`.
     """
     spec = encoder_spec(config)
-    build = Build(dtype, device, None, everywhere(scheme, dtype, device))
+    build = Build(dtype, device, WholeAttention(), everywhere(scheme, dtype, device))
 
     def found(root: str) -> str:
         return root if any(name.startswith(f"{root}.") for name in stored) else ""
@@ -75,3 +76,5 @@ def build_encoder(
             return NomicEncoder(build, spec, found(NOMIC_ROOT))
         case EncoderSpec():
             return Encoder(build, spec, found(spec.names.root))
+        case DecoderSpec():
+            return BidirectionalDecoder(build, spec)

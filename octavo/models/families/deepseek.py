@@ -85,7 +85,10 @@ def deepseek_v3(config: Config) -> DecoderSpec:
 
 
 def minicpm3(config: Config) -> DecoderSpec:
-    """MiniCPM 3 (https://huggingface.co/openbmb/MiniCPM3-4B). Null in place of a multiplier's field means one."""
+    """MiniCPM 3 (https://huggingface.co/openbmb/MiniCPM3-4B).
+
+    Null in a multiplier's field means no multiplier.
+    """
     hidden, layers = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
     depth, base = config.get("scale_depth", 1.4), config.get("dim_model_base", 256)
     multipliers = Multipliers(

@@ -19,10 +19,12 @@ from octavo.models.hf_rope import local_rope, rope_spec
 from octavo.models.spec import SANDWICH, DecoderSpec, HeadNorms, Multipliers
 
 _GELU = "gelu_pytorch_tanh"
+_BIDIRECTIONAL = "use_bidirectional_attention"
 
 
 def gemma(config: Config) -> DecoderSpec:
     """Gemma (https://arxiv.org/abs/2403.08295)."""
+    only(config, _BIDIRECTIONAL, False)
     name = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     # The first configs say "gelu" and mean its approximation.
     return _gemma(config, "gelu_tanh" if config.get(name) == "gelu" else activation(config, name, _GELU))
@@ -30,6 +32,7 @@ def gemma(config: Config) -> DecoderSpec:
 
 def gemma2(config: Config) -> DecoderSpec:
     """Gemma 2: norms on both sides, soft caps, a window on every other layer (https://arxiv.org/abs/2408.00118)."""
+    only(config, _BIDIRECTIONAL, False)
     return _gemma(
         config,
         activation(config, "hidden_activation", _GELU),
@@ -44,6 +47,9 @@ def gemma2(config: Config) -> DecoderSpec:
 def gemma3(config: Config) -> DecoderSpec:
     """Gemma 3: five layers with a window and their own rotary base to one without (https://arxiv.org/abs/2503.19786)."""
     types = layer_types(config, whole(config, "sliding_window_pattern", 6))
+    bidirectional, window = value_or(config, _BIDIRECTIONAL, False), whole(config, "sliding_window", 4096)
+    if bidirectional:
+        window = window // 2 + 1  # the field counts the tokens on both sides
     head_dim = whole(config, "head_dim", 256)
     everywhere = rope_spec(config, head_dim, theta=1000000.0, layer_type="full_attention", stretched=True)
     local = local_rope(config, head_dim, "rope_local_base_freq", everywhere.max_position)
@@ -51,7 +57,8 @@ def gemma3(config: Config) -> DecoderSpec:
         config,
         activation(config, "hidden_activation", _GELU),
         norms=SANDWICH,
-        windows=sliding_windows(types, whole(config, "sliding_window", 4096)),
+        windows=sliding_windows(types, window),
+        bidirectional=bool(bidirectional),
         rope=everywhere,
         ropes=tuple(local if kind == "sliding_attention" else everywhere for kind in types),
         head_norms=HeadNorms(rms_norm(config, offset=1.0)),
@@ -62,7 +69,6 @@ def gemma3(config: Config) -> DecoderSpec:
 
 
 def _gemma(config: Config, act: str, **parts: Any) -> DecoderSpec:
-    only(config, "use_bidirectional_attention", False)
     return decoder_spec(
         config,
         head_dim=256,

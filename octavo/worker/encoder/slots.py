@@ -11,7 +11,6 @@ from torch import Tensor
 
 from octavo.core.plan import SampledRow, StepPlan
 from octavo.device.transfer import upload
-from octavo.nn.attention.whole import LengthGroup, groups_of
 from octavo.nn.step import StepInput
 from octavo.worker.drafts import Drafting, Drafts, Following, StoredDrafts
 from octavo.worker.parts import Layout
@@ -72,12 +71,3 @@ class PromptSlots:
 
     def draft(self, drafting: Drafting, drafts: Drafts | None) -> Callable[[], StoredDrafts]:
         raise AssertionError("an encoder samples no tokens")
-
-
-class WholePrompts:
-    """The per-step part of an encoder's attention."""
-
-    def prepare(self, step: StepInput, block_size: int) -> list[LengthGroup]:
-        """Return groups of sequences of equal length, which are computed together."""
-        assert step.query_lens is not None
-        return groups_of(step.query_lens, step.device)

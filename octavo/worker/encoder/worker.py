@@ -12,16 +12,19 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.text_config import stored_dtype
 from octavo.models.encoders.registry import build_encoder, encoder_spec
 from octavo.models.load import open_checkpoint
+from octavo.models.load.arranged import arranged
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.renamed import with_bert_names, with_modern_norms
 from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.model import EncoderModel
+from octavo.models.spec import DecoderSpec
+from octavo.nn.attention.whole import WholeAttention
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.worker.blocks import Blocks
-from octavo.worker.encoder.slots import PromptSlots, WholePrompts
+from octavo.worker.encoder.slots import PromptSlots
 from octavo.worker.hooks import Hooks, Site, WorkerHook
 from octavo.worker.parts import NoReplay, NoSampler
 from octavo.worker.runner import Runner
@@ -73,6 +76,8 @@ class EncoderWorker:
 
     def _open(self) -> Checkpoint:
         stored = open_checkpoint(self._files, self._config.load_format, self._config.seed)
+        if isinstance(self.spec, DecoderSpec):
+            return arranged(stored, self.spec)
         return with_modern_norms(with_bert_names(stored))
 
     def _scheme(self) -> type[Unquantized]:
@@ -90,7 +95,7 @@ class EncoderWorker:
         together.attach(self.model, site, num_slots, max_step_tokens)
         return Runner(
             self.model,
-            WholePrompts(),
+            WholeAttention(),
             self.device,
             blocks,
             PromptSlots(device),

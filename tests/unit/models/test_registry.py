@@ -12,7 +12,7 @@ from toy_models import LATENT
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
-from octavo.models.registry import ARCHITECTURES, build_model, spec_of
+from octavo.models.registry import ARCHITECTURES, build_model, spec_of, stated_spec
 from octavo.models.spec import HeadNorms, NormSpec
 from octavo.nn.attention.reference import ReferenceAttention
 from octavo.nn.experts_spec import ClampedGate
@@ -438,18 +438,32 @@ def test_latent_attention_has_no_longer_sequences_than_it_was_trained_for() -> N
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "LlamaModel", "Qwen3ForSequenceClassification"])
-def test_decoders_that_attend_in_both_directions_are_refused(architecture: str) -> None:
+def test_decoders_that_attend_to_later_tokens_have_no_cache(architecture: str) -> None:
     """Some embedding models are decoders trained so (gte-Qwen2); transformers reads the same field."""
-    with pytest.raises(ConfigError, match="is_causal=False"):
-        spec_of(config(architecture, is_causal=False))
-    assert spec_of(config(architecture, is_causal=True))
+    changed = config(architecture, is_causal=False)
+    with pytest.raises(ConfigError, match=rf"{architecture}.*later ones"):
+        spec_of(changed)
+    spec = stated_spec(changed)
+    assert spec.bidirectional
+    assert spec.summary == ("last" if spec.num_labels else "mean")
+    assert not spec_of(config(architecture, is_causal=True)).bidirectional
+
+
+def test_a_text_half_that_attends_to_later_tokens_is_refused() -> None:
+    half = config("Gemma3ForCausalLM", model_type="gemma3_text", head_dim=8, use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="by themselves only"):
+        spec_of({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": half})
+
+
+@pytest.mark.parametrize("architecture", ["GemmaForCausalLM", "Gemma2ForCausalLM"])
+def test_of_the_gemmas_the_third_is_bidirectional(architecture: str) -> None:
+    with pytest.raises(ConfigError, match="use_bidirectional_attention=True"):
+        stated_spec(config(architecture, head_dim=8, use_bidirectional_attention=True))
 
 
 @pytest.mark.parametrize("architecture", ["Gemma3TextModel", "Gemma3TextForSequenceClassification"])
 def test_the_text_half_of_gemma_3_by_itself(architecture: str) -> None:
-    """So transformers names it where it makes vectors or labels. EmbeddingGemma attends in both directions."""
+    """So transformers names it where it makes vectors or labels."""
     spec = spec_of(config(architecture, head_dim=8))
     assert spec.tied
     assert spec.num_labels == (2 if architecture.endswith("Classification") else 0)
-    with pytest.raises(ConfigError, match="use_bidirectional_attention=True"):
-        spec_of(config(architecture, head_dim=8, use_bidirectional_attention=True))
