@@ -53,17 +53,13 @@ def encoder_spec(config: Config) -> Spec:
 
 
 def build_encoder(
-    config: Config, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantized], stored: Set[str]
+    spec: Spec, *, dtype: torch.dtype, device: torch.device, scheme: type[Unquantized], stored: Set[str]
 ) -> Encoder | ModernEncoder | NomicEncoder | BidirectionalDecoder:
-    """Build the encoder of a configuration, without weights.
+    """Build the encoder of a spec, without weights.
 
     Args:
         stored: the checkpoint's tensor names, which show whether they have the family's prefix.
-
-    Raises:
-        ConfigError, ModelFileError: as `encoder_spec`.
     """
-    spec = encoder_spec(config)
     build = Build(dtype, device, WholeAttention(), everywhere(scheme, dtype, device))
 
     def found(root: str) -> str:

@@ -46,7 +46,8 @@ class EncoderWorker:
                 f"--quantization {config.quantization} is for generative models; encoders compute with unquantized "
                 "weights. Leave it out."
             )
-        self.spec = encoder_spec(files.config)
+        spec = encoder_spec(files.config)
+        self.spec = spec.within(config.max_model_len) if isinstance(spec, DecoderSpec) else spec
         # A configuration without a dtype means float32.
         stored = stored_dtype(files.config) or "float32"
         self.dtype = self.device.pick_dtype(config.dtype, stored)
@@ -64,7 +65,7 @@ class EncoderWorker:
         """Build the model and pull its weights."""
         checkpoint = self._open()
         model = build_encoder(
-            self._files.config,
+            self.spec,
             dtype=self.dtype,
             device=self.device.torch_device,
             scheme=self._scheme(),
