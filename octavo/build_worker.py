@@ -427,6 +427,7 @@ class EncoderBuild:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config = config
+        implementation_of(config, files)  # there is one, so this only raises for settings that ask for another
         self._worker = EncoderWorker(config.model, config.device, files)
         self.facts = _facts(self._worker)
         self.context = feature_context(config, files, self.facts)

@@ -40,6 +40,11 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
         return None
     if not names:
         return None  # Octavo's own error says what is missing
+    if is_encoder(files.config):
+        raise ConfigError(
+            f"--model-impl transformers: {files.name} attends in both directions, and the modules of transformers are "
+            "for models that generate text. Leave it out; Octavo computes it by its own layers."
+        )
     _check_settings(config, files)
     try:
         import transformers

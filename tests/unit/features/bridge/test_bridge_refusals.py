@@ -10,7 +10,7 @@ import pytest
 from toy_engine import tiny_config
 from toy_models import LLAMA, model_files
 
-from octavo.build_worker import implementation_of
+from octavo.build_worker import build_local, implementation_of
 from octavo.core.errors import ConfigError
 
 TINY: dict[str, Any] = {
@@ -78,6 +78,16 @@ def test_without_a_model_type_the_name_says_it() -> None:
     config = of("MambaForCausalLM", "mamba")
     del config["model_type"]
     assert "keeps a recurrent state" in refused(config, model_impl="transformers")
+
+
+@pytest.mark.parametrize("settings", [{"model_impl": "transformers"}, {"compilation": True}])
+@pytest.mark.parametrize("architecture", ["BertModel", "Qwen2Model"])
+def test_encoders_are_computed_by_own_layers(architecture: str, settings: dict[str, Any]) -> None:
+    """They were built so whatever the setting; decoders that are not causal are encoders, too."""
+    files = model_files(of(architecture, "any", is_causal=False), Path("tiny"))
+    with pytest.raises(ConfigError, match=r"own layers"):
+        build_local(tiny_config(**settings), files)
+    implementation_of(tiny_config(), files)
 
 
 def test_settings_that_do_not_go_with_it() -> None:
