@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rank_kit import ThreadCollectives
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,8 +24,8 @@ from octavo.device.transfer import Graph, HostLink, Link
 from octavo.worker.resident.warm_up import warm_up
 
 _KINDS = {"_forward": "forward", "compute": "sample", "_forward_mixed": "mixed"}
-_RECORDING = threading.Lock()
-"""Ranks in threads record one after another, since recording replaces what all of them call."""
+_RECORDING = threading.local()
+"""`tape` is what this thread records; missing or None if it records nothing. Ranks may be threads."""
 
 
 class Tape(TorchDispatchMode):
@@ -42,8 +42,12 @@ class Tape(TorchDispatchMode):
         self._paused = False
 
     def record(self, launch: Callable[[], None]) -> None:
-        with _RECORDING, self._launches(), self:
-            launch()
+        _RECORDING.tape = self
+        try:
+            with self:
+                launch()
+        finally:
+            _RECORDING.tape = None
 
     def replay(self) -> None:
         self._replayed[self._name] += 1
@@ -67,31 +71,35 @@ class Tape(TorchDispatchMode):
             return  # nothing is computed: memory is allocated, or seen in another way
         self._calls.append(lambda: _copy(func(*args, **kwargs), outputs))
 
-    @contextmanager
-    def _launches(self) -> Iterator[None]:
-        """Record the launches of Triton's kernels, whose interpreter calls torch itself."""
-        run, upload, own = InterpretedFunction.run, HostLink.upload, threading.get_ident()
+    def call(self, run: Callable[[], Any]) -> Any:
+        """Record a call as a whole, with all that it does in torch. Return copies of the tensors that it makes."""
+        _RECORDING.tape, self._paused = None, True
+        made = [one.clone() for one in run() or ()]
+        _RECORDING.tape, self._paused = self, False
+        self._calls.append(lambda: _copy(run(), made))
+        return made
 
-        def launch(kernel: Any, *args: Any, **options: Any) -> None:
-            if threading.get_ident() != own:
-                run(kernel, *args, **options)
-                return
-            self._calls.append(lambda: run(kernel, *args, **options))
-            self._paused = True
-            run(kernel, *args, **options)
-            self._paused = False
 
-        def refuse(link: HostLink, array: np.ndarray) -> Tensor:
-            assert threading.get_ident() != own, "a transfer from the host was recorded"
-            return upload(link, array)
+def _record_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tapes record what they can't as torch's operations: launches of Triton's kernels, whose interpreter calls
+    torch itself, and what ranks in threads gather. Transfers from the host are refused meanwhile."""
+    for kind, name in ((InterpretedFunction, "run"), (ThreadCollectives, "all_gather")):
+        monkeypatch.setattr(kind, name, _recorded(getattr(kind, name)))
+    upload = HostLink.upload
 
-        InterpretedFunction.run = launch
-        HostLink.upload = refuse  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            InterpretedFunction.run = run
-            HostLink.upload = upload  # type: ignore[method-assign]
+    def refusing(link: HostLink, array: np.ndarray) -> Tensor:
+        assert getattr(_RECORDING, "tape", None) is None, "a transfer from the host was recorded"
+        return upload(link, array)
+
+    monkeypatch.setattr(HostLink, "upload", refusing)
+
+
+def _recorded(call: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(*args: Any, **options: Any) -> Any:
+        tape: Tape | None = getattr(_RECORDING, "tape", None)
+        return call(*args, **options) if tape is None else tape.call(partial(call, *args, **options))
+
+    return recorded
 
 
 def _memory(tensor: Tensor) -> int:
@@ -180,6 +188,7 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch, *, late: bool = True) -> Co
         monkeypatch.setattr(CudaRecorder, "record", counted)
         monkeypatch.setattr("octavo.worker.resident.warm_up.warm_up", warmed_up)
         return replayed
+    _record_calls(monkeypatch)
     kind = LateTape if late else Tape
     monkeypatch.setattr(Behind, "recorder", lambda self: TapeRecorder(replayed, kind))
     # An interpreter compiles nothing, so nothing need run before it is recorded.

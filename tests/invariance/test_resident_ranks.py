@@ -1,6 +1,6 @@
 """Ranks whose layers are those of a GPU give one device's tokens, also with a single row.
 
-Kernels run in Triton's interpreter, the ranks are threads; steps are not recorded, since their exchanges can't be.
+Kernels run in Triton's interpreter, the ranks are threads; steps are not recorded.
 """
 
 from __future__ import annotations
