@@ -330,7 +330,7 @@ SECTIONS = [
     Section("8B one GPU, served, twice", 1, run_served, 75, EIGHT, {}, ("chat:2",)),
     Section("8B DP 2, served, twice", 2, run_served, 60, EIGHT, REPLICAS_2, ("chat:2",)),
     Section("V2-Lite EP 2", 2, run_engine, 75, LATENT, TWO | WHOLE, ALL),
-    Section("V2-Lite DP 2 with EP", 2, run_engine, 75, LATENT, REQUESTS_2, ALL),
+    Section("V2-Lite DP 2 with EP", 2, run_engine, 100, LATENT, REQUESTS_2, ALL),
     Section("V2-Lite DP 2 with EP, rows", 2, run_engine, 75, LATENT, REQUESTS_2 | SENT, ALL),
     Section("bytes read by 2 ranks", 2, run_reading, 60, EIGHT, TWO | {"enforce_eager": True}),
     Section("sums over 4 ranks", 4, run_sums, 60),

@@ -58,6 +58,9 @@ class _Share:
 class OwnRows:
     """`CausalLM.forward` on a rank's own rows.
 
+    Attributes:
+        mesh: the ranks.
+
     Args:
         num_blocks: KV blocks of each rank.
         num_slots: requests that run at once, on all ranks together.
@@ -73,7 +76,7 @@ class OwnRows:
         num_slots: int,
     ) -> None:
         self._model, self._attention, self._block_size = model, attention, block_size
-        self._exchange, self._num_blocks = exchange, num_blocks
+        self._exchange, self._num_blocks, self.mesh = exchange, num_blocks, exchange.mesh
         self._ranks = np.full(num_slots, -1)
         """The rank of each slot's request; -1 if all ranks compute it, as in a warm-up."""
         self._plan: StepPlan | None = None
@@ -87,7 +90,7 @@ class OwnRows:
         for row in plan.new:
             self._ranks[row.slot] = row.rank
         if plan.new or plan.block_writes or plan.copies:
-            own = self._exchange.mesh.rank
+            own = self.mesh.rank
             plan = msgspec.structs.replace(
                 plan,
                 new=[msgspec.structs.replace(row, blocks=[self._local(one) for one in row.blocks]) for row in plan.new],
@@ -104,13 +107,18 @@ class OwnRows:
     def _local(self, blocks: Sequence[int]) -> list[int]:
         return [block if block == NO_BLOCK else block % self._num_blocks for block in blocks]
 
+    def ranks_of(self, slots: Sequence[int]) -> Ints:
+        """Return the rank of each of these slots, [R]; -1 if all ranks compute all of them."""
+        ranks: Ints = self._ranks[np.asarray(slots)]
+        return ranks
+
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """See `CausalLM.forward`; `step` is the plan last admitted, laid out, and x has its tokens."""
         assert self._plan is not None
-        ranks = self._ranks[self._plan.slots]
+        ranks = self.ranks_of(self._plan.slots)
         if ranks[0] < 0:
             return self._model.forward(x, step)
-        share = _share(self._plan, ranks, self._exchange.mesh.rank, self._exchange.mesh.size, step.hidden_rows is None)
+        share = _share(self._plan, ranks, self.mesh.rank, self.mesh.size, step.hidden_rows is None)
         sent = [share.rows, share.tokens, share.lens.cumsum(), share.order]
         if share.kept is not None:
             sent.append(share.kept)
@@ -127,11 +135,36 @@ class OwnRows:
         finally:
             self._exchange.counts = None
 
+    def decode(self, x: Tensor, step: StepInput, own: Tensor, order: Tensor) -> Tensor:
+        """Run the layers in a step of one token per row and equally many rows of each rank; see `CausalLM.forward`.
+
+        Reads nothing on the host, so that graphs can record it.
+
+        Args:
+            own: [B] int32, the rows of this rank, some of which may be padding.
+            order: [R] int32, for each row of the step its place among the B of each rank, in the order of the ranks.
+        """
+        part = self._rows(step, own, own, step.query_start[: len(own) + 1], [1] * len(own), None)
+        hidden = self._model.forward(x.index_select(0, own), part)
+        return self._exchange.gathered(hidden).index_select(0, order)
+
     def _part(self, step: StepInput, share: _Share, rows: Tensor, tokens: Tensor, ends: Tensor) -> StepInput:
         """Return this rank's rows as a step, with the attention backend's data."""
-        lens, pasts = share.lens.tolist(), step.past_lens
-        start = torch.zeros(len(lens) + 1, dtype=torch.int32, device=step.device)
+        start = torch.zeros(len(share.rows) + 1, dtype=torch.int32, device=step.device)
         start[1:] = ends
+        pasts = None if step.past_lens is None else [step.past_lens[row] for row in share.rows.tolist()]
+        return self._rows(step, rows, tokens, start, share.lens.tolist(), pasts)
+
+    def _rows(
+        self,
+        step: StepInput,
+        rows: Tensor,
+        tokens: Tensor,
+        start: Tensor,
+        lens: Sequence[int],
+        pasts: Sequence[int] | None,
+    ) -> StepInput:
+        """Return some rows of a step and their tokens as a step; see `StepInput.part`."""
         own, *others = (
             one.part(
                 tokens,
@@ -139,7 +172,7 @@ class OwnRows:
                 query_start=start,
                 query_lens=lens,
                 seq_lens=one.seq_lens.index_select(0, rows),
-                past_lens=None if pasts is None else [pasts[row] for row in share.rows.tolist()],
+                past_lens=pasts,
             )
             for one in (step, *step.others)
         )

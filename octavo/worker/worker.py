@@ -388,7 +388,7 @@ class Worker:
             return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
 
-        together.attach(model, self._site(blocks, room), most_rows(num_slots, max_step_tokens), max_step_tokens)
+        together.attach(model, self._site(blocks, room), most_rows(own, num_slots, max_step_tokens), max_step_tokens)
         return self._make_resident(model, blocks, room, together, own)
 
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
@@ -441,7 +441,7 @@ class Worker:
         from octavo.models.products import choose_products
         from octavo.sampling.resident import ResidentSampler
         from octavo.sampling.resident_drafts import DraftSampler
-        from octavo.worker.resident.batches import sizes, token_counts
+        from octavo.worker.resident.own_singles import product_rows
         from octavo.worker.resident.replay import GraphReplay, recordable
         from octavo.worker.resident.sampler import DeviceSampler
         from octavo.worker.resident.sampling import SamplingGraphs
@@ -468,13 +468,13 @@ class Worker:
         forward = forward_of(model, attention, self.block_size, self.parallel, self.mesh)
         runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay, forward, own)
         records = isinstance(attention, Recordable) and not self.settings.enforce_eager
-        recorder = device.recorder() if records and recordable(model, own) else None
-        recorded = [*sizes(room.num_slots), *token_counts(room.max_step_tokens)] if recorder is not None else []
+        recorder = device.recorder() if records and recordable(model) else None
+        recorded = product_rows(own, room.num_slots, room.max_step_tokens) if recorder is not None else []
         choose = partial(choose_products, model, recorded, self._await_kernels)
-        chosen = chosen_alike(choose, self.mesh.context, device.torch_device)
+        chosen = chosen_alike(choose, self.mesh.context if own is None else self.mesh, device.torch_device)
         if recorder is not None and isinstance(attention, Recordable):
             sampling = SamplingGraphs(model, slots, sampler) if self._relay.last else None
-            replay = GraphReplay(model, attention, slots, sampling, device, hooks)
+            replay = GraphReplay(model, attention, slots, sampling, device, hooks, own)
             shares, drafts = not self.settings.disable_cascade_attn, room.max_drafts
             replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, max_drafts=drafts, shares=shares)
             runner.replay = replay

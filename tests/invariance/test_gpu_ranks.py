@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -162,6 +164,30 @@ def test_two_ranks_on_one_gpu(division: str, model: str, setting: str, monkeypat
     expected = alone(model, setting)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
     assert tokens(MODELS[model], **DIVISIONS[division], **SETTINGS.get(setting, {})) == expected
+
+
+@pytest.mark.parametrize("setting", ["", "chunks and preemption"])
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("model", ["experts", "windows and sinks", "latent experts"])
+def test_requests_divided_over_ranks_are_decoded_by_graphs(
+    model: str,
+    gpus: int,
+    setting: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two ranks share a GPU, or exchange rows through NCCL, too. All replay the same steps."""
+    needs(gpus)
+    expected = alone(model, setting)
+    if gpus == 1:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    caplog.set_level(logging.DEBUG)  # of the ranks, too
+    capsys.readouterr()
+    assert tokens(MODELS[model], **DP, **SETTINGS.get(setting, {})) == expected
+    counts = [int(count) for count in re.findall(r"replayed (\d+) steps", capsys.readouterr().err)]
+    assert len(counts) == 2
+    assert counts[0] == counts[1] > 20
 
 
 def scored(**settings: Any) -> dict[str, TokenDelta]:

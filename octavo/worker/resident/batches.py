@@ -22,6 +22,7 @@ from octavo.device.transfer import upload
 from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import SharedContexts, StepInput
 from octavo.worker.drafts import DraftRows
+from octavo.worker.parts import Forward
 from octavo.worker.resident.sharing import Groups, shared_room
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots, empty_step, first_of
 
@@ -82,9 +83,9 @@ class Singles:
         rows: [largest size] int32, the slots.
     """
 
-    def __init__(self, slots: DeviceSlots, attention: Recordable, max_rows: int, *, shares: bool) -> None:
+    def __init__(self, slots: DeviceSlots, attention: Recordable, sizes: list[int], *, shares: bool) -> None:
         device = slots.device
-        self.sizes = sizes(max_rows)
+        self.sizes = sizes
         largest = self.sizes[-1]
         self._slots = slots
         self._most, self._unit = attention.sharing()
@@ -95,6 +96,15 @@ class Singles:
         self.sharing = [size for size in _SHARING if size in self.sizes and shares and self._most > 1]
         room = shared_room(self.sharing[-1], self._most) if self.sharing else 0
         self._shared = torch.zeros(room, dtype=torch.int32, device=device)
+
+    @property
+    def forward(self) -> Forward | None:
+        """What runs the layers in place of the model; None for the model."""
+        return None
+
+    def bucket(self, slots: Sequence[int]) -> int:
+        """Return the recorded size for a batch; 0 if no recording fits."""
+        return least(self.sizes, len(slots))
 
     def batch(self, size: int) -> DeviceBatch:
         return DeviceBatch(self.rows[:size], self._starts[: size + 1], self._starts[:size])

@@ -37,7 +37,18 @@ from octavo.sampling.drawn import Drawn
 from octavo.worker.compute import compute
 from octavo.worker.hooks import ORDINARY, Hooks, Variant
 from octavo.worker.own_rows import OwnRows
-from octavo.worker.resident.batches import Drafted, Ragged, Singles, draft_counts, least, most_tokens, token_counts
+from octavo.worker.parts import Forward
+from octavo.worker.resident.batches import (
+    Drafted,
+    Ragged,
+    Singles,
+    draft_counts,
+    least,
+    most_tokens,
+    sizes,
+    token_counts,
+)
+from octavo.worker.resident.own_singles import OwnSingles
 from octavo.worker.resident.sampling import SamplingGraphs
 from octavo.worker.resident.sharing import Groups
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots
@@ -104,8 +115,13 @@ class GraphReplay:
         sampling: SamplingGraphs | None,
         link: Link,
         hooks: Hooks,
+        own_rows: OwnRows | None = None,
     ) -> None:
-        """`sampling`: records the second graphs; None if a later stage of the pipeline samples."""
+        """
+        Args:
+            sampling: records the second graphs; None if a later stage of the pipeline samples.
+            own_rows: as in `Runner`.
+        """
         self.count = 0
         self._model = model
         self._attention = attention
@@ -113,6 +129,7 @@ class GraphReplay:
         self._sampling = sampling
         self._link = link
         self._hooks = hooks
+        self._own_rows = own_rows
         self._forwards: dict[ReplayKey, Graph] = {}
         self._loaded: _UploadedBatch | None = None
         self._taken = _Taken(0, ORDINARY, None)
@@ -140,10 +157,12 @@ class GraphReplay:
             max_drafts: most drafts of a row.
             shares: also record forward passes that read common prefixes once.
         """
+        if self._own_rows is not None:
+            loaded = ()  # experts have other numbers of rows than the layers around them
         began = time.perf_counter()
         recorder.start()
         self._hooks.select(ORDINARY)
-        self._reserve_singles(max_rows, shares=shares)
+        self._reserve_singles(max_rows, max_tokens, shares=shares)
         variants = self._hooks.variants()
         with no_collection():
             for variant in variants:
@@ -163,9 +182,13 @@ class GraphReplay:
         log.info("captured steps of %d numbers of tokens in %.1f s", len(self._ragged.counts), seconds)
         self._hooks.select(ORDINARY)
 
-    def _reserve_singles(self, max_rows: int, *, shares: bool) -> None:
+    def _reserve_singles(self, max_rows: int, max_tokens: int, *, shares: bool) -> None:
         layers = [layer for layer in self._model.attention_layers if layer.spec.shares_prefixes]
-        self._singles = Singles(self._slots, self._attention, max_rows, shares=shares and bool(layers))
+        parts = self._slots, self._attention
+        if self._own_rows is None:
+            self._singles = Singles(*parts, sizes(max_rows), shares=shares and bool(layers))
+        else:
+            self._singles = OwnSingles(*parts, self._own_rows, max_rows, max_tokens)
         self._block_bytes = layers[0].cache[0].nbytes if layers else 0
         largest = self._singles.sizes[-1]
         self._hidden = self._single(largest).clone()
@@ -174,6 +197,8 @@ class GraphReplay:
 
     def _reserve_ragged(self, max_rows: int, max_tokens: int, max_drafts: int, *, varied: bool) -> None:
         every = self._sampling is None
+        if self._own_rows is not None:
+            max_tokens = 0  # only steps of single tokens have equal numbers of tokens on all ranks
         counts = token_counts(max_tokens, varied=varied)
         self._ragged = Ragged(self._slots, self._attention, counts, every_token=every)
         most = min(max_drafts, self._attention.most_few - 1)
@@ -233,8 +258,10 @@ class GraphReplay:
 
     def _single(self, size: int, *, shares: bool = False) -> Tensor:
         """Compute a decoding step; return its hidden states [size, hidden_size]."""
-        step = self._singles.step(size, shares=shares)
-        return self._computed(self._singles.batch(size), step, lambda one: self._attention.prepare(one, self._page))
+        singles = self._singles
+        step = singles.step(size, shares=shares)
+        prepare = partial(self._attention.prepare, block_size=self._page)
+        return self._computed(singles.batch(size), step, prepare, singles.forward)
 
     def _forward_mixed(self, size: int, batches: Ragged) -> None:
         self._ragged_hidden[:size].copy_(self._mixed(size, batches))
@@ -244,11 +271,17 @@ class GraphReplay:
         logits, or of all if a later stage samples."""
         return self._computed(batches.batch(size), batches.step(size), partial(batches.foreseen, size))
 
-    def _computed(self, batch: DeviceBatch, step: StepInput, prepare: Callable[[StepInput], object]) -> Tensor:
+    def _computed(
+        self,
+        batch: DeviceBatch,
+        step: StepInput,
+        prepare: Callable[[StepInput], object],
+        forward: Forward | None = None,
+    ) -> Tensor:
         self._slots.write_step(batch, step)
         for one in (step, *step.others):
             one.attn = prepare(one)
-        hidden = compute(self._model, step, self._hooks)
+        hidden = compute(self._model, step, self._hooks, forward=forward)
         self._slots.count(batch)
         return hidden
 
@@ -264,7 +297,7 @@ class GraphReplay:
             return False
         decodes = max(plan.num_tokens) == 1 and all(plan.samples)
         if decodes:
-            batches, size = None, least(self._singles.sizes, len(plan.slots))
+            batches, size = None, self._singles.bucket(plan.slots)
         else:
             batches = self._drafted if self._drafted.bucket(plan) else self._ragged
             size = batches.bucket(plan)
@@ -353,6 +386,7 @@ class GraphReplay:
         spans.watch(Watched(self, "sample", "replay sampling"))
 
     def close(self) -> None:
+        log.debug("replayed %d steps", self.count)
         self._forwards.clear()
         if self._sampling is not None:
             self._sampling.close()
@@ -375,13 +409,10 @@ def no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def recordable(model: Model, own_rows: OwnRows | None) -> bool:
+def recordable(model: Model) -> bool:
     """Return whether steps of the model can be recorded in graphs; log it if not."""
-    for why, holds in (
-        ("each rank computes the rows of its own requests", own_rows is not None),
-        ("the model copies data from the host", not getattr(model, "recordable", True)),
-    ):
-        if holds:
-            log.warning("steps are not recorded in graphs, which makes decoding slower: %s", why)
-            return False
-    return True
+    found: bool = getattr(model, "recordable", True)
+    if not found:
+        why = "the model copies data between host and device"
+        log.warning("steps are not recorded in graphs, which makes decoding slower: %s", why)
+    return found

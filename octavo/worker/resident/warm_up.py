@@ -10,16 +10,23 @@ import msgspec
 
 from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
+from octavo.worker.own_rows import OwnRows
 from octavo.worker.resident.batches import token_counts
+from octavo.worker.resident.own_singles import own_sizes
 from octavo.worker.resident.slots import DeviceSlots
 from octavo.worker.runner import Runner
 
 log = logging.getLogger(__name__)
 
 
-def most_rows(num_slots: int, max_tokens: int) -> int:
-    """Return the most rows of a step, padding included: a recorded step of T tokens has T + 2."""
-    return max([num_slots, *(count + 2 for count in token_counts(max_tokens))])
+def most_rows(own: OwnRows | None, num_slots: int, max_tokens: int) -> int:
+    """Return the most rows of a step, padding included: a recorded step of T tokens has T + 2.
+
+    Args:
+        own: runs the layers on a rank's own rows; None if ranks divide each layer.
+    """
+    whole = [] if own is None else own_sizes(own.mesh.size, num_slots, max_tokens)
+    return max([num_slots, *(count + 2 for count in token_counts(max_tokens)), *whole])
 
 
 def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int = 0) -> None:

@@ -33,7 +33,7 @@ from octavo.parallel.peers import Limits, PeerCollectives
 from octavo.parallel.stage import WHOLE
 from octavo.sampling.resident import ResidentSampler
 from octavo.worker.resident import ahead
-from octavo.worker.resident.batches import Ragged, Singles, token_counts
+from octavo.worker.resident.batches import Ragged, Singles, sizes, token_counts
 from octavo.worker.resident.slots import DeviceSlots
 from octavo.worker.worker import Worker
 
@@ -87,7 +87,7 @@ def test_a_recorded_steps_layout_is_compiled_ahead(
     """Recording a step compiles nothing for it, whatever its size and kind."""
     found = compiled_ahead(groups, monkeypatch)
     slots = DeviceSlots(40, SIZES["max_model_len"], SIZES["block_size"], VOCAB, DEVICE, groups=groups)
-    singles, ragged = Singles(slots, ATTENTION, 40, shares=False), Ragged(slots, ATTENTION, token_counts(128))
+    singles, ragged = Singles(slots, ATTENTION, sizes(40), shares=False), Ragged(slots, ATTENTION, token_counts(128))
     launched = Collected()
     with launched.collecting():
         for size in singles.sizes:
