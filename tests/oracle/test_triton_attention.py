@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from octavo.nn.attention import triton_few, triton_plan
 from octavo.nn.attention.triton import TritonAttention
 from octavo.nn.step import SharedContexts
 from octavo.worker.resident.sharing import grouped
@@ -241,3 +242,48 @@ def test_padding_rows_share_nothing_and_are_finite(monkeypatch):
     out = backend.attend(q_there, cache, step, case.spec).cpu()
     assert torch.equal(out[3:], torch.zeros_like(out[3:]))
     torch.testing.assert_close(out[:3].double(), case.expected(q)[:3], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (None, {}),
+        (None, {"sinks": True, "soft_cap": 20.0}),
+        (torch.float8_e5m2, {}),
+        pytest.param(torch.float8_e4m3fn, {"sinks": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_contexts_of_unequal_lengths(kind, options, monkeypatch):
+    """In parts of a plan, many of which belong to one row."""
+    if not GPU:
+        monkeypatch.setattr(triton_few, "_multiprocessors", lambda device: 4)
+        monkeypatch.setattr(triton_plan, "LEAST", 16)
+    launched = []
+    launch = triton_plan.launch
+    monkeypatch.setattr(triton_plan, "launch", lambda *args: launched.append(launch(*args)))
+    lengths = [1, 20, LONGEST, 33, 64, 100, 17] * (40 if GPU else 1)
+    random.Random(fresh_seed()).shuffle(lengths)
+    rows = [(length, 1) for length in lengths]
+    case = ragged.make_case(fresh_seed(), HALF, heads=(2, 4), head_dim=64, block_size=16, rows=rows, **options)
+    check_fused(case, kind)
+    assert launched
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_a_plan_of_parts(trial, monkeypatch):
+    monkeypatch.setattr(triton_plan, "LEAST", 16)
+    rng = random.Random(fresh_seed())
+    count, more, counters = rng.randint(1, 60), rng.randint(1, 70), rng.randint(1, 2000)
+    lens = torch.tensor([rng.choice([0, 1, 30, rng.randint(1, 400)]) for _ in range(count + 3)], dtype=torch.int32)
+    rows = torch.tensor(rng.sample(range(count + 3), count), dtype=torch.int32)
+    plan = torch.full((4 * (count + more) + counters,), 77, dtype=torch.int32, device=DEVICE)
+    triton_plan.launch(plan, rows.to(DEVICE), lens.to(DEVICE), count, more, counters)
+    table, ended = plan[: 4 * (count + more)].view(-1, 4).tolist(), plan[4 * (count + more) :]
+    assert not ended.any()
+    keys = lens[rows.long()]
+    size = max(-(-int(keys.sum()) // more), 16)
+    expected = [max(1, int(key) // size) for key in keys]
+    slots = [[item, part, parts, sum(expected[:item])] for item, parts in enumerate(expected) for part in range(parts)]
+    assert table[: len(slots)] == slots
+    assert all(slot[0] == -1 for slot in table[len(slots) :])

@@ -19,7 +19,9 @@ from octavo.nn.ops.triton_overlap import follow, invite, join, lead
 WHOLE: tl.constexpr = tl.constexpr(0)
 REST: tl.constexpr = tl.constexpr(1)
 COMMON: tl.constexpr = tl.constexpr(2)
-"""What a launch reads: whole contexts, the rest after each row's common prefix, or common prefixes."""
+PLANNED: tl.constexpr = tl.constexpr(3)
+"""What a launch reads: whole contexts, the rest after each row's common prefix, common prefixes, or parts of contexts
+of about equal length."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -106,6 +108,9 @@ def decode_kernel(
     their common prefix in tokens, a multiple of a tile. REST is launched afterwards and runs concurrently: a row's
     context begins at shared[row], and unless it is DIVIDED, all `parts` are of the common prefix.
 
+    If READS is PLANNED, `shared` is the plan (`triton_plan.py`), and not DIVIDED: a row's outputs are merged by the
+    program of its last part to end.
+
     An FP8 cache (FORM, `triton_fp8.py`) is given as 16-bit words, with strides in words, and computed in float16: q,
     output and accumulators are two tiles each, of the even and of the odd channels.
 
@@ -121,6 +126,15 @@ def decode_kernel(
     item, split = tl.program_id(1), tl.program_id(2)
     if READS == COMMON:
         item, split = split, item  # unused groups come last
+    slots = tl.num_programs(1)
+    if READS == PLANNED:
+        slot = item
+        item = tl.load(shared + 4 * slot)
+        if item < 0:
+            return
+        split = tl.load(shared + 4 * slot + 1)
+        splits = tl.load(shared + 4 * slot + 2)
+        first_part = tl.load(shared + 4 * slot + 3)
     heads = tl.num_programs(0) * GROUP
     m = tl.arange(0, M)
     query = m // GROUP
@@ -242,38 +256,96 @@ def decode_kernel(
         join(OVERLAPS)
         if not DIVIDED:
             for common in range(parts):
-                lse = tl.load(part_lse + cell * parts + common, mask=m_valid, other=float("-inf"))
-                new_peak = tl.maximum(peak, lse)
-                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                weight, decay = tl.exp2(lse - safe), tl.exp2(peak - safe)
-                total = total * decay + weight
-                found = part_out + (cell * parts + common)[:, None] * D + STEP * d[None, :]
-                held = md_valid & (lse > float("-inf"))[:, None]
-                weight = weight / value_unit
-                acc = acc * decay[:, None] + weight[:, None] * tl.load(found, mask=held, other=0.0)
-                if STEP == 2:
-                    acc_odd = acc_odd * decay[:, None] + weight[:, None] * tl.load(found + 1, mask=held, other=0.0)
-                peak = new_peak
+                at = cell * parts + common
+                peak, total, acc, acc_odd = _with_part(
+                    peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP
+                )
+    if READS == PLANNED and splits > 1:
+        # Parts of all rows are numbered one after the other, and have all heads.
+        own = (first_part + split).to(tl.int64) * heads + head
+        _store_part(peak, total, acc, acc_odd, part_out, part_lse, own, d, m_valid, md_valid, value_unit, D, STEP)
+        tl.debug_barrier()
+        ended = shared + 4 * slots + item * tl.num_programs(0) + kv_head
+        if tl.atomic_add(ended, 1, sem="acq_rel") < splits - 1:
+            return
+        tl.store(ended, 0)  # for the next layer
+        for other in range(splits):
+            if other != split:
+                at = (first_part + other).to(tl.int64) * heads + head
+                peak, total, acc, acc_odd = _with_part(
+                    peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP
+                )
 
-    whole = tl.where(total > 0, total, 1.0)
-    share_of_whole = (value_unit / whole)[:, None]
-    part = cell * parts + first_part + split
-    for odd in tl.static_range(STEP):
-        result = (acc if odd == 0 else acc_odd) * share_of_whole
-        channel = STEP * d + odd
-        if not DIVIDED:
-            target = out + (token * heads + head)[:, None] * D + channel[None, :]
+    if DIVIDED:
+        at = cell * parts + first_part + split
+        _store_part(peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP)
+    else:
+        share_of_whole = (value_unit / tl.where(total > 0, total, 1.0))[:, None]
+        for odd in tl.static_range(STEP):
+            result = (acc if odd == 0 else acc_odd) * share_of_whole
+            target = out + (token * heads + head)[:, None] * D + STEP * d[None, :] + odd
             if ROUNDED:
                 bits = narrow_by(result.to(q.dtype.element_ty).to(tl.float32), inverse)
                 tl.store(target, bits, mask=md_valid)
             else:
                 tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
-        else:
-            held = md_valid & (total > 0)[:, None]
-            tl.store(part_out + part[:, None] * D + channel[None, :], result, mask=held)
-    if DIVIDED:
-        lse = tl.where(total > 0, peak + tl.log2(whole), float("-inf"))
-        tl.store(part_lse + part, lse, mask=m_valid)
+
+
+@triton.jit
+def _store_part(
+    peak,
+    total,
+    acc,
+    acc_odd,
+    part_out,
+    part_lse,
+    at,
+    d,
+    m_valid,
+    md_valid,
+    value_unit,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Store a part's outputs and log-sum-exps at [M] places `at`."""
+    whole = tl.where(total > 0, total, 1.0)
+    held = md_valid & (total > 0)[:, None]
+    for odd in tl.static_range(STEP):
+        result = (acc if odd == 0 else acc_odd) * (value_unit / whole)[:, None]
+        tl.store(part_out + at[:, None] * D + STEP * d[None, :] + odd, result, mask=held)
+    lse = tl.where(total > 0, peak + tl.log2(whole), float("-inf"))
+    tl.store(part_lse + at, lse, mask=m_valid)
+
+
+@triton.jit
+def _with_part(
+    peak,
+    total,
+    acc,
+    acc_odd,
+    part_out,
+    part_lse,
+    at,
+    d,
+    m_valid,
+    md_valid,
+    value_unit,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return the sums with a part that was stored."""
+    lse = tl.load(part_lse + at, mask=m_valid, other=float("-inf"), cache_modifier=".cg")
+    new_peak = tl.maximum(peak, lse)
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight, decay = tl.exp2(lse - safe), tl.exp2(peak - safe)
+    found = part_out + at[:, None] * D + STEP * d[None, :]
+    held = md_valid & (lse > float("-inf"))[:, None]
+    scaled = (weight / value_unit)[:, None]
+    acc = acc * decay[:, None] + scaled * tl.load(found, mask=held, other=0.0, cache_modifier=".cg")
+    if STEP == 2:
+        other = tl.load(found + 1, mask=held, other=0.0, cache_modifier=".cg")
+        acc_odd = acc_odd * decay[:, None] + scaled * other
+    return new_peak, total * decay + weight, acc, acc_odd
 
 
 @triton.jit(do_not_specialize=["count"])

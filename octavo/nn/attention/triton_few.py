@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from octavo.device.launch_sizes import next_power_of_2
+from octavo.device.launch_sizes import cdiv, next_power_of_2
+from octavo.nn.attention import triton_plan
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_arguments import Output, as_words, head_terms, scales_of, two_strides
-from octavo.nn.attention.triton_decode import COMMON, REST, WHOLE, decode_kernel, merge_kernel
+from octavo.nn.attention.triton_decode import COMMON, PLANNED, REST, WHOLE, decode_kernel, merge_kernel
 from octavo.nn.attention.triton_shapes import decode_shape
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import SharedContexts, StepInput
@@ -22,19 +23,37 @@ SHARED_TOKENS = 64
 _SHARED_HEADS = 64
 """Query heads in a tile that many rows share: the width of Hopper's matrix instruction."""
 _MAX_SPLITS = 32
+_EACH = 8
+"""Programs of a multiprocessor that read one query's contexts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Parts of contexts of unequal lengths; see `triton_plan.py`.
+
+    Attributes:
+        slots: of parts; more than are used.
+        kv_heads: with which a launch fills the GPU.
+    """
+
+    table: Tensor
+    slots: int
+    kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
     """Rows with at most `queries` queries each. `rows` [count] int32 are their indices, None means all.
 
-    `shared`: common prefixes of the step's rows, to be read once; each row then has one query.
+    `shared`: common prefixes of the step's rows, to be read once; each row then has one query. `plan`: of many rows
+    with one query; None if each context has equally many parts.
     """
 
     rows: Tensor | None
     count: int
     queries: int
     shared: SharedContexts | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,23 @@ class _Reading:
     first_part: int
     rows: Tensor
     shared: Tensor
+
+
+def planned(few: Few, seq_lens: Tensor, kv_heads: int, max_seq_len: int) -> Few:
+    """Return these rows with a plan, if there may be contexts so much longer than others that one is worth its launch.
+
+    Few rows have many parts each, anyway.
+    """
+    programs = _EACH * _multiprocessors(seq_lens.device)
+    if few.queries > 1 or few.shared is not None or few.count * kv_heads <= programs // 4:
+        return few
+    if max_seq_len < 2 * triton_plan.LEAST:
+        return few
+    more, counters = cdiv(programs, kv_heads), few.count * kv_heads
+    slots = few.count + more
+    table = torch.empty(4 * slots + counters, dtype=torch.int32, device=seq_lens.device)
+    triton_plan.launch(table, few.rows, seq_lens, few.count, more, counters)
+    return replace(few, plan=Plan(table, slots, kv_heads))
 
 
 def most_sharing(group: int) -> int:
@@ -89,6 +125,12 @@ def attend_few(
     it does with linear biases, which differ from row to row."""
     shared = few.shared if spec.shares_prefixes else None
     rows = few.rows if few.rows is not None else step.query_start
+    plan = few.plan
+    if plan is not None and plan.kv_heads == spec.num_kv_heads and spec.window is None:
+        parts = _parts_of(plan.slots * spec.num_heads, plan.slots, spec, q)
+        reading = _Reading(PLANNED.value, plan.slots, 1, 1, 0, rows, plan.table)
+        _read(q, cache, scales, step, spec, reading, parts, out, sinks, few.rows is not None)
+        return
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device, few.queries)
     divided = splits if splits > 1 else 0
     if shared is None:
@@ -111,7 +153,10 @@ def attend_few(
 def _parts(count: int, few: Few, spec: AttentionSpec, unused: Tensor) -> _PartialOutputs:
     if not count:
         return _PartialOutputs(unused, unused, 0)
-    cells = few.count * few.queries * spec.num_heads * count
+    return _parts_of(few.count * few.queries * spec.num_heads * count, count, spec, unused)
+
+
+def _parts_of(cells: int, count: int, spec: AttentionSpec, unused: Tensor) -> _PartialOutputs:
     part_out = torch.empty(cells * spec.head_dim, dtype=torch.float32, device=unused.device)
     return _PartialOutputs(part_out, torch.empty(cells, dtype=torch.float32, device=unused.device), count)
 
@@ -216,7 +261,7 @@ def _merge(
 def num_splits(programs: int, max_seq_len: int, device: torch.device, queries: int = 1) -> int:
     """Return the number of parts of each context, a power of two: enough to fill the GPU, none below 256 keys. Programs
     for several queries have two warps, and more outputs to merge."""
-    each = 8 if queries == 1 else 4
+    each = _EACH if queries == 1 else 4
     return _power_of_two(each * _multiprocessors(device) // max(programs, 1), max_seq_len)
 
 

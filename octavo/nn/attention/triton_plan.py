@@ -1,0 +1,86 @@
+"""Plan of a decoding launch over contexts of unequal lengths: parts of about equal length, however many a row has.
+
+With equal numbers of parts for all rows, a batch takes as long as its longest context. The plan is made on the device,
+once for all layers of a step, so that recorded steps follow the lengths of each replay.
+
+Plan: [slots, 4] int32: item, part, parts of the item, and number of its first part among those of all items; an item of
+-1 is unused. Behind it counters of parts that have ended, [items, kv heads] int32, zeros between launches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from octavo.device.launch_sizes import next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEAST = 128
+"""Keys of a part; shorter ones take longer to merge than to read."""
+_WIDE = 1024
+"""Integers that are stored at a time, and items for which one kernel is compiled."""
+
+
+@triton.jit(do_not_specialize=["count", "more", "counters"])
+def plan_kernel(
+    plan,
+    rows,
+    seq_lens,
+    count,
+    more,
+    counters,
+    LEAST_KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    """Divide `count` items into at most `more` parts beyond one of each. One program.
+
+    With n keys altogether and parts of at least n / more, rounding each item's number of parts down keeps to that.
+    """
+    item = tl.arange(0, BLOCK)
+    valid = item < count
+    row = item
+    if HAS_ROWS:
+        row = tl.load(rows + item, mask=valid, other=0)
+    keys = tl.load(seq_lens + row, mask=valid, other=0)
+    size = tl.maximum(tl.cdiv(tl.sum(keys, 0), more), LEAST_KEYS)
+    parts = tl.where(valid, tl.maximum(keys // size, 1), 0)
+    first = tl.cumsum(parts, 0) - parts
+    for part in range(tl.max(parts, 0)):
+        slot, inside = plan + 4 * (first + part), part < parts
+        tl.store(slot, item, mask=inside)
+        tl.store(slot + 1, part, mask=inside)
+        tl.store(slot + 2, parts, mask=inside)
+        tl.store(slot + 3, first, mask=inside)
+    wide = tl.arange(0, WIDE)
+    for begin in range(tl.sum(parts, 0), count + more, WIDE):
+        tl.store(plan + 4 * (begin + wide), -1, mask=begin + wide < count + more)
+    for begin in range(0, counters, WIDE):
+        tl.store(plan + 4 * (count + more) + begin + wide, 0, mask=begin + wide < counters)
+
+
+def launch(plan: Tensor, rows: Tensor | None, seq_lens: Tensor, count: int, more: int, counters: int) -> None:
+    """Launch `plan_kernel`.
+
+    Args:
+        plan: [4 (count + more) + counters] int32.
+        rows: [count] int32, of the step; None for its first ones.
+    """
+    plan_kernel[(1,)](
+        plan,
+        seq_lens if rows is None else rows,
+        seq_lens,
+        count,
+        more,
+        counters,
+        LEAST_KEYS=LEAST,
+        BLOCK=max(_WIDE, next_power_of_2(count)),
+        WIDE=_WIDE,
+        HAS_ROWS=rows is not None,
+        num_warps=8,
+    )
