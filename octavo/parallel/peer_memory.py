@@ -35,14 +35,12 @@ class Sizes:
         programs: of a launch that exchanges cells, at most.
         slot: words that a rank can send at a time, for each program.
         storers: programs of a launch that stores rows.
-        groups: most groups of a storer's rows.
         room: bytes of rows that each other rank can store at a time.
     """
 
     programs: int
     slot: int
     storers: int
-    groups: int
     room: int
 
     def cells(self, ranks: int) -> int:
@@ -50,8 +48,8 @@ class Sizes:
         return 8 * self.programs * 2 * (ranks + 1) * self.slot
 
     def total(self, ranks: int) -> int:
-        """Return the bytes of cells, rows and flags."""
-        return self.cells(ranks) + 2 * (ranks - 1) * (self.room + 4 * self.storers * self.groups)
+        """Return the bytes of cells and rows."""
+        return self.cells(ranks) + 2 * (ranks - 1) * self.room
 
 
 class Inboxes:

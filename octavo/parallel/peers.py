@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,15 +43,12 @@ multiprocessors."""
 SLOT = 4096
 STORERS = 256
 """Programs that store rows: two of a multiprocessor, so that one sends while the other adds up."""
-GROUPS = 16
 _ROOM = 64 << 20
 """Bytes of rows that a rank can be sent at a time, by all others together. Larger sums take several launches."""
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST_ROW = 16384
-_TRIED_ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+_TRIED_ROWS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 """Rows of 16 KiB, for which ways are timed."""
-_WAYS = ("one shot", "two shots", "stored", "others")
-"""From small to large sums."""
 _TRIAL_READS = 1 << 22
 """Tries to read a cell before the trial fails, which takes seconds."""
 _REPEATS = 10
@@ -59,17 +56,23 @@ _REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes of a tensor up to which a way is the fastest: one shot of cells, then two shots, then rows that are stored,
-    then that of the process group."""
+    """Which way is the fastest for a tensor's bytes. All others go through the process group.
+
+    Attributes:
+        one_shot: of those that go in cells, up to which in one shot; larger ones in two.
+        cells: up to which cells serve what is gathered, and sums that are not of stored rows.
+        stored_from, stored: above which and up to which rows are stored.
+    """
 
     one_shot: int
-    two_shots: int
+    cells: int
+    stored_from: int = 0
     stored: int = 0
 
     @property
     def most(self) -> int:
         """The most bytes that go through the memory of peers."""
-        return max(self.two_shots, self.stored)
+        return max(self.cells, self.stored)
 
 
 ALL_SIZES = Limits(64 << 10, 1 << 62)
@@ -95,7 +98,7 @@ class PeerCollectives:
         sent = self._in_words(x)
         if self._stores(sent):
             return self._store(sent, torch.empty_like(sent), None)
-        words = self._row_words(sent) if x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots else 0
+        words = self._row_words(sent) if x.dtype in _SUMMED and x.nbytes <= self.limits.cells else 0
         if not words:
             return x if self._has_nothing(x) else self._rest.all_reduce(sent)
         out = torch.empty_like(sent)
@@ -104,7 +107,7 @@ class PeerCollectives:
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         sent = self._in_words(x)
-        words = self._row_words(sent) if x.nbytes <= self.limits.two_shots else 0
+        words = self._row_words(sent) if x.nbytes <= self.limits.cells else 0
         if not words:
             return [x] * self._inboxes.ranks if self._has_nothing(x) else self._rest.all_gather(sent)
         out = x.new_empty(self._inboxes.ranks, sent.nbytes // 4, dtype=torch.int32)
@@ -128,7 +131,7 @@ class PeerCollectives:
         """Return the sum of x [T, H] over ranks, not computed yet, so that a norm's launch can compute it; None if
         that launch can't."""
         x = x.contiguous()
-        fits = x.dtype in _SUMMED and x.nbytes <= self.limits.two_shots and x.dim() == 2
+        fits = x.dtype in _SUMMED and x.nbytes <= self.limits.cells and x.dim() == 2
         return PeerSum(self, x) if self._stores(x) or (fits and self._row_words(x) == _words(x) > 0) else None
 
     def hides_sums(self) -> bool:
@@ -186,7 +189,7 @@ class PeerCollectives:
 
     def _stores(self, x: Tensor) -> bool:
         """Return whether x is summed by storing its rows."""
-        return self.limits.two_shots < x.nbytes <= self.limits.stored and _stores_rows(x)
+        return self.limits.stored_from < x.nbytes <= self.limits.stored and _stores_rows(x)
 
     def _exchange(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, Tensor, float] | None, words: int) -> None:
         self._launch(x, out, norm, words, two_shots=x.nbytes > self.limits.one_shot)
@@ -219,7 +222,6 @@ class PeerCollectives:
             norm,
             rank=inboxes.rank,
             room=inboxes.sizes.room,
-            groups=inboxes.sizes.groups,
             patience=patience,
             overlaps=self._overlaps,
         )
@@ -260,7 +262,7 @@ class PeerCollectives:
             norm: that follows a sum: the stream [T, H], the norm's weight and epsilon.
         """
         words, limits = self._row_words(x), self.limits
-        ways = [*([False] if limits.one_shot else []), *([True] if limits.two_shots > limits.one_shot else [])]
+        ways = [*([False] if limits.one_shot else []), *([True] if limits.cells > limits.one_shot else [])]
         for two_shots in ways if words else ():
             self._launch(x, torch.empty_like(x), None, words, two_shots=two_shots)
             if norm is not None and words == _words(x):
@@ -277,7 +279,7 @@ class PeerCollectives:
 
     def launch_gather(self, x: Tensor) -> None:
         """Launch the kernel that gathers tensors like x, which needs no values: for compiling it ahead."""
-        if self.limits.two_shots and (words := self._row_words(x)):
+        if self.limits.cells and (words := self._row_words(x)):
             sent = x.view(torch.int32)
             self._launch(sent, torch.empty_like(sent), None, words, gathers=True)
 
@@ -342,7 +344,7 @@ def compile_trials(ranks: int) -> Ahead:
     device = torch.device("cuda", torch.cuda.current_device())
     overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
     inboxes = Inboxes(0, torch.empty(ranks, dtype=torch.int64, device=device), sizes_for(ranks))
-    made = PeerCollectives(inboxes, None, dataclasses.replace(ALL_SIZES, stored=ALL_SIZES.two_shots), overlaps=overlaps)
+    made = PeerCollectives(inboxes, None, dataclasses.replace(ALL_SIZES, stored=ALL_SIZES.cells), overlaps=overlaps)
     ahead = Ahead(target_of(device))
     with ahead.collecting():
         tried = torch.empty(1, SLOT, device=device)
@@ -376,7 +378,7 @@ def with_peers(rank: int, share: Share, others: Collectives | None, *, later: bo
         made.limits = limits_of([json.loads(one) for one in share("times", json.dumps(made.times()).encode())])
         if rank == 0:
             log.info(
-                "sums over ranks: one shot to %d KiB, two shots to %d KiB, stored rows to %d KiB, then NCCL",
+                "sums over ranks: rows stored from %d to %d KiB; else one shot to %d KiB, two to %d KiB, then NCCL",
                 *in_kib(made.limits),
             )
     if later:
@@ -399,34 +401,42 @@ def alike(made: Collectives, others: Collectives, share: Share) -> Collectives:
     return made
 
 
-def in_kib(limits: Limits) -> tuple[int, int, int]:
-    return limits.one_shot >> 10, limits.two_shots >> 10, limits.stored >> 10
+def in_kib(limits: Limits) -> list[int]:
+    return [size >> 10 for size in (limits.stored_from, limits.stored, limits.one_shot, limits.cells)]
 
 
 def limits_of(times: list[Mapping[str, Mapping[str, float]]]) -> Limits:
-    """Return where one way becomes faster than the next, from all ranks' times: way -> bytes (as text) -> milliseconds.
+    """Return where each way is the fastest, from all ranks' times: way -> bytes (as text) -> milliseconds.
 
     They lose least against the fastest way at each size, together for all sizes: one time that deviates changes little.
     All ranks get the same limits, since they must take the same way.
     """
     sizes = sorted(int(size) for size in times[0]["others"])
     total = {way: [sum(one[way][str(size)] for one in times) for size in sizes] for way in times[0]}
-    best = [min(found) for found in zip(*total.values(), strict=True)]
+    bounds, places = [0, *sizes], range(len(sizes) + 1)
 
-    def loss(ends: tuple[int, ...]) -> float:
-        """Return by how much sums take longer, if each way has the sizes up to its end."""
-        bounds = itertools.pairwise((0, *ends, len(sizes)))
-        ways = [way for way, (start, end) in zip(_WAYS, bounds, strict=True) for _ in range(start, end)]
-        return sum((total[way][i] / best[i] for i, way in enumerate(ways)), 0.0)
+    def least(ways: Sequence[str], cuts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the places between sizes at which one way follows the other with the least loss."""
+        best = [min(total[way][i] for way in ways) for i in range(len(sizes))]
 
-    cuts = itertools.combinations_with_replacement(range(len(sizes) + 1), len(_WAYS) - 1)
-    ends = [([0, *sizes])[end] for end in min(cuts, key=loss)]
-    return Limits(ends[0], ends[1], ends[2] if ends[2] > ends[1] else 0)
+        def loss(cut: tuple[int, ...]) -> float:
+            spans = zip(ways, itertools.pairwise((0, *cut, len(sizes))), strict=True)
+            return sum((total[way][i] / best[i] for way, span in spans for i in range(*span)), 0.0)
+
+        return min(cuts, key=loss)
+
+    (one_shot,) = least(("one shot", "two shots"), itertools.product(places))
+    total["cells"] = total["one shot"][:one_shot] + total["two shots"][one_shot:]
+    (cells,) = least(("cells", "others"), itertools.product(places))
+    total["rest"] = total["cells"][:cells] + total["others"][cells:]
+    first, last = least(("rest", "stored", "rest"), itertools.combinations_with_replacement(places, 2))
+    stored = (bounds[first], bounds[last]) if first < last else (0, 0)
+    return Limits(min(bounds[one_shot], bounds[cells]), bounds[cells], *stored)
 
 
 def sizes_for(ranks: int) -> Sizes:
     """Return the sizes of the memory that each of several ranks receives in."""
-    return Sizes(PROGRAMS, SLOT, STORERS, GROUPS, _ROOM // max(2, ranks))
+    return Sizes(PROGRAMS, SLOT, STORERS, _ROOM // max(2, ranks))
 
 
 def _stores_rows(x: Tensor) -> bool:

@@ -199,11 +199,11 @@ def test_ranks_take_the_choices_of_the_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_groups_that_compute_the_same_sum_in_the_same_way() -> None:
-    limits = Limits(64, 512, 1024), Limits(128, 256, 2048)
+    limits = Limits(64, 512, 512, 1024), Limits(128, 256, 256, 2048)
     peers = [PeerCollectives(None, None, one) for one in limits]  # type: ignore[arg-type]
     others = ThreadCollectives(0, threading.Barrier(1), [torch.empty(0)])
-    assert alike(peers[0], others, lambda name, data: [data, b"[128, 256, 2048]"]) is peers[0]
-    assert peers[0].limits == Limits(64, 256, 1024)
+    assert alike(peers[0], others, lambda name, data: [data, b"[128, 256, 256, 2048]"]) is peers[0]
+    assert peers[0].limits == Limits(64, 256, 256, 1024)
     assert alike(peers[1], others, lambda name, data: [data, b"null"]) is others
 
 

@@ -206,9 +206,9 @@ class Beginning:
 
 def test_which_way_a_sum_is_begun() -> None:
     """Copied, if there is room; else by others, if these would sum it anyway."""
-    sizes = Sizes(programs=1, slot=64, storers=1, groups=1, room=512)
+    sizes = Sizes(programs=1, slot=64, storers=1, room=512)
     inboxes = Inboxes(0, torch.zeros(2, dtype=torch.int64, device=DEVICE), sizes)
-    group = PeerCollectives(inboxes, Beginning(), Limits(0, 0, 1024))
+    group = PeerCollectives(inboxes, Beginning(), Limits(0, 0, 0, 1024))
     fits, stored, larger = (torch.zeros(rows, 8, device=DEVICE).bfloat16() for rows in (16, 64, 65))
     assert [group.begin_sum(one) for one in (fits, stored, larger)] == [None, None, "begun elsewhere"]
     group.copies = Ranks(2).each[0]

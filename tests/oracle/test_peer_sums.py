@@ -22,8 +22,8 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOT = 64
-SIZES = Sizes(programs=3, slot=SLOT, storers=2, groups=3, room=512)
-ONE, TWO, STORED = Limits(1 << 40, 1 << 40), Limits(0, 1 << 40), Limits(0, 0, 1 << 40)
+SIZES = Sizes(programs=3, slot=SLOT, storers=2, room=512)
+ONE, TWO, STORED = Limits(1 << 40, 1 << 40), Limits(0, 1 << 40), Limits(0, 0, 0, 1 << 40)
 Norm = tuple[Tensor, float]
 
 
@@ -222,28 +222,32 @@ def test_what_is_too_large_or_not_of_whole_words_goes_another_way() -> None:
     assert one.summands(torch.zeros(1, 2 * SLOT, device=DEVICE)) is None, "a norm needs the whole row"
 
 
+def times_of(one_shot: list[float], two_shots: list[float], stored: list[float], others: list[float]) -> Any:
+    """Return times of sums of 1, 2, 4, ... bytes, by way."""
+    ways = {"one shot": one_shot, "two shots": two_shots, "stored": stored, "others": others}
+    return {way: {str(1 << i): time for i, time in enumerate(times)} for way, times in ways.items()}
+
+
 def test_limits_are_where_another_way_becomes_faster() -> None:
-    one = {"one shot": {"1": 1.0, "2": 3.0, "4": 3.0}, "two shots": {"1": 2.0, "2": 2.0, "4": 2.0}}
-    one |= {"stored": {"1": 9.0, "2": 9.0, "4": 9.0}}
-    assert limits_of([one | {"others": {"1": 9.0, "2": 9.0, "4": 2.5}}] * 2) == Limits(1, 4)
-    assert limits_of([one | {"others": {"1": 9.0, "2": 9.0, "4": 0.5}}]) == Limits(1, 2)
-    assert limits_of([one | {"others": {"1": 0.1, "2": 0.1, "4": 0.1}}]) == Limits(0, 0)
-    rows, larger = {"stored": {"1": 3.0, "2": 1.0, "4": 1.5}}, {"others": {"1": 9.0, "2": 9.0, "4": 9.0}}
-    assert limits_of([one | rows | larger]) == Limits(1, 1, 4)
-    assert limits_of([one | rows | {"others": {"1": 9.0, "2": 9.0, "4": 1.0}}]) == Limits(1, 1, 2)
-    slow = {way: {size: 5 * time for size, time in times.items()} for way, times in one.items()}
-    others = {"others": {"1": 4.0, "2": 9.0, "4": 5.0}}
-    assert limits_of([one | others]) == Limits(1, 4)
-    assert limits_of([one | others, slow | others]) == Limits(1, 2), "the time of all ranks counts"
+    one, two, slow = [1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [9.0, 9.0, 9.0]
+    assert limits_of([times_of(one, two, slow, [9.0, 9.0, 2.5])] * 2) == Limits(1, 4)
+    assert limits_of([times_of(one, two, slow, [9.0, 9.0, 0.5])]) == Limits(1, 2)
+    assert limits_of([times_of(one, two, slow, [0.1, 0.1, 0.1])]) == Limits(0, 0)
+    assert limits_of([times_of(one, two, [3.0, 1.0, 1.5], slow)]) == Limits(1, 4, 1, 4)
+    assert limits_of([times_of(one, two, [3.0, 1.0, 1.5], [9.0, 9.0, 1.0])]) == Limits(1, 2, 1, 2)
+    assert limits_of([times_of(one, two, [0.5, 1.0, 3.0], slow)]) == Limits(1, 4, 0, 2), "also the fewest bytes"
+    others = [4.0, 9.0, 5.0]
+    assert limits_of([times_of(one, two, [50.0] * 3, others)]) == Limits(1, 4)
+    five = [5 * time for time in one], [5 * time for time in two], [50.0] * 3
+    each = [times_of(one, two, [50.0] * 3, others), times_of(*five, others)]
+    assert limits_of(each) == Limits(1, 2), "the time of all ranks counts"
 
 
 def test_one_slow_measurement_does_not_rule_out_a_way() -> None:
     """As on two H200s, where a sum of 16 KiB once took longer in one shot than by stored rows."""
-    sizes = [str(1 << i) for i in range(6)]
-    times = {"one shot": [5.2, 4.5, 6, 11, 18, 30], "two shots": [6, 6, 7, 11.2, 17, 29]}
-    times |= {"stored": [5.1, 5.2, 6.1, 9, 11.6, 18], "others": [9.6, 10.5, 11.5, 17, 30, 35]}
-    found = {way: dict(zip(sizes, each, strict=True)) for way, each in times.items()}
-    assert limits_of([found]) == Limits(4, 4, 32)
+    one, two = [5.2, 4.5, 6.0, 11.0, 18.0, 30.0], [6.0, 6.0, 7.0, 11.2, 17.0, 29.0]
+    stored, others = [5.1, 5.2, 6.1, 9.0, 11.6, 18.0], [9.6, 10.5, 11.5, 17.0, 30.0, 35.0]
+    assert limits_of([times_of(one, two, stored, others)]) == Limits(8, 32, 4, 32)
 
 
 def on_one_gpu(rank: int, folder: str) -> None:

@@ -181,7 +181,7 @@ SHARED = LATENT | {
 }
 
 
-LIMITS = Limits(128, 512, 1 << 62)
+LIMITS = Limits(128, 512, 512, 1 << 62)
 """Such that each way of summing is used."""
 
 
@@ -197,7 +197,7 @@ class Elsewhere:
 
 def rank_of_two(rank: int) -> Mesh:
     """Return the mesh of a rank whose launches must not run: there is no other rank."""
-    addresses, sizes = torch.zeros(2, dtype=torch.int64, device=DEVICE), Sizes(4, 64, 4, 4, 1 << 12)
+    addresses, sizes = torch.zeros(2, dtype=torch.int64, device=DEVICE), Sizes(4, 64, 4, 1 << 12)
     return Mesh(rank, 2, PeerCollectives(Inboxes(rank, addresses, sizes), Elsewhere(), LIMITS))
 
 
