@@ -38,8 +38,9 @@ def _rows_from(rooms, rank, of, half, ROOM: tl.constexpr, RANKS: tl.constexpr, D
 @triton.jit
 def _send_row(x, rooms, rank, half, place, valid, ROOM: tl.constexpr, RANKS: tl.constexpr):
     """Store a row in all other ranks' rooms."""
-    BITS: tl.constexpr = tl.int16 if x.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
-    SIGN: tl.constexpr = -0x8000 if BITS == tl.int16 else -0x80000000
+    HALF: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16
+    BITS: tl.constexpr = tl.int16 if HALF else tl.int32
+    SIGN: tl.constexpr = -0x8000 if HALF else -0x80000000
     bits = tl.load(x + place, mask=valid, other=0.0).to(BITS, bitcast=True) ^ SIGN
     bits = tl.where(bits == 0, SIGN, bits)
     for other in tl.static_range(RANKS):
