@@ -4,13 +4,14 @@
     python benchmarks/gpu_attention.py --only prefill --libraries flash_attn flashinfer
     python benchmarks/gpu_attention.py --only verify
     python benchmarks/gpu_attention.py --only fused
+    python benchmarks/gpu_attention.py --only unequal
     python benchmarks/gpu_attention.py --only windows --heads 16 --kv-heads 8 --head-dim 256
 
 Random keys and values, block tables permuted; times are medians of a graph's replays over several caches, so that
 nothing is found in the L2 cache. Decoding counts the bytes of keys and values as stored; prompts count the operations
 of the causal half. `verify` computes some queries a row, as for drafts, and compares its bytes a second with those of
 one query, measured right before it. `fused` decodes few rows from the projection on, in one launch and in several.
-`windows` decodes with a window and counts only the bytes and operations inside it; a kernel that read more would seem
+`unequal` decodes contexts of which one is much longer than the others. `windows` decodes with a window and counts only the bytes and operations inside it; a kernel that read more would seem
 slower the longer the context. --libraries times prompts through these too.
 --sweep tries launch shapes (`nn/attention/triton_shapes.py`) and prints the best of each.
 """
@@ -45,7 +46,9 @@ KINDS = {"bf16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float
 PAGE = 16
 DECODING = ((32, 8192), (256, 512), (64, 1024), (8, 2048), (1, 1024))
 VERIFYING = ((32, 8192), (256, 512), (256, 2048), (64, 1024), (16, 4096), (8, 2048), (1, 8192), (1, 1024))
-FUSED = tuple((rows, length) for rows in (1, 2, 4, 8) for length in (20, 256, 1024, 8000))
+FUSED = tuple((rows, length) for rows in (1, 2, 4, 8, 16, 32) for length in (20, 256, 1024, 8000))
+UNEQUAL = tuple((rows, longest) for rows in (16, 32, 64, 128, 256) for longest in (300, 4000, 16000))
+"""(rows, tokens of one context); the others have 300."""
 LONGEST = 16384
 """Tokens that recorded steps allow for."""
 WINDOW, WINDOWED = 4096, ((32, 4096), (32, 8192), (32, 14336))
@@ -62,14 +65,17 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument(
-        "--only", choices=("decode", "fused", "verify", "prefill", "windows"), help="the others are left out"
+        "--only",
+        choices=("decode", "fused", "unequal", "verify", "prefill", "windows"),
+        help="the others are left out",
     )
     parser.add_argument("--libraries", nargs="+", default=[], help="of flash_attn and flashinfer")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = AttentionSpec(args.heads, args.kv_heads, args.head_dim, args.head_dim**-0.5)
-    runs = {"decode": decoding, "fused": fused, "verify": verifying, "prefill": prompts, "windows": windows}
+    runs = {"decode": decoding, "fused": fused, "unequal": unequal, "verify": verifying, "prefill": prompts}
+    runs["windows"] = windows
     runs = {args.only: runs[args.only]} if args.only else runs
     if args.libraries:
         runs["libraries"] = functools.partial(through_libraries, names=args.libraries)
@@ -107,6 +113,16 @@ def fused(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
             seconds = seconds_of(work.whole())
             yield show(f"decode {rows} x {length} with rotation, {label}", seconds, {})
         fused_decode.serves = served
+
+
+def unequal(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
+    for rows, longest in UNEQUAL:
+        lengths = [longest, *[300] * (rows - 1)]
+        nbytes = sum(lengths) * 2 * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
+        work = Work(spec, DTYPE, lengths, [1] * rows, copies=max(2, min(24, (3 << 30) // nbytes)))
+        work.step.max_seq_len = LONGEST
+        seconds = seconds_of(work.whole())
+        yield show(f"decode {rows} rows, one of {longest}", seconds, {"tb_s": round(nbytes / seconds / 1e12, 3)})
 
 
 def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
