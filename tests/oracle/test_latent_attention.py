@@ -295,7 +295,7 @@ def recorded(case: Case):
     padded[: len(tiles)] = torch.from_numpy(tiles)
     rows = torch.full((tokens,), unused, dtype=torch.int32)
     rows[: len(single)] = torch.from_numpy(single)
-    plan = backend.foreseen(step, padded.to(device), rows.to(device), tokens)
+    plan = backend.foreseen(padded.to(device), rows.to(device), tokens)
     backend.prepare, kept = (
         lambda step, size: plan if step.num_rows == unused + 1 else kept(step, size),
         backend.prepare,

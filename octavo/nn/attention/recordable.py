@@ -42,7 +42,7 @@ class Recordable(Protocol):
         """Return the most tiles for `rows` rows with several queries and `tokens` tokens in total."""
         ...
 
-    def foreseen(self, step: StepInput, tiles: Tensor, single: Tensor, longest: int) -> object:
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> object:
         """Return the value of `step.attn` for a recorded step. Before each replay, the tensors get the results of
         `cut`.
 

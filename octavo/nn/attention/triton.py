@@ -19,7 +19,7 @@ from octavo.nn.attention import fused_decode
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_arguments import Output, as_words, head_terms, scales_of, two_strides
-from octavo.nn.attention.triton_few import SHARED_TOKENS, Few, attend_few, most_sharing, planned
+from octavo.nn.attention.triton_few import SHARED_TOKENS, Few, attend_few, most_sharing
 from octavo.nn.attention.triton_prefill import prefill_kernel
 from octavo.nn.attention.triton_shapes import prefill_shape
 from octavo.nn.attention.triton_write import rotate_write_kernel, rotate_write_rows_kernel, write_kernel
@@ -61,7 +61,7 @@ class TritonAttention:
     def __init__(self, dtype: torch.dtype, spec: AttentionSpec) -> None:
         self._dtype = dtype
         self._head_dim = spec.head_dim
-        self._group, self._kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
+        self._group = spec.num_heads // spec.num_kv_heads
 
     @property
     def most_few(self) -> int:
@@ -75,18 +75,15 @@ class TritonAttention:
     def prepare(self, step: StepInput, block_size: int) -> Launches:
         """Divide the rows over the two kernels. Reads nothing from the device if `step.query_lens` is given."""
         if (few := self.all_few(step)) is not None:
-            return Launches(self._planned(few, step), None)
+            return Launches(few, None)
         lens = step.query_lens if step.query_lens is not None else step.query_start.diff().tolist()
-        return self._divide(step, np.asarray(lens, dtype=np.int32), step.past_lens or [0] * len(lens))
+        return self._divide(np.asarray(lens, dtype=np.int32), step.past_lens or [0] * len(lens), step.device)
 
     def all_few(self, step: StepInput) -> Few | None:
         """Return the step's rows if none has many queries, else None."""
         if step.max_query_len > _MAX_FEW:
             return None
         return Few(None, step.num_rows, 1 if step.max_query_len == 1 else _MAX_FEW, step.shared)
-
-    def _planned(self, few: Few, step: StepInput) -> Few:
-        return planned(few, step.seq_lens, self._kv_heads, step.max_seq_len)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         _, heads, dim = k.shape
@@ -186,10 +183,10 @@ class TritonAttention:
         tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
         return np.asarray(tiles, dtype=np.int32).ravel(), single
 
-    def foreseen(self, step: StepInput, tiles: Tensor, single: Tensor, longest: int) -> Launches:
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Launches:
         """See `FusedBackend`."""
         many = Many(tiles, len(tiles) // 2, longest)
-        return Launches(self._planned(Few(single, len(single), 1), step), many, _stream(tiles.device))
+        return Launches(Few(single, len(single), 1), many, _stream(tiles.device))
 
     def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
         """See `FusedBackend`."""
@@ -198,10 +195,10 @@ class TritonAttention:
     def _tile_size(self, device: torch.device) -> int:
         return prefill_shape(self._dtype, self._head_dim, 1, device).queries
 
-    def _divide(self, step: StepInput, lens: np.ndarray, past: Sequence[int]) -> Launches:
-        tiles, single = self.cut(lens, past, step.device)
-        sent_tiles, sent_single = upload_parts([tiles, single], step.device)
-        few = self._planned(Few(sent_single, len(single), 1), step) if len(single) else None
+    def _divide(self, lens: np.ndarray, past: Sequence[int], device: torch.device) -> Launches:
+        tiles, single = self.cut(lens, past, device)
+        sent_tiles, sent_single = upload_parts([tiles, single], device)
+        few = Few(sent_single, len(single), 1) if len(single) else None
         return Launches(few, Many(sent_tiles, len(tiles) // 2, int(lens.max())))
 
 

@@ -80,6 +80,8 @@ def decode_kernel(
     parts,
     first_part,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MERGED: tl.constexpr,
     QUERIES: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -108,8 +110,8 @@ def decode_kernel(
     their common prefix in tokens, a multiple of a tile. REST is launched afterwards and runs concurrently: a row's
     context begins at shared[row], and unless it is DIVIDED, all `parts` are of the common prefix.
 
-    If READS is PLANNED, `shared` is the plan (`triton_plan.py`), and not DIVIDED: a row's outputs are merged by the
-    program of its last part to end.
+    If READS is PLANNED, `shared` is the plan (`triton_plan.py`), and not DIVIDED: the program of a row's last part to
+    end merges all parts, MERGED at a time. GROUPS is a power of two, at least GROUP.
 
     An FP8 cache (FORM, `triton_fp8.py`) is given as 16-bit words, with strides in words, and computed in float16: q,
     output and accumulators are two tiles each, of the even and of the odd channels.
@@ -256,25 +258,33 @@ def decode_kernel(
         join(OVERLAPS)
         if not DIVIDED:
             for common in range(parts):
-                at = cell * parts + common
-                peak, total, acc, acc_odd = _with_part(
-                    peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP
-                )
+                lse = tl.load(part_lse + cell * parts + common, mask=m_valid, other=float("-inf"))
+                new_peak = tl.maximum(peak, lse)
+                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                weight, decay = tl.exp2(lse - safe), tl.exp2(peak - safe)
+                total = total * decay + weight
+                found = part_out + (cell * parts + common)[:, None] * D + STEP * d[None, :]
+                held = md_valid & (lse > float("-inf"))[:, None]
+                weight = weight / value_unit
+                acc = acc * decay[:, None] + weight[:, None] * tl.load(found, mask=held, other=0.0)
+                if STEP == 2:
+                    acc_odd = acc_odd * decay[:, None] + weight[:, None] * tl.load(found + 1, mask=held, other=0.0)
+                peak = new_peak
     if READS == PLANNED and splits > 1:
         # Parts of all rows are numbered one after the other, and have all heads.
-        own = (first_part + split).to(tl.int64) * heads + head
-        _store_part(peak, total, acc, acc_odd, part_out, part_lse, own, d, m_valid, md_valid, value_unit, D, STEP)
+        at = (first_part + split).to(tl.int64) * heads + head
+        _store_part(peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP)
         tl.debug_barrier()
         ended = shared + 4 * slots + item * tl.num_programs(0) + kv_head
         if tl.atomic_add(ended, 1, sem="acq_rel") < splits - 1:
             return
         tl.store(ended, 0)  # for the next layer
-        for other in range(splits):
-            if other != split:
-                at = (first_part + other).to(tl.int64) * heads + head
-                peak, total, acc, acc_odd = _with_part(
-                    peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP
-                )
+        place_of = first_part.to(tl.int64) * heads + kv_head * GROUP
+        mixed = _merged(part_out, part_lse, place_of, heads, splits, GROUP, GROUPS, D, BLOCK_D, MERGED)
+        g, channel = tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
+        target = out + (start.to(tl.int64) * heads + kv_head * GROUP + g)[:, None] * D + channel[None, :]
+        _store(target, mixed, (g < GROUP)[:, None] & (channel < D)[None, :], q, inverse, ROUNDED)
+        return
 
     if DIVIDED:
         at = cell * parts + first_part + split
@@ -282,13 +292,17 @@ def decode_kernel(
     else:
         share_of_whole = (value_unit / tl.where(total > 0, total, 1.0))[:, None]
         for odd in tl.static_range(STEP):
-            result = (acc if odd == 0 else acc_odd) * share_of_whole
             target = out + (token * heads + head)[:, None] * D + STEP * d[None, :] + odd
-            if ROUNDED:
-                bits = narrow_by(result.to(q.dtype.element_ty).to(tl.float32), inverse)
-                tl.store(target, bits, mask=md_valid)
-            else:
-                tl.store(target, result.to(out.dtype.element_ty), mask=md_valid)
+            _store(target, (acc if odd == 0 else acc_odd) * share_of_whole, md_valid, q, inverse, ROUNDED)
+
+
+@triton.jit
+def _store(target, values, mask, q, inverse, ROUNDED: tl.constexpr):
+    """Store outputs; only the dtype of `q` is used."""
+    if ROUNDED:
+        tl.store(target, narrow_by(values.to(q.dtype.element_ty).to(tl.float32), inverse), mask=mask)
+    else:
+        tl.store(target, values.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -318,34 +332,38 @@ def _store_part(
 
 
 @triton.jit
-def _with_part(
-    peak,
-    total,
-    acc,
-    acc_odd,
+def _merged(
     part_out,
     part_lse,
-    at,
-    d,
-    m_valid,
-    md_valid,
-    value_unit,
+    first,
+    heads,
+    parts,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     D: tl.constexpr,
-    STEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
-    """Return the sums with a part that was stored."""
-    lse = tl.load(part_lse + at, mask=m_valid, other=float("-inf"), cache_modifier=".cg")
-    new_peak = tl.maximum(peak, lse)
-    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weight, decay = tl.exp2(lse - safe), tl.exp2(peak - safe)
-    found = part_out + at[:, None] * D + STEP * d[None, :]
-    held = md_valid & (lse > float("-inf"))[:, None]
-    scaled = (weight / value_unit)[:, None]
-    acc = acc * decay[:, None] + scaled * tl.load(found, mask=held, other=0.0, cache_modifier=".cg")
-    if STEP == 2:
-        other = tl.load(found + 1, mask=held, other=0.0, cache_modifier=".cg")
-        acc_odd = acc_odd * decay[:, None] + scaled * other
-    return new_peak, total * decay + weight, acc, acc_odd
+    """Return [GROUPS, BLOCK_D]: a row's outputs for GROUP heads from its `parts`, MERGED at a time, of which the first
+    one's begins at `first`."""
+    part, g, channel = tl.arange(0, MERGED), tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
+    peak = tl.full([GROUPS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
+    acc = tl.zeros([GROUPS, BLOCK_D], tl.float32)
+    for begin in range(0, parts, MERGED):
+        at = first + (begin + part)[:, None] * heads + g[None, :]
+        valid = (begin + part < parts)[:, None] & (g < GROUP)[None, :]
+        lse = tl.load(part_lse + at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight, decay = tl.exp2(lse - safe[None, :]), tl.exp2(peak - safe)
+        held = (lse > float("-inf"))[:, :, None] & (channel < D)[None, None, :]
+        found = part_out + at[:, :, None] * D + channel[None, None, :]
+        values = tl.load(found, mask=held, other=0.0, cache_modifier=".cg")
+        total = total * decay + tl.sum(weight, 0)
+        acc = acc * decay[:, None] + tl.sum(values * weight[:, :, None], 0)
+        peak = new_peak
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["count"])

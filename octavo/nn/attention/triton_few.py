@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,37 +23,27 @@ SHARED_TOKENS = 64
 _SHARED_HEADS = 64
 """Query heads in a tile that many rows share: the width of Hopper's matrix instruction."""
 _MAX_SPLITS = 32
+_MERGED = 4096
+"""Outputs that a warp merges at a time: half of its registers."""
 _EACH = 8
 """Programs of a multiprocessor that read one query's contexts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Parts of contexts of unequal lengths; see `triton_plan.py`.
-
-    Attributes:
-        slots: of parts; more than are used.
-        kv_heads: with which a launch fills the GPU.
-    """
-
-    table: Tensor
-    slots: int
-    kv_heads: int
+_MOST_EQUAL = 8
+"""Parts of each context from which on they are equally many for all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
     """Rows with at most `queries` queries each. `rows` [count] int32 are their indices, None means all.
 
-    `shared`: common prefixes of the step's rows, to be read once; each row then has one query. `plan`: of many rows
-    with one query; None if each context has equally many parts.
+    `shared`: common prefixes of the step's rows, to be read once; each row then has one query. `plans`: of the layers
+    so far, by their number of kv heads (`triton_plan.py`).
     """
 
     rows: Tensor | None
     count: int
     queries: int
     shared: SharedContexts | None = None
-    plan: Plan | None = None
+    plans: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +66,6 @@ class _Reading:
     first_part: int
     rows: Tensor
     shared: Tensor
-
-
-def planned(few: Few, seq_lens: Tensor, kv_heads: int, max_seq_len: int) -> Few:
-    """Return these rows with a plan, if there may be contexts so much longer than others that one is worth its launch.
-
-    Few rows have many parts each, anyway.
-    """
-    programs = _EACH * _multiprocessors(seq_lens.device)
-    if few.queries > 1 or few.shared is not None or few.count * kv_heads <= programs // 4:
-        return few
-    if max_seq_len < 2 * triton_plan.LEAST:
-        return few
-    more, counters = cdiv(programs, kv_heads), few.count * kv_heads
-    slots = few.count + more
-    table = torch.empty(4 * slots + counters, dtype=torch.int32, device=seq_lens.device)
-    triton_plan.launch(table, few.rows, seq_lens, few.count, more, counters)
-    return replace(few, plan=Plan(table, slots, kv_heads))
 
 
 def most_sharing(group: int) -> int:
@@ -125,10 +98,10 @@ def attend_few(
     it does with linear biases, which differ from row to row."""
     shared = few.shared if spec.shares_prefixes else None
     rows = few.rows if few.rows is not None else step.query_start
-    plan = few.plan
-    if plan is not None and plan.kv_heads == spec.num_kv_heads and spec.window is None:
-        parts = _parts_of(plan.slots * spec.num_heads, plan.slots, spec, q)
-        reading = _Reading(PLANNED.value, plan.slots, 1, 1, 0, rows, plan.table)
+    if _plans(few, step, spec):
+        plan, slots = _plan_of(few, step, spec)
+        parts = _parts_of(slots * spec.num_heads, slots, spec, q)
+        reading = _Reading(PLANNED.value, slots, 1, 1, 0, rows, plan)
         _read(q, cache, scales, step, spec, reading, parts, out, sinks, few.rows is not None)
         return
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device, few.queries)
@@ -148,6 +121,27 @@ def attend_few(
         _read(q, cache, scales, step, spec, reading, parts, out, sinks, few.rows is not None)
     if divided:
         _merge(q, parts, few, rows, step, spec, form_of(cache.dtype), out)
+
+
+def _plans(few: Few, step: StepInput, spec: AttentionSpec) -> bool:
+    """Return whether contexts get parts by their lengths. Those of fewer rows have many parts each, anyway; windows are
+    of about equal length."""
+    if few.queries > 1 or few.shared is not None or spec.window is not None:
+        return False
+    programs = _EACH * _multiprocessors(step.device)
+    return few.count * spec.num_kv_heads > programs // _MOST_EQUAL and step.max_seq_len >= 2 * triton_plan.LEAST
+
+
+def _plan_of(few: Few, step: StepInput, spec: AttentionSpec) -> tuple[Tensor, int]:
+    """Return the plan, which the first of the step's layers makes, and its slots."""
+    more = cdiv(_EACH * _multiprocessors(step.device), spec.num_kv_heads)
+    slots, counters = few.count + more, few.count * spec.num_kv_heads
+    plan = few.plans.get(spec.num_kv_heads)
+    if plan is None:
+        plan = torch.empty(4 * slots + counters, dtype=torch.int32, device=step.device)
+        triton_plan.launch(plan, few.rows, step.seq_lens, few.count, more, counters)
+        few.plans[spec.num_kv_heads] = plan
+    return plan, slots
 
 
 def _parts(count: int, few: Few, spec: AttentionSpec, unused: Tensor) -> _PartialOutputs:
@@ -178,7 +172,7 @@ def _read(
     block_d = tile_width(spec.head_dim, form)
     heads, sparse = tile_rows(group, reading.queries, form), reading.splits == _MAX_SPLITS
     shape = decode_shape(q.dtype, block_d, form, heads, sparse=sparse)
-    divided = reading.kind == COMMON.value or reading.splits > 1
+    divided, groups = reading.kind == COMMON.value or reading.splits > 1, next_power_of_2(group)
     last = (reading.splits, reading.items) if reading.kind == COMMON.value else (reading.items, reading.splits)
     decode_kernel[(spec.num_kv_heads, *last)](
         q,
@@ -202,6 +196,8 @@ def _read(
         parts.count,
         reading.first_part,
         GROUP=group,
+        GROUPS=groups,
+        MERGED=max(1, min(16, _MERGED * shape.warps // (groups * block_d))),
         QUERIES=reading.queries,
         M=shape.queries,
         D=spec.head_dim,

@@ -145,7 +145,7 @@ class TritonLatents:
         """See `Recordable`."""
         return tokens // tile_queries(self._spec.num_heads) + rows
 
-    def foreseen(self, step: StepInput, tiles: Tensor, single: Tensor, longest: int) -> LatentLaunches:
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> LatentLaunches:
         """See `Recordable`."""
         return LatentLaunches(Few(single, len(single), 1), Tiles(tiles, len(tiles) // 2), None, longest)
 

@@ -277,7 +277,7 @@ def _attend_latents(
     plans = [attention.prepare(step, block_size)]
     if isinstance(attention, Recordable):
         rows = empty(2, kind=torch.int32)
-        plans.append(attention.foreseen(step, rows, rows, step.num_tokens))
+        plans.append(attention.foreseen(rows, rows, step.num_tokens))
     for plan in plans:
         step.attn = plan
         attention.store(heads, latents, (empty(layer.rank), 1e-6), table, cache, step, layer)

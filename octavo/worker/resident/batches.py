@@ -250,7 +250,7 @@ class Ragged:
     def foreseen(self, size: int, step: StepInput) -> object:
         """Return the value of `step.attn`."""
         parts = self._parts[size]
-        return self._attention.foreseen(step, parts.tiles, parts.single, size)
+        return self._attention.foreseen(parts.tiles, parts.single, size)
 
     def send(self, plan: StepPlan | None, size: int) -> None:
         """Send the plan's layout; None sends a batch of padding only."""

@@ -141,9 +141,9 @@ class LibraryAttention:
         """See `FusedBackend`."""
         return self.own.sharing()
 
-    def foreseen(self, step: StepInput, tiles: Tensor, single: Tensor, longest: int) -> Launches:
+    def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Launches:
         """See `FusedBackend`."""
-        return self.own.foreseen(step, tiles, single, longest)
+        return self.own.foreseen(tiles, single, longest)
 
     def peaks(self, cache: Tensor) -> Tensor:
         """See `FusedBackend`."""
