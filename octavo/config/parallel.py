@@ -218,12 +218,8 @@ class ParallelConfig:
         """Whether steps may be computed in two parts."""
         if self.enable_dbo is not None:
             return self.enable_dbo
-        return self.tensor_parallel_size > 1 and self.prefill_context_parallel_size == 1
-
-    @property
-    def sums(self) -> dict[str, bool]:
-        """How ranks may sum; see `join` in `parallel/join.py`."""
-        return {"peers": not self.disable_custom_all_reduce, "later": self.may_part}
+        whole = self.disable_custom_all_reduce or self.prefill_context_parallel_size > 1
+        return self.tensor_parallel_size > 1 and not whole
 
     @property
     def exchanges_rows(self) -> bool:

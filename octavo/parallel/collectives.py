@@ -60,8 +60,8 @@ class PendingSum(Protocol):
 class BeginningSums(Protocol):
     """`Collectives` that can sum while the device computes."""
 
-    def hides_sums(self) -> bool:
-        """Return whether what is computed beside a sum takes about as long as alone."""
+    def hides_sums(self) -> int:
+        """Return the most bytes of a sum beside which other work takes about as long as alone; 0 for none."""
         ...
 
     def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
@@ -116,8 +116,8 @@ class TorchCollectives:
         torch.distributed.all_reduce(x, group=self._group)
         return x
 
-    def hides_sums(self) -> bool:
-        return False  # NCCL takes multiprocessors
+    def hides_sums(self) -> int:
+        return 0  # NCCL takes multiprocessors
 
     def begin_sum(self, x: Tensor) -> PendingSum | None:
         if not self._later:

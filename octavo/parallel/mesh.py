@@ -57,10 +57,10 @@ class Mesh:
         group = self.group
         return cast(BeginningSums, group).begin_sum(x) if _offers(group, BeginningSums) else None
 
-    def hides_sums(self) -> bool:
-        """Return whether what is computed beside a sum that was begun takes about as long as alone."""
+    def hides_sums(self) -> int:
+        """Return the most bytes of a sum beside which other work takes about as long as alone; 0 for none."""
         group = self.group
-        return _offers(group, BeginningSums) and cast(BeginningSums, group).hides_sums()
+        return cast(BeginningSums, group).hides_sums() if _offers(group, BeginningSums) else 0
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""

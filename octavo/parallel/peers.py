@@ -49,6 +49,8 @@ _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 _LONGEST_ROW = 16384
 _TRIED_ROWS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 """Rows of 16 KiB, for which ways are timed."""
+_SCATTERED = 1 << 20
+"""Bytes of a sum above which ranks receive only their own parts."""
 _TRIAL_READS = 1 << 22
 """Tries to read a cell before the trial fails, which takes seconds."""
 _REPEATS = 10
@@ -123,9 +125,9 @@ class PeerCollectives:
         """See `ScatteringSums`. A small sum goes to all ranks: the others' parts cost less than a second kind of
         launch."""
         rest = self._others
-        if isinstance(rest, ScatteringSums) and x.nbytes > self.limits.most:
+        if isinstance(rest, ScatteringSums) and x.nbytes > min(_SCATTERED, self.limits.most):
             return rest.reduce_scatter(x)
-        return self.all_reduce(x)[self._inboxes.rank]
+        return self.all_reduce(x.flatten(0, -2)).view(x.shape)[self._inboxes.rank]
 
     def summands(self, x: Tensor) -> PeerSum | None:
         """Return the sum of x [T, H] over ranks, not computed yet, so that a norm's launch can compute it; None if
@@ -134,8 +136,8 @@ class PeerCollectives:
         fits = x.dtype in _SUMMED and x.nbytes <= self.limits.cells and x.dim() == 2
         return PeerSum(self, x) if self._stores(x) or (fits and self._row_words(x) == _words(x) > 0) else None
 
-    def hides_sums(self) -> bool:
-        return self.copies is not None
+    def hides_sums(self) -> int:
+        return 0 if self.copies is None else self.copies.room
 
     def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
         """See `BeginningSums`. Beside computation NCCL loses what it takes of that, so it is only for what would be its
@@ -436,7 +438,7 @@ def limits_of(times: list[Mapping[str, Mapping[str, float]]]) -> Limits:
 
 def sizes_for(ranks: int) -> Sizes:
     """Return the sizes of the memory that each of several ranks receives in."""
-    return Sizes(PROGRAMS, SLOT, STORERS, _ROOM // max(2, ranks))
+    return Sizes(PROGRAMS, SLOT, STORERS, _ROOM // max(2, ranks) // 16 * 16)
 
 
 def _stores_rows(x: Tensor) -> bool:

@@ -15,9 +15,10 @@ from torch import Tensor
 from octavo.config import ParallelConfig
 from octavo.core.errors import ConfigError
 from octavo.models.decoder import CausalLM, DecoderLayer
+from octavo.models.feed_forwards.spec import ExpertsSpec
+from octavo.models.mixers.spec import SelfAttention
 from octavo.models.model import Model
-from octavo.nn.experts import ExpertLayer
-from octavo.nn.latent.layer import PagedLatents
+from octavo.models.spec import DecoderSpec
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
@@ -33,11 +34,14 @@ class MicroBatches:
 
     Args:
         least: tokens of a step from which on it is divided.
+        most: bytes of a part's sum up to which it is; None for no limit.
     """
 
-    def __init__(self, model: CausalLM, attention: Prepares, block_size: int, least: int) -> None:
+    def __init__(
+        self, model: CausalLM, attention: Prepares, block_size: int, least: int, most: int | None = None
+    ) -> None:
         self._model, self._attention, self._block_size = model, attention, block_size
-        self._least = max(least, 2 * _ALIGNED)
+        self._least, self._most = max(least, 2 * _ALIGNED), most
 
     def takes(self, step: StepInput) -> bool:
         return step.num_tokens >= self._least and self._model.taps is None
@@ -45,7 +49,7 @@ class MicroBatches:
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """See `CausalLM.forward`."""
         model = self._model
-        if not self.takes(step):
+        if not self.takes(step) or (self._most is not None and x.nbytes > 2 * self._most):
             return model.forward(x, step)
         cut = step.num_tokens // 2 // _ALIGNED * _ALIGNED
         parts = divided(step, cut)
@@ -127,18 +131,25 @@ def micro_batches_of(
     if not parallel.may_part:
         return None
     check_micro_batches(model, parallel)
-    if parallel.enable_dbo is None and not _pays(model, mesh):
+    hidden = mesh.hides_sums()
+    if parallel.enable_dbo is None and not (hidden and sums_later(model.spec, parallel)):
         return None
     assert isinstance(model, CausalLM)
-    return MicroBatches(model, attention, block_size, parallel.dbo_prefill_token_threshold).forward
+    most = hidden if parallel.enable_dbo is None else None
+    return MicroBatches(model, attention, block_size, parallel.dbo_prefill_token_threshold, most).forward
 
 
-def _pays(model: Model, mesh: Mesh) -> bool:
-    """Return whether steps in two parts are faster. Not with experts, of which each part reads all, nor with latent
-    attention, where the second part expands what the first has cached."""
-    if not (mesh.hides_sums() and isinstance(model, CausalLM) and has_only_attention(model)):
+def sums_later(spec: object, parallel: ParallelConfig) -> bool:
+    """Return whether steps of a model may be computed in two parts: if that is set, or may be faster.
+
+    It is not with experts, of which each part reads all, nor with latent attention, where the second part expands what
+    the first has cached.
+    """
+    if parallel.enable_dbo is not None or not parallel.may_part:
+        return parallel.may_part
+    if not isinstance(spec, DecoderSpec) or any(isinstance(mlp, ExpertsSpec) for mlp in spec.mlps):
         return False
-    return not any(isinstance(one, ExpertLayer | PagedLatents) for one in model.modules())
+    return all(isinstance(spec.mixer_of(i), SelfAttention | None) for i in range(spec.num_layers))
 
 
 def check_micro_batches(model: object, parallel: ParallelConfig) -> None:

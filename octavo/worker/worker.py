@@ -56,7 +56,7 @@ from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, WorkerHook
 from octavo.worker.host_parts import host_parts
 from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
 from octavo.worker.loaded import LoadedModel
-from octavo.worker.micro_batches import check_micro_batches
+from octavo.worker.micro_batches import check_micro_batches, sums_later
 from octavo.worker.own_rows import OwnRows, own_rows_of
 from octavo.worker.parts import NoReplay
 from octavo.worker.relay import NO_RELAY, relay_of
@@ -150,7 +150,8 @@ class Worker:
 
     def _join(self) -> None:
         accelerator, isa, limit_s = self.device.torch_device.type, self.settings.cpu_isa, self.parallel.rank_timeout_s
-        self.mesh, self.stage = join(self._place, accelerator, isa=isa, limit_s=limit_s, **self.parallel.sums)
+        sums = {"peers": not self.parallel.disable_custom_all_reduce, "later": sums_later(self.spec, self.parallel)}
+        self.mesh, self.stage = join(self._place, accelerator, isa=isa, limit_s=limit_s, **sums)
         if self.parallel.divides_requests:
             self._exchange = RowExchange(self.mesh, only_chosen=self.parallel.exchanges_rows)
 
@@ -441,7 +442,7 @@ class Worker:
         from octavo.models.products import choose_products
         from octavo.sampling.resident import ResidentSampler
         from octavo.sampling.resident_drafts import DraftSampler
-        from octavo.worker.resident.own_singles import product_rows
+        from octavo.worker.resident.own_singles import product_rows, sampled_rows
         from octavo.worker.resident.replay import GraphReplay, recordable
         from octavo.worker.resident.sampler import DeviceSampler
         from octavo.worker.resident.sampling import SamplingGraphs
@@ -461,7 +462,8 @@ class Worker:
             self.cache_groups,
             drafts=room.max_drafts > 0,
         )
-        sampler = ResidentSampler(slots.table, self.spec.vocab_size)
+        most = sampled_rows(own, room.num_slots, room.max_step_tokens)
+        sampler = ResidentSampler(slots.table, self.spec.vocab_size, most)
         most_rows = most_results(room.num_slots, room.max_step_tokens, room.max_drafts)
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)

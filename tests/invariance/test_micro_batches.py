@@ -46,9 +46,9 @@ class BeginningRanks(ThreadCollectives):
     """A class of its own: that a class has the method is remembered for good (`isinstance` with a protocol)."""
 
     kind = Later
-    hidden = True
+    hidden = 1 << 20
 
-    def hides_sums(self) -> bool:
+    def hides_sums(self) -> int:
         return self.hidden
 
     def begin_sum(self, x: Tensor) -> Later:
@@ -90,12 +90,13 @@ def test_sums_of_whole_steps_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("model", "hidden", "parts"),
     [
-        pytest.param("windows", True, True, id="a dense model"),
-        pytest.param("windows", False, False, id="sums that slow what is beside them"),
-        pytest.param("latent attention", True, False, id="latent attention"),
+        pytest.param("windows", 1 << 20, True, id="a dense model"),
+        pytest.param("windows", 0, False, id="sums that slow what is beside them"),
+        pytest.param("windows", 64, False, id="sums that are too large"),
+        pytest.param("latent attention", 1 << 20, False, id="latent attention"),
     ],
 )
-def test_where_parts_pay_by_themselves(model: str, hidden: bool, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_parts_pay_by_themselves(model: str, hidden: int, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BeginningRanks, "hidden", hidden)
     settings = {name: value for name, value in TWO.items() if name != "enable_dbo"}
     assert run(MODELS[model], **settings) == run(MODELS[model])

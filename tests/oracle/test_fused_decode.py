@@ -73,14 +73,16 @@ def test_decoding(options, dtype, normed, trial):
 
 @pytest.mark.parametrize(
     "division",
-    [*fused_decode._LARGE.values(), *fused_decode._SMALL.values()] if HOPPER else [fused_decode.Division(1, 8, 1)],
+    [*fused_decode._LARGE.values(), *fused_decode._SMALL.values(), fused_decode._NARROW]
+    if HOPPER
+    else [fused_decode.Division(1, 8, 1)],
     ids=str,
 )
 def test_each_division(division: fused_decode.Division, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_decode, "_division_of", lambda clusters, dim: division)
+    monkeypatch.setattr(fused_decode, "_division_of", lambda *_: division)
     seed = int.from_bytes(os.urandom(4), "little")
     rows = [(length, 1) for length in random.Random(seed).sample(LENGTHS, 5)]
-    options = {"heads": (2, 8), "head_dim": 128} if HOPPER else OPTIONS[0]
+    options = {"heads": (2, 4), "head_dim": 128} if HOPPER else OPTIONS[0]
     case = ragged.make_case(seed, torch.bfloat16, block_size=16, rows=rows, **options)
     Decoding(case, TritonAttention(torch.bfloat16, case.spec), False).check()
 

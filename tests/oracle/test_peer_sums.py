@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.parallel.collectives import RankSum
 from octavo.parallel.copied_sums import CopiedSum
 from octavo.parallel.peer_memory import Inboxes, PeerAccessError, Sizes
-from octavo.parallel.peers import Limits, PeerCollectives, limits_of, with_peers
+from octavo.parallel.peers import Limits, PeerCollectives, limits_of, sizes_for, with_peers
 
 pytest.importorskip("triton")
 
@@ -350,3 +350,9 @@ def test_without_access_the_others_are_used(monkeypatch: pytest.MonkeyPatch, cap
     others = Elsewhere()
     assert with_peers(0, lambda name, data: [data, data], others) is others
     assert "rank 1 can't map the memory of rank 0" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_rooms_of_any_number_of_ranks_are_aligned(ranks: int) -> None:
+    assert sizes_for(ranks).room % 16 == 0
+    assert sizes_for(ranks).cells(ranks) % 16 == 0

@@ -283,7 +283,7 @@ def test_a_plan_of_parts(trial, monkeypatch):
     assert not ended.any()
     keys = lens[rows.long()]
     size = max(-(-int(keys.sum()) // more), 16)
-    expected = [max(1, int(key) // size) for key in keys]
+    expected = [min(max(1, int(key) // size), 128) for key in keys]
     slots = [[item, part, parts, sum(expected[:item])] for item, parts in enumerate(expected) for part in range(parts)]
     assert table[: len(slots)] == slots
     assert all(slot[0] == -1 for slot in table[len(slots) :])

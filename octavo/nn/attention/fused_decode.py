@@ -57,6 +57,10 @@ _LARGE = {
 programs of `triton_decode.py` fill the GPU."""
 _LARGE_DIM = 128
 """Most channels of a head with which tiles of eight warps fit into shared memory."""
+_MOST_STATIC = 40 << 10
+"""Bytes of parts that blocks leave to be merged; CUDA has 48 KiB for shared memory of a fixed size."""
+_NARROW = Division(8, 2, 2)
+"""Of heads with more parts."""
 _SMALL = {32: Division(16, 2, 2)}
 """For larger heads."""
 
@@ -120,7 +124,7 @@ def form_of(
 ) -> DecodeForm:
     """Return the form of a layer's launch for `count` rows."""
     return DecodeForm(
-        division=_division_of(count * spec.num_kv_heads, spec.head_dim),
+        division=_division_of(count * spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads),
         dtype=qkv.dtype,
         dim=spec.head_dim,
         sharing=spec.num_heads // spec.num_kv_heads,
@@ -139,8 +143,9 @@ def _divisions(dim: int) -> dict[int, Division]:
     return _LARGE if dim <= _LARGE_DIM else _SMALL
 
 
-def _division_of(clusters: int, dim: int) -> Division:
-    return next(division for most, division in _divisions(dim).items() if clusters <= most)
+def _division_of(clusters: int, dim: int, sharing: int) -> Division:
+    found = next(division for most, division in _divisions(dim).items() if clusters <= most)
+    return found if found.warps * sharing * dim * 4 <= _MOST_STATIC else _NARROW
 
 
 def attend(

@@ -283,7 +283,8 @@ def decode_kernel(
         mixed = _merged(part_out, part_lse, place_of, heads, splits, GROUP, GROUPS, D, BLOCK_D, MERGED)
         g, channel = tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
         target = out + (start.to(tl.int64) * heads + kv_head * GROUP + g)[:, None] * D + channel[None, :]
-        _store(target, mixed, (g < GROUP)[:, None] & (channel < D)[None, :], q, inverse, ROUNDED)
+        mine = ((g < GROUP) & (count > 0))[:, None] & (channel < D)[None, :]
+        _store(target, mixed, mine, q, inverse, ROUNDED)
         return
 
     if DIVIDED:

@@ -23,11 +23,11 @@ SHARED_TOKENS = 64
 _SHARED_HEADS = 64
 """Query heads in a tile that many rows share: the width of Hopper's matrix instruction."""
 _MAX_SPLITS = 32
-_MERGED = 4096
-"""Outputs that a warp merges at a time: half of its registers."""
+_MERGED = 2048
+"""Outputs that a warp merges at a time. With more, the kernel takes more registers."""
 _EACH = 8
 """Programs of a multiprocessor that read one query's contexts."""
-_MOST_EQUAL = 8
+_MOST_EQUAL = 16
 """Parts of each context from which on they are equally many for all rows."""
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LEAST = 128
 """Keys of a part; shorter ones take longer to merge than to read."""
+MOST = 128
+"""Parts of an item."""
 _WIDE = 1024
 """Integers that are stored at a time, and items for which one kernel is compiled."""
 
@@ -34,6 +36,7 @@ def plan_kernel(
     more,
     counters,
     LEAST_KEYS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
@@ -48,8 +51,8 @@ def plan_kernel(
     if HAS_ROWS:
         row = tl.load(rows + item, mask=valid, other=0)
     keys = tl.load(seq_lens + row, mask=valid, other=0)
-    size = tl.maximum(tl.cdiv(tl.sum(keys, 0), more), LEAST_KEYS)
-    parts = tl.where(valid, tl.maximum(keys // size, 1), 0)
+    size = tl.maximum(tl.cdiv(tl.sum(keys.to(tl.int64), 0), more), LEAST_KEYS)
+    parts = tl.where(valid, tl.minimum(tl.maximum(keys // size, 1), MOST_PARTS), 0).to(tl.int32)
     first = tl.cumsum(parts, 0) - parts
     for part in range(tl.max(parts, 0)):
         slot, inside = plan + 4 * (first + part), part < parts
@@ -79,6 +82,7 @@ def launch(plan: Tensor, rows: Tensor | None, seq_lens: Tensor, count: int, more
         more,
         counters,
         LEAST_KEYS=LEAST,
+        MOST_PARTS=MOST,
         BLOCK=max(_WIDE, next_power_of_2(count)),
         WIDE=_WIDE,
         HAS_ROWS=rows is not None,

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _Empty = Callable[..., torch.Tensor]
 """Makes a tensor without values, by default of the model's dtype."""
 
-_SLOTS = 80
+_SLOTS = 272
 """Enough rows that no context is split over several programs."""
 _LONG = 8192
 _PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
@@ -121,7 +121,7 @@ def compile_ahead(
     with ahead.collecting():  # the slowest first, so that they don't finish last
         slots = DeviceSlots(_SLOTS + 1, max_model_len, block_size, spec.vocab_size, device, groups=groups)
         long = min(max_model_len - 1, _LONG)
-        few = ([1] * rows for rows in (_SLOTS, 64, 32, 16, 8, 4, 2, 1))
+        few = ([1] * rows for rows in (_SLOTS, 192, 64, 32, 16, 8, 4, 2, 1))
         mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
         prompts = [long] * min(_SLOTS, -(-MANY_WRITTEN // long))
         steps = [(counts, max_model_len) for counts in (prompts, *mixed, [2, 2], *few)]

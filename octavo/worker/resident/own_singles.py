@@ -25,6 +25,11 @@ _UNEQUAL = 2
 """How many times its equal share a rank may have of the most requests. Steps with larger parts are not recorded."""
 
 
+def sampled_rows(own: OwnRows | None, max_rows: int, max_tokens: int) -> int:
+    """Return the most rows of logits of a step: of one slot more than there are, or of a recording with its padding."""
+    return max([max_rows + 1, *([] if own is None else own_sizes(own.mesh.size, max_rows, max_tokens))])
+
+
 def own_sizes(ranks: int, max_rows: int, max_tokens: int) -> list[int]:
     """Return the rows of whole steps to record, ascending multiples of `ranks`.
 
