@@ -166,9 +166,16 @@ def test_two_ranks_on_one_gpu(division: str, model: str, setting: str, monkeypat
     assert tokens(MODELS[model], **DIVISIONS[division], **SETTINGS.get(setting, {})) == expected
 
 
-@pytest.mark.parametrize("setting", ["", "chunks and preemption"])
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        ("experts", ""),
+        ("experts", "chunks and preemption"),
+        ("latent experts", "chunks and preemption"),
+        ("windows and sinks", ""),
+    ],
+)
 @pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("model", ["experts", "windows and sinks", "latent experts"])
 def test_requests_divided_over_ranks_are_decoded_by_graphs(
     model: str,
     gpus: int,

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ragged
@@ -125,7 +126,7 @@ class Decoding:
         qkv = torch.cat([self.qkv, self.qkv[:1]]).to(DEVICE)
         sinks = None if case.sinks is None else case.sinks.to(DEVICE)
         cache = before.clone()
-        assert fused_decode.serves(step.attn.few, qkv, self.norms, cache, spec)
+        assert fused_decode.serves(step.attn.few, step, qkv, self.norms, cache, spec)
         got = self.backend.rotate_and_attend(qkv, self.norms, self.cos_sin.to(DEVICE), cache, None, step, spec, sinks)
         got = got.cpu().double()
         expected = case.expected(self.q.to(case.dtype))
@@ -156,14 +157,20 @@ def test_which_rows_are_served():
         dtype: torch.dtype = torch.float16,
         kind: torch.dtype = torch.float16,
         weights: torch.dtype = torch.float16,
+        longest: int = fused_decode._MOST_TOKENS,
     ) -> bool:
         norm = torch.ones(64, dtype=weights, device=DEVICE)
         qkv = torch.empty(1, 8, 64, dtype=dtype, device=DEVICE)
-        return fused_decode.serves(few, qkv, (norm, norm, 1e-5), cache.to(kind), case.spec)
+        step = SimpleNamespace(max_seq_len=longest)
+        return fused_decode.serves(few, step, qkv, (norm, norm, 1e-5), cache.to(kind), case.spec)
 
     most = max(fused_decode._divisions(64)) // 2
     assert serves(Few(None, most, 1))
     assert not serves(Few(None, most + 1, 1)), "more rows than one launch supports"
+    longer = fused_decode._MOST_TOKENS + 1
+    few = min(most, fused_decode._EVER // 2)
+    assert serves(Few(None, few, 1), longest=longer)
+    assert most == few or not serves(Few(None, few + 1, 1), longest=longer)
     assert not serves(Few(None, 1, 8))
     assert not serves(Few(torch.zeros(1, dtype=torch.int32, device=DEVICE), 1, 1))
     assert not serves(Few(None, 1, 1), kind=torch.float8_e5m2)

@@ -47,7 +47,7 @@ class Division(NamedTuple):
 
 _LARGE = {
     8: Division(8, 8, 2),
-    16: Division(4, 8, 2),
+    16: Division(8, 8, 1),
     32: Division(16, 2, 2),
     64: Division(2, 16, 1),
     128: Division(2, 8, 1),
@@ -55,6 +55,9 @@ _LARGE = {
 }
 """Most clusters -> the division that is fastest on an H200 for most contexts, if heads have `_LARGE_DIM`. With more,
 programs of `triton_decode.py` fill the GPU."""
+_EVER, _MOST_TOKENS = 64, 8192
+"""More clusters than `_EVER` serve contexts of so many tokens at most: a longer one among short ones takes their few
+warps longer than parts of about equal length (`triton_plan.py`)."""
 _LARGE_DIM = 128
 """Most channels of a head with which tiles of eight warps fit into shared memory."""
 _MOST_STATIC = 40 << 10
@@ -92,13 +95,15 @@ class DecodeForm(NamedTuple):
     table_rows: bool
 
 
-def serves(few: Few, qkv: Tensor, norms: Norms | None, cache: Tensor, spec: AttentionSpec) -> bool:
+def serves(few: Few, step: StepInput, qkv: Tensor, norms: Norms | None, cache: Tensor, spec: AttentionSpec) -> bool:
     """Return whether `attend` computes these rows of a step. Norms whose weights are float32 (Gemma's) are not
     supported."""
     if few.rows is not None or few.queries > 1 or (few.shared is not None and spec.shares_prefixes):
         return False
-    clusters = few.count * spec.num_kv_heads
-    if clusters > max(_divisions(spec.head_dim)) or spec.num_heads // spec.num_kv_heads > _MOST_SHARING:
+    clusters, divisions = few.count * spec.num_kv_heads, _divisions(spec.head_dim)
+    longest = min(step.max_seq_len, spec.window or step.max_seq_len)
+    most = max(most for most in divisions if longest <= _MOST_TOKENS or most <= _EVER)
+    if clusters > most or spec.num_heads // spec.num_kv_heads > _MOST_SHARING:
         return False
     dtypes = {qkv.dtype, cache.dtype} if norms is None else {qkv.dtype, cache.dtype, norms[0].dtype, norms[1].dtype}
     narrow = len(dtypes) == 1 and qkv.dtype in (torch.float16, torch.bfloat16) and cache.data_ptr() % _ALIGNED == 0

@@ -118,7 +118,7 @@ class TritonAttention:
         few rows does not round."""
         launches: Launches = step.attn
         few = launches.few if launches.many is None else None
-        if few is not None and fused_decode.serves(few, qkv, norms, cache, spec):
+        if few is not None and fused_decode.serves(few, step, qkv, norms, cache, spec):
             return fused_decode.attend(qkv, norms, cos_sin, cache, step, spec, few.count, sinks)
         rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=launches.many is not None)
         q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
@@ -142,7 +142,7 @@ class TritonAttention:
         """
         launches: Launches = step.attn
         few = launches.few if launches.many is None else None
-        if few is not None and fused_decode.serves(few, qkv, norms, cache, spec):
+        if few is not None and fused_decode.serves(few, step, qkv, norms, cache, spec):
             fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, few.count, sinks))
             return
         self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks, rounded_by)

@@ -19,7 +19,7 @@ from octavo.device.launch_sizes import next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST = 128
+LEAST = 64
 """Keys of a part; shorter ones take longer to merge than to read."""
 MOST = 128
 """Parts of an item."""
