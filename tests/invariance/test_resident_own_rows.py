@@ -52,12 +52,14 @@ class Watch:
     Attributes:
         recorded, launched: (rows of the first rank, of the second, ...).
         hidden: of each rank, step by step.
+        rooms: rows that masks have room for, and rows of the largest recorded step, of each rank's steps.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.recorded: list[tuple[int, ...]] = []
         self.launched: list[tuple[int, ...]] = []
         self.hidden: dict[int, list[Tensor]] = {}
+        self.rooms: set[tuple[int, int]] = set()
         takes, forward = GraphReplay.takes, GraphReplay.forward
 
         def taking(replay: GraphReplay, plan: StepPlan, variant: Any) -> bool:
@@ -72,6 +74,9 @@ class Watch:
             forward(replay, step, allowed)
             if replay._own_rows is not None:
                 self.hidden.setdefault(replay._own_rows.mesh.rank, []).append(step.hidden.clone())
+                assert replay._sampling is not None
+                which = replay._sampling._sampler._allowed.which
+                self.rooms.add((len(which), replay._singles.sizes[-1]))
 
         monkeypatch.setattr(GraphReplay, "takes", taking)
         monkeypatch.setattr(GraphReplay, "forward", computing)
@@ -135,6 +140,7 @@ def test_tokens(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert len({sum(one) for one in watch.recorded}) > 3
         assert not watch.launched
     assert (preempted > 0) == ("preempted" in setting)
+    assert all(room >= largest for room, largest in watch.rooms), "padding has masks, too"
     first, *others = watch.hidden.values()
     assert len(first) == len(watch.recorded)
     for other in others:
