@@ -78,12 +78,14 @@ class CopiedSums:
 
     Args:
         areas: addresses of each rank's room, of zeros at first (`area_bytes`).
+
+    Attributes:
         room: bytes of a tensor at most; a multiple of 16.
     """
 
     def __init__(self, rank: int, areas: Sequence[int], room: int, lane: Lane, device: torch.device) -> None:
         self._rank, self._areas, self.room, self._lane = rank, areas, room, lane
-        self.rooms = torch.tensor(areas, dtype=torch.int64, device=device)
+        self._rooms = torch.tensor(areas, dtype=torch.int64, device=device)
         self._others = [(rank + i) % len(areas) for i in range(1, len(areas))]
         self._begun = self._finished = self._open = 0
         self._free_after: list[int | None] = [0] * SLOTS
@@ -123,7 +125,7 @@ class CopiedSums:
     def _launch(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, Tensor, float] | None, slot: int) -> None:
         from octavo.parallel.triton_copies import launch  # needs triton, which machines without a GPU may lack
 
-        launch(x, self.rooms, out, norm, rank=self._rank, slot=slot, room=self.room)
+        launch(x, self._rooms, out, norm, rank=self._rank, slot=slot, room=self.room)
 
     def launch_sums(self, x: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
         """See `PeerCollectives.launch_sums`."""
