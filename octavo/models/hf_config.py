@@ -8,6 +8,8 @@ from typing import Any
 from octavo.core.errors import ConfigError, ModelFileError
 
 Config = Mapping[str, Any]
+_MOST_LAYERS = 10_000
+"""A damaged config with more would keep the start busy for ever."""
 
 
 def require(config: Config, name: str) -> Any:
@@ -26,11 +28,16 @@ def whole(config: Config, name: str, default: int | None = None) -> int:
     """Return a positive integer field, which is required if it has no default.
 
     Raises:
-        ModelFileError: the field is missing and has no default, or is not a positive whole number.
+        ModelFileError: the field is missing and has no default, is not a positive whole number, or is a number of
+            layers that would take hours to build.
     """
     value = require(config, name) if default is None else value_or(config, name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelFileError(f"The model's config has {name}={value!r}, which should be a positive whole number.")
+    if name.endswith("layers") and value > _MOST_LAYERS:
+        raise ModelFileError(
+            f"The model's config has {name}={value}; models of up to {_MOST_LAYERS} layers are served."
+        )
     return value
 
 

@@ -313,6 +313,11 @@ def test_a_bad_field_is_named(name: str, value: Any, says: str) -> None:
     assert says.format(name) in str(caught.value)
 
 
+def test_more_layers_than_could_be_built_are_refused() -> None:
+    with pytest.raises(ModelFileError, match="num_hidden_layers=1000000000; models of up to 10000 layers"):
+        spec_of(config(num_hidden_layers=10**9))
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "kind"),
     [
