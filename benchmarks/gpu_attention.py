@@ -11,7 +11,7 @@ Random keys and values, block tables permuted; times are medians of a graph's re
 nothing is found in the L2 cache. Decoding counts the bytes of keys and values as stored; prompts count the operations
 of the causal half. `verify` computes some queries a row, as for drafts, and compares its bytes a second with those of
 one query, measured right before it. `fused` decodes few rows from the projection on, in one launch and in several.
-`unequal` decodes contexts of which one is much longer than the others. `windows` decodes with a window and counts only
+`unequal` decodes batches with one long context. `windows` decodes with a window and counts only
 the bytes and operations inside it; a kernel that read more would seem slower the longer the context. --libraries times
 prompts through these too.
 --sweep tries launch shapes (`nn/attention/triton_shapes.py`) and prints the best of each.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import _COMMON, model_files
+from tiny import _COMMON, model_files, vary_vectors
 from transformers import PreTrainedModel
 
 from octavo.features.bridge.build import Bridge
@@ -69,10 +69,7 @@ def save(name: str, folder: Path, **changes: Any) -> PreTrainedModel:
     config = getattr(transformers, kind)(**{**_COMMON, "num_hidden_layers": 3, **settings, **changes})
     config._attn_implementation = "eager"
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    vary_vectors(model)
     model.save_pretrained(folder)
     return model
 

@@ -99,16 +99,22 @@ def make_classifier(family: str, folder: Path, labels: int, changes: Mapping[str
     return _saved(transformers.AutoModelForSequenceClassification, config, folder, len(family))
 
 
+def vary_vectors(model: Any, by: float = 0.2) -> None:
+    """Add noise to one-dimensional parameters. Norms start at one and biases at zero, where a forgotten one would not
+    show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * by)
+
+
 def _saved(kind: Any, config: Any, folder: Path, seed: int, **save: Any) -> Any:
     torch.manual_seed(seed)
     # The eager form of Falcon adds its linear biases twice.
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     model = kind.from_config(config, dtype=torch.float32).eval()
+    vary_vectors(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                # Norms start at one and biases at zero, where a forgotten one would not show.
-                parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 tensor.normal_().mul_(0.3)

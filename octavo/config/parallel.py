@@ -71,7 +71,7 @@ class ParallelConfig:
     enable_dbo: bool | None = setting(
         None,
         "compute steps with prompts in two parts, so that one's sums over ranks run while the other computes; by "
-        "default for dense models on GPUs whose copy engines move what is summed",
+        "default for dense models on GPUs that sum by copy engines",
         shown="where it pays",
         switch=True,
     )
@@ -175,7 +175,7 @@ class ParallelConfig:
                 f"--prefill-context-parallel-threshold {contexts} is for --prefill-context-parallel-size above 1. Set "
                 "that, or leave it out."
             )
-        if parts != usual.dbo_prefill_token_threshold and not self.may_part:
+        if parts != usual.dbo_prefill_token_threshold and not self.enable_dbo:
             raise ConfigError(
                 f"--dbo-prefill-token-threshold {parts} is for --enable-dbo. Set that flag, or leave this one out."
             )
@@ -214,8 +214,8 @@ class ParallelConfig:
         return 1 if self.divides_requests else self.data_parallel_size
 
     @property
-    def may_part(self) -> bool:
-        """Whether steps may be computed in two parts."""
+    def allows_micro_batches(self) -> bool:
+        """Whether large steps may be computed in two parts."""
         if self.enable_dbo is not None:
             return self.enable_dbo
         whole = self.disable_custom_all_reduce or self.prefill_context_parallel_size > 1

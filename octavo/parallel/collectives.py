@@ -60,8 +60,8 @@ class PendingSum(Protocol):
 class BeginningSums(Protocol):
     """`Collectives` that can sum while the device computes."""
 
-    def hides_sums(self) -> int:
-        """Return the most bytes of a sum beside which other work takes about as long as alone; 0 for none."""
+    def most_hidden_bytes(self) -> int:
+        """Return the most bytes that are summed without slowing other work on the device; 0 for none."""
         ...
 
     def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:
@@ -116,7 +116,7 @@ class TorchCollectives:
         torch.distributed.all_reduce(x, group=self._group)
         return x
 
-    def hides_sums(self) -> int:
+    def most_hidden_bytes(self) -> int:
         return 0  # NCCL takes multiprocessors
 
     def begin_sum(self, x: Tensor) -> PendingSum | None:

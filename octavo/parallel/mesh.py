@@ -57,10 +57,10 @@ class Mesh:
         group = self.group
         return cast(BeginningSums, group).begin_sum(x) if _offers(group, BeginningSums) else None
 
-    def hides_sums(self) -> int:
-        """Return the most bytes of a sum beside which other work takes about as long as alone; 0 for none."""
+    def most_hidden_bytes(self) -> int:
+        """Return the most bytes that are summed without slowing other work on the device; 0 for none."""
         group = self.group
-        return cast(BeginningSums, group).hides_sums() if _offers(group, BeginningSums) else 0
+        return cast(BeginningSums, group).most_hidden_bytes() if _offers(group, BeginningSums) else 0
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""

@@ -136,7 +136,7 @@ class PeerCollectives:
         fits = x.dtype in _SUMMED and x.nbytes <= self.limits.cells and x.dim() == 2
         return PeerSum(self, x) if self._stores(x) or (fits and self._row_words(x) == _words(x) > 0) else None
 
-    def hides_sums(self) -> int:
+    def most_hidden_bytes(self) -> int:
         return 0 if self.copies is None else self.copies.room
 
     def begin_sum(self, x: Tensor) -> RankSum | PendingSum | None:

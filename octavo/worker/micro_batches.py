@@ -34,7 +34,7 @@ class MicroBatches:
 
     Args:
         least: tokens of a step from which on it is divided.
-        most: bytes of a part's sum up to which it is; None for no limit.
+        most: maximum bytes of a part's sum; larger steps are computed whole. None for no limit.
     """
 
     def __init__(
@@ -123,30 +123,30 @@ def divided(step: StepInput, cut: int) -> tuple[StepInput, StepInput]:
 def micro_batches_of(
     model: Model, attention: Prepares, block_size: int, parallel: ParallelConfig, mesh: Mesh
 ) -> Forward | None:
-    """Return what computes large steps in two parts; None where it is off, or not set and would not pay.
+    """Return what computes large steps in two parts; None if that is off, or not set and not faster.
 
     Raises:
         ConfigError: the steps of this model can't be divided.
     """
-    if not parallel.may_part:
+    if not parallel.allows_micro_batches:
         return None
     check_micro_batches(model, parallel)
-    hidden = mesh.hides_sums()
-    if parallel.enable_dbo is None and not (hidden and sums_later(model.spec, parallel)):
+    hidden = mesh.most_hidden_bytes()
+    if parallel.enable_dbo is None and not (hidden and uses_micro_batches(model.spec, parallel)):
         return None
     assert isinstance(model, CausalLM)
     most = hidden if parallel.enable_dbo is None else None
     return MicroBatches(model, attention, block_size, parallel.dbo_prefill_token_threshold, most).forward
 
 
-def sums_later(spec: object, parallel: ParallelConfig) -> bool:
-    """Return whether steps of a model may be computed in two parts: if that is set, or may be faster.
+def uses_micro_batches(spec: object, parallel: ParallelConfig) -> bool:
+    """Return whether large steps of a model may be computed in two parts.
 
-    It is not with experts, of which each part reads all, nor with latent attention, where the second part expands what
-    the first has cached.
+    If it is not set, only those of dense models with ordinary attention. With experts, each part would read all of
+    them; with latent attention, the second part would expand the first one's latents again.
     """
-    if parallel.enable_dbo is not None or not parallel.may_part:
-        return parallel.may_part
+    if parallel.enable_dbo is not None or not parallel.allows_micro_batches:
+        return parallel.allows_micro_batches
     if not isinstance(spec, DecoderSpec) or any(isinstance(mlp, ExpertsSpec) for mlp in spec.mlps):
         return False
     return all(isinstance(spec.mixer_of(i), SelfAttention | None) for i in range(spec.num_layers))

@@ -141,7 +141,7 @@ class OwnRows:
         Reads nothing on the host, so that graphs can record it.
 
         Args:
-            own: [B] int32, the rows of this rank, some of which may be padding.
+            own: [B] int32, this rank's rows; may include padding.
             order: [R] int32, for each row of the step its place among the B of each rank, in the order of the ranks.
         """
         part = self._rows(step, own, own, step.query_start[: len(own) + 1], [1] * len(own), None)

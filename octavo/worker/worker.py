@@ -56,7 +56,7 @@ from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, WorkerHook
 from octavo.worker.host_parts import host_parts
 from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
 from octavo.worker.loaded import LoadedModel
-from octavo.worker.micro_batches import check_micro_batches, sums_later
+from octavo.worker.micro_batches import check_micro_batches, uses_micro_batches
 from octavo.worker.own_rows import OwnRows, own_rows_of
 from octavo.worker.parts import NoReplay
 from octavo.worker.relay import NO_RELAY, relay_of
@@ -149,11 +149,11 @@ class Worker:
         return stated.without_windows() if self.config.disable_sliding_window else stated
 
     def _join(self) -> None:
-        accelerator, isa, limit_s = self.device.torch_device.type, self.settings.cpu_isa, self.parallel.rank_timeout_s
-        sums = {"peers": not self.parallel.disable_custom_all_reduce, "later": sums_later(self.spec, self.parallel)}
-        self.mesh, self.stage = join(self._place, accelerator, isa=isa, limit_s=limit_s, **sums)
-        if self.parallel.divides_requests:
-            self._exchange = RowExchange(self.mesh, only_chosen=self.parallel.exchanges_rows)
+        parallel, isa, limit_s = self.parallel, self.settings.cpu_isa, self.parallel.rank_timeout_s
+        sums = {"peers": not parallel.disable_custom_all_reduce, "later": uses_micro_batches(self.spec, parallel)}
+        self.mesh, self.stage = join(self._place, self.device.torch_device.type, isa=isa, limit_s=limit_s, **sums)
+        if parallel.divides_requests:
+            self._exchange = RowExchange(self.mesh, only_chosen=parallel.exchanges_rows)
 
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other

@@ -51,12 +51,17 @@ def logits_of(model: CausalLM, name: str, length: int) -> tuple[list[int], torch
     return row.tokens[:length], torch.cat(parts)
 
 
+def computed(path: Path, name: str, limit: int) -> tuple[list[int], torch.Tensor]:
+    """Return a sequence as long as the server's limit, and its logits."""
+    files = model_files(path)
+    return logits_of(load_model(files, reference_of(files), max_length=limit), name, limit)
+
+
 @pytest.mark.parametrize("name", ["torch", "native"])
 def test_sequences_as_long_as_in_training_have_the_short_factors(folder: tuple[Path, Any], name: str) -> None:
     """If the server's limit allows no longer ones; Transformers does the same of its own accord."""
     path, theirs = folder
-    files = model_files(path)
-    tokens, logits = logits_of(load_model(files, reference_of(files), max_length=TRAINED), name, TRAINED)
+    tokens, logits = computed(path, name, TRAINED)
     torch.testing.assert_close(logits, expected_logits(theirs, tokens), **TOLERANCE)
 
 
@@ -64,8 +69,7 @@ def test_sequences_as_long_as_in_training_have_the_short_factors(folder: tuple[P
 def test_all_sequences_of_a_longer_limit_have_the_long_factors(folder: tuple[Path, Any], name: str) -> None:
     """From the first token on, so that nothing changes where a sequence outgrows the length in training."""
     path, theirs = folder
-    files = model_files(path)
-    tokens, logits = logits_of(load_model(files, reference_of(files), max_length=LONGER), name, LONGER)
+    tokens, logits = computed(path, name, LONGER)
     torch.testing.assert_close(logits, expected_logits(theirs, tokens), **TOLERANCE)
     short = tokens[:PROMPT]
     torch.testing.assert_close(

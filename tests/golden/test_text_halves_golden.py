@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from paged import PagedRunner
-from tiny import _COMMON, load_model, model_files, reference_of
+from tiny import _COMMON, load_model, model_files, reference_of, vary_vectors
 
 PROMPT = torch.randint(1, 150, (30,), generator=torch.Generator().manual_seed(4)).tolist()
 _TEXT = {**_COMMON, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -96,10 +96,8 @@ def test_the_same_logits_as_the_whole_model_for_text(case: str, tmp_path: Path) 
     config._attn_implementation = "eager"
     torch.manual_seed(7)
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32).eval()
+    vary_vectors(theirs)
     with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
         tokens = torch.tensor([PROMPT])
         expected = theirs(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0]
     theirs.save_pretrained(tmp_path)

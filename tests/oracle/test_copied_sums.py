@@ -197,7 +197,7 @@ class Beginning:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x]
 
-    def hides_sums(self) -> int:
+    def most_hidden_bytes(self) -> int:
         return 0
 
     def begin_sum(self, x: Tensor) -> str:

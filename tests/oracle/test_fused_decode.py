@@ -168,7 +168,7 @@ def test_which_rows_are_served():
     assert serves(Few(None, most, 1))
     assert not serves(Few(None, most + 1, 1)), "more rows than one launch supports"
     longer = fused_decode._MOST_TOKENS + 1
-    few = min(most, fused_decode._EVER // 2)
+    few = min(most, fused_decode._ANY_LENGTH // 2)
     assert serves(Few(None, few, 1), longest=longer)
     assert most == few or not serves(Few(None, few + 1, 1), longest=longer)
     assert not serves(Few(None, 1, 8))

@@ -255,7 +255,7 @@ def test_padding_rows_share_nothing_and_are_finite(monkeypatch):
     ids=str,
 )
 def test_contexts_of_unequal_lengths(kind, options, monkeypatch):
-    """In parts of a plan, many of which belong to one row."""
+    """One long context is divided into many parts."""
     if not GPU:
         monkeypatch.setattr(triton_few, "_multiprocessors", lambda device: 4)
         monkeypatch.setattr(triton_plan, "LEAST", 16)

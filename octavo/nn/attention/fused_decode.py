@@ -55,15 +55,15 @@ _LARGE = {
 }
 """Most clusters -> the division that is fastest on an H200 for most contexts, if heads have `_LARGE_DIM`. With more,
 programs of `triton_decode.py` fill the GPU."""
-_EVER, _MOST_TOKENS = 64, 8192
-"""More clusters than `_EVER` serve contexts of so many tokens at most: a longer one among short ones takes their few
-warps longer than parts of about equal length (`triton_plan.py`)."""
+_ANY_LENGTH, _MOST_TOKENS = 64, 8192
+"""Maximum number of clusters for contexts of any length. With more clusters a context has few warps, so they serve only
+models with at most `_MOST_TOKENS` tokens; for longer ones `triton_plan.py` is faster if one context is long."""
 _LARGE_DIM = 128
 """Most channels of a head with which tiles of eight warps fit into shared memory."""
 _MOST_STATIC = 40 << 10
-"""Bytes of parts that blocks leave to be merged; CUDA has 48 KiB for shared memory of a fixed size."""
+"""Maximum bytes of a block's partial sums. CUDA limits static shared memory to 48 KiB."""
 _NARROW = Division(8, 2, 2)
-"""Of heads with more parts."""
+"""Used where another division would exceed `_MOST_STATIC`."""
 _SMALL = {32: Division(16, 2, 2)}
 """For larger heads."""
 
@@ -102,7 +102,7 @@ def serves(few: Few, step: StepInput, qkv: Tensor, norms: Norms | None, cache: T
         return False
     clusters, divisions = few.count * spec.num_kv_heads, _divisions(spec.head_dim)
     longest = min(step.max_seq_len, spec.window or step.max_seq_len)
-    most = max(most for most in divisions if longest <= _MOST_TOKENS or most <= _EVER)
+    most = max(most for most in divisions if longest <= _MOST_TOKENS or most <= _ANY_LENGTH)
     if clusters > most or spec.num_heads // spec.num_kv_heads > _MOST_SHARING:
         return False
     dtypes = {qkv.dtype, cache.dtype} if norms is None else {qkv.dtype, cache.dtype, norms[0].dtype, norms[1].dtype}

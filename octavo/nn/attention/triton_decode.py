@@ -345,8 +345,11 @@ def _merged(
     BLOCK_D: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Return [GROUPS, BLOCK_D]: a row's outputs for GROUP heads from its `parts`, MERGED at a time, of which the first
-    one's begins at `first`."""
+    """Merge the `parts` of one row for GROUP heads, MERGED parts at a time; return [GROUPS, BLOCK_D].
+
+    Args:
+        first: index of the first part's first head in `part_lse`.
+    """
     part, g, channel = tl.arange(0, MERGED), tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
     peak = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)

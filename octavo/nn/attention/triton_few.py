@@ -28,15 +28,15 @@ _MERGED = 2048
 _EACH = 8
 """Programs of a multiprocessor that read one query's contexts."""
 _MOST_EQUAL = 16
-"""Parts of each context from which on they are equally many for all rows."""
+"""Number of parts per context from which on no plan is needed: even a long context is divided enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
     """Rows with at most `queries` queries each. `rows` [count] int32 are their indices, None means all.
 
-    `shared`: common prefixes of the step's rows, to be read once; each row then has one query. `plans`: of the layers
-    so far, by their number of kv heads (`triton_plan.py`).
+    `shared`: common prefixes of the step's rows, to be read once; each row then has one query. `plans`: those that
+    earlier layers of the step have made (`triton_plan.py`), by number of kv heads.
     """
 
     rows: Tensor | None
@@ -98,7 +98,7 @@ def attend_few(
     it does with linear biases, which differ from row to row."""
     shared = few.shared if spec.shares_prefixes else None
     rows = few.rows if few.rows is not None else step.query_start
-    if _plans(few, step, spec):
+    if _needs_plan(few, step, spec):
         plan, slots = _plan_of(few, step, spec)
         parts = _parts_of(slots * spec.num_heads, slots, spec, q)
         reading = _Reading(PLANNED.value, slots, 1, 1, 0, rows, plan)
@@ -123,9 +123,9 @@ def attend_few(
         _merge(q, parts, few, rows, step, spec, form_of(cache.dtype), out)
 
 
-def _plans(few: Few, step: StepInput, spec: AttentionSpec) -> bool:
-    """Return whether contexts get parts by their lengths. Those of fewer rows have many parts each, anyway; windows are
-    of about equal length."""
+def _needs_plan(few: Few, step: StepInput, spec: AttentionSpec) -> bool:
+    """Return whether contexts are divided by their lengths. Few rows have many parts each without a plan, and windows
+    have about equal lengths."""
     if few.queries > 1 or few.shared is not None or spec.window is not None:
         return False
     programs = _EACH * _multiprocessors(step.device)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST = 64
-"""Keys of a part; shorter ones take longer to merge than to read."""
+"""Minimum keys of a part; shorter ones take longer to merge than to read."""
 MOST = 128
-"""Parts of an item."""
+"""Maximum number of parts of an item: one program merges them."""
 _WIDE = 1024
 """Integers that are stored at a time, and items for which one kernel is compiled."""
 

@@ -50,7 +50,7 @@ _Empty = Callable[..., torch.Tensor]
 """Makes a tensor without values, by default of the model's dtype."""
 
 _SLOTS = 272
-"""Enough rows that no context is split over several programs."""
+"""More rows than `fused_decode` serves, with any number of kv heads."""
 _LONG = 8192
 _PENALIZED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 

@@ -1,8 +1,8 @@
 """`OwnSingles`: the input of recorded decoding steps in which each rank runs the layers on its own rows (`OwnRows`).
 
-A recording has B rows of each of N ranks, of which the step needs as many as the rank with the most has: plans tell all
-ranks the same, so they replay the same recording, and exchange equal numbers of rows. The whole step has N * B rows:
-those of the plan in its order, then padding. All ranks embed and sample these, as if they divided each layer.
+A recording has B rows for each of N ranks: at least as many as the busiest rank needs. Every rank knows all row counts
+from the plan, so all replay the same recording and exchange equal numbers of rows. The whole step has N * B rows: the
+plan's rows in order, then padding. All ranks embed and sample the whole step, as with tensor parallelism.
 """
 
 from __future__ import annotations

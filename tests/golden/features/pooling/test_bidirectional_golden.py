@@ -13,6 +13,7 @@ import torch
 import toy_tokenizers
 import transformers
 from test_encoders_golden import add_modules, states
+from tiny import vary_vectors
 
 from octavo import LLM
 from octavo.core.errors import InvalidRequestError
@@ -58,10 +59,7 @@ def make(kind: Any, config: Any, folder: Path) -> Any:
     torch.manual_seed(7)
     config._attn_implementation = "eager"
     model = kind(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    vary_vectors(model)
     model.save_pretrained(folder)
     toy_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
     return model

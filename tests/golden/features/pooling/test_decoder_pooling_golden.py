@@ -10,6 +10,7 @@ import pytest
 import torch
 import toy_tokenizers
 import transformers
+from tiny import vary_vectors
 
 from octavo import LLM
 from octavo.core.errors import ConfigError, InvalidRequestError
@@ -38,10 +39,7 @@ def make(folder: Path, kind: Any) -> tuple[Path, Any]:
     )
     torch.manual_seed(0)
     model = kind(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+    vary_vectors(model, 0.3)
     model.save_pretrained(folder)
     toy_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
     return folder, model

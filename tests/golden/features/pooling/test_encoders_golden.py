@@ -12,6 +12,7 @@ import torch
 import toy_tokenizers
 import transformers
 from safetensors.torch import save_file
+from tiny import vary_vectors
 
 from octavo import LLM
 from octavo.core.errors import InvalidRequestError
@@ -69,10 +70,7 @@ def make(family: str, folder: Path, head: str = "", **more: Any) -> Any:
     auto = transformers.AutoModelForSequenceClassification if head == "labels" else transformers.AutoModel
     auto = transformers.AutoModelForMaskedLM if head == "masked" else auto
     model = auto.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    vary_vectors(model)
     model.save_pretrained(folder)
     toy_tokenizers.bert().save(str(folder / "tokenizer.json"))
     return model
