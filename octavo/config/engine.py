@@ -102,6 +102,14 @@ class EngineConfig:
                     f"--{flag} {given}: with --nnodes 1 no other machine joins. Set --nnodes to the number of "
                     f"machines, or leave --{flag} out."
                 )
+        if self.parallel.node_key and (on_ray or self.parallel.nnodes == 1):
+            # The key is a secret, so the text does not have it.
+            why = (
+                "with --distributed-executor-backend ray the engine makes a key for its machines. Leave"
+                if on_ray
+                else "with --nnodes 1 no other machine joins. Set --nnodes to the number of machines, or leave"
+            )
+            raise ConfigError(f"--node-key: {why} --node-key (and OCTAVO_NODE_KEY) out.")
         limit = self.device.record_steps_limit
         if self.device.record_steps is None and limit != DeviceConfig().record_steps_limit:
             raise ConfigError(

@@ -131,6 +131,11 @@ def test_the_other_node_ends_with_the_engine(model: str) -> None:
             ("-tp", "2", "--distributed-executor-backend", "ray", "--master-addr", "10.0.0.1"),
             "--master-addr 10.0.0.1: with --distributed-executor-backend ray the engine chooses where",
         ),
+        (("--node-key", "secret"), "--node-key: with --nnodes 1 no other .*, or leave --node-key .and OCTAVO_NODE_KEY"),
+        (
+            ("-tp", "2", "--distributed-executor-backend", "ray", "--node-key", "secret"),
+            "--node-key: with --distributed-executor-backend ray the engine makes a key",
+        ),
         (("--dbo-prefill-token-threshold", "64"), "--dbo-prefill-token-threshold 64 is for --enable-dbo. Set that"),
         (
             ("--prefill-context-parallel-threshold", "64"),

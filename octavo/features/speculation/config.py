@@ -152,7 +152,7 @@ def draft_config(
             With a model, the method is `draft_model` unless it is given.
 
     Raises:
-        ConfigError: an unknown key, or a value that it can't have.
+        ConfigError: an unknown key, a value that it can't have, or one beside the method `none`.
     """
     chosen = {"method": method, "num_speculative_tokens": tokens, "model": model}
     merged = given | {key: value for key, value in chosen.items() if value is not None}
@@ -165,7 +165,16 @@ def draft_config(
     odd = next((key for key in merged if key not in KEYS), None)
     if odd is not None:
         raise ConfigError(f"speculative_config: {odd!r} is not a known key; there are {', '.join(KEYS)}.")
-    return None if merged.get("method") == OFF else DraftConfig(**merged)
+    if merged.get("method") != OFF:
+        return DraftConfig(**merged)
+    # The flag for `none` turns off what `--speculative-config` has; nothing else is to be without effect.
+    beside = {"--spec-tokens": tokens, "--spec-model": model}
+    if method is None:
+        beside |= {f"speculative_config: {key}": value for key, value in given.items() if key != "method"}
+    useless = next((f"{name}={value!r}" for name, value in beside.items() if value is not None), None)
+    if useless is not None:
+        raise ConfigError(f"{useless} has no effect with the method none, which drafts nothing. Leave one of them out.")
+    return None
 
 
 def _chain_length(tree: Any, count: Any) -> int:

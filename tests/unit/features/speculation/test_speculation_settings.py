@@ -76,6 +76,24 @@ def test_wrong_settings(config: dict[str, Any], says: str) -> None:
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"spec_method": "none", "spec_tokens": 4}, "--spec-tokens=4 has no effect with the method none"),
+        ({"spec_method": "none", "spec_model": "x"}, "--spec-model='x' has no effect with the method none"),
+        ({"speculative_config": {"method": "none"}, "spec_tokens": 4}, "--spec-tokens=4 has no effect"),
+        (
+            {"speculative_config": {"method": "none", "num_speculative_tokens": 4}},
+            "speculative_config: num_speculative_tokens=4 has no effect",
+        ),
+    ],
+)
+def test_nothing_is_set_for_an_engine_that_drafts_nothing(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.of(**settings)
+    assert says in str(caught.value)
+
+
 @pytest.mark.parametrize("tree", ["[(0,), (0, 0), (0, 0, 0)]", [[0], [0, 0], [0, 0, 0]], "[(0, 0, 0), (0, 0), (0,)]"])
 def test_a_tree_without_branches_is_a_chain(tree: Any) -> None:
     settings = SpeculationSettings(speculative_config={"method": "ngram", "speculative_token_tree": tree})
