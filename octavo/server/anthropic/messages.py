@@ -38,7 +38,7 @@ async def messages(ctx: ServerContext, request: Request) -> Response:
     chat = await prepare_chat(ctx, translated, answer.id)
     if body.stream:
         return EventStream(
-            _stream(ctx, chat, answer),
+            _stream(ctx, chat, answer, warnings),
             closing=b"",
             on_error=error_event,
             keep_alive_s=ctx.config.sse_keep_alive_s,
@@ -81,7 +81,9 @@ async def _whole(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> di
     return answer.message(_content(message), told.stop(calls=bool(message.calls) and not routed.cut), usage)
 
 
-async def _stream(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    ctx: ServerContext, chat: Chat, answer: _MessageEnvelope, warnings: list[str]
+) -> AsyncGenerator[bytes, None]:
     (routed,) = chat.choices()
     blocks, told, tokens = ContentBlocks(), _AnswerEnd(), 0
     async with aclosing(run(ctx, [chat.job])) as outputs:
@@ -99,7 +101,7 @@ async def _stream(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> A
         "type": "message_delta",
         "delta": told.stop(calls=blocks.calls and not routed.cut),
         "usage": _usage(chat, told.cached, tokens),
-    }
+    } | ({"warnings": warnings} if warnings else {})
     yield b"".join(
         [*blocks.close(), named_event("message_delta", end), named_event("message_stop", {"type": "message_stop"})]
     )

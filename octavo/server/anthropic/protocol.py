@@ -18,9 +18,7 @@ from octavo.server.openai.fields import Int
 from octavo.server.openai.protocol import ChatBody
 from octavo.server.validation import explain
 
-_IGNORED = frozenset(
-    {"metadata", "service_tier", "cache_control", "container", "inference_geo", "context_management", "speed", "betas"}
-)
+_IGNORED = frozenset({"metadata", "service_tier", "cache_control", "inference_geo", "speed", "betas"})
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
@@ -85,7 +83,7 @@ def as_chat(body: CountBody) -> ChatBody:
     if body.tools or body.tool_choice:
         chat |= _choice(body.tool_choice)
     chat |= _thinking(body.thinking)
-    chat |= _format((body.output_config or {}).get("format"))
+    chat |= _output(body.output_config or {}) | chat  # without thinking, no effort
     if isinstance(body, MessagesBody):
         chat |= {
             "max_tokens": body.max_tokens,
@@ -95,7 +93,14 @@ def as_chat(body: CountBody) -> ChatBody:
             "top_p": body.top_p,
             "top_k": body.top_k,
         }
-    chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
+    extra = {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
+    if container := extra.pop("container", None):
+        raise UnsupportedError(
+            "container is not supported: this server runs no code. Leave it out.", param="container", value=container
+        )
+    if extra.get("context_management") in (None, {}, {"edits": []}):  # else it is warned about, as unknown fields are
+        extra.pop("context_management", None)
+    chat |= extra
     try:
         translated = ChatBody.model_validate(chat)
     except ValidationError as exc:
@@ -210,16 +215,28 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
 
 
 def _thinking(given: dict[str, Any] | None) -> dict[str, Any]:
+    shown: dict[str, Any] = {"include_reasoning": False} if (given or {}).get("display") == "omitted" else {}
     match given:
         case None | {"type": "adaptive"}:
-            return {}
+            return shown
         case {"type": "disabled"}:
             return {"reasoning_effort": "none"}
         case {"type": "enabled", "budget_tokens": int(tokens)} if tokens >= 0 and not isinstance(tokens, bool):
-            return {"thinking_token_budget": tokens, "chat_template_kwargs": {"enable_thinking": True}}
+            return shown | {"thinking_token_budget": tokens, "chat_template_kwargs": {"enable_thinking": True}}
     raise InvalidRequestError(
         "thinking must be of type enabled, with budget_tokens, or disabled, or adaptive.", param="thinking", value=given
     )
+
+
+def _output(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat for `output_config`. Keys that it lacks keep their names, to be warned about."""
+    effort = config.get("effort")
+    if not isinstance(effort, str | None):
+        raise InvalidRequestError(
+            "output_config.effort must be a string, such as low.", param="output_config.effort", value=effort
+        )
+    others = {f"output_config.{key}": value for key, value in config.items() if key not in ("effort", "format")}
+    return {"reasoning_effort": effort} | _format(config.get("format")) | others
 
 
 def _format(form: Any) -> dict[str, Any]:

@@ -155,6 +155,45 @@ def test_thinking_is_a_block() -> None:
     assert not place.prompt.endswith("<think>\n")
 
 
+def test_thinking_that_is_not_to_be_shown_is_left_out() -> None:
+    message = Place("hm</think>Yes.", THINKING).both(thinking={"type": "adaptive", "display": "omitted"})
+    assert message["content"] == [{"type": "text", "text": "Yes."}]
+
+
+def test_the_template_gets_the_effort() -> None:
+    template = "{{ reasoning_effort | default('usual') }}{% if enable_thinking is false %}!{% endif %}"
+    given = (
+        ({}, "usual"),
+        ({"output_config": {"effort": None}}, "usual"),
+        ({"output_config": {"effort": "low"}}, "low"),
+        ({"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, "low"),
+        ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, "none!"),
+    )
+    for fields, prompt in given:
+        place = Place("x", template)
+        place.both(**fields)
+        assert place.prompt == prompt
+        counted = ask_now(place.app, PATH + "/count_tokens", {"messages": ASKED["messages"], **fields})
+        assert counted.json() == {"input_tokens": len(prompt)}
+
+
+def test_what_has_no_effect_is_said() -> None:
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    fields = {"output_config": {"task_budget": {"total": 9}}, "context_management": edits, "speed": "fast"}
+    warnings = [
+        f"The unknown field `{name}` was ignored." for name in ("output_config.task_budget", "context_management")
+    ]
+    place = Place("x")
+    assert place.ask(**fields).json()["warnings"] == warnings
+    frames = place.ask(**fields, stream=True).body.decode().split("\n\n")
+    ends = [json.loads(frame.partition("data: ")[2]) for frame in frames if "event: message_delta" in frame]
+    assert [one["warnings"] for one in ends] == [warnings]
+    for nothing in (None, {}, {"edits": []}):
+        assert "warnings" not in place.ask(context_management=nothing, container=None).json()
+    strict = Place("x", config=ServerConfig(strict_params=True)).ask(**fields)
+    assert (strict.status, strict.json()["error"]["param"]) == (400, "output_config.task_budget")
+
+
 def test_the_conversation_is_translated() -> None:
     calls = "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments.city }}){% endfor %}"
     place = Place(
@@ -242,6 +281,8 @@ def test_tokens_are_counted() -> None:
         ({"system": 3}, "system"),
         ({"n": 2}, "n"),
         ({"output_config": {"format": "json"}}, "output_config.format"),
+        ({"output_config": {"effort": 3}}, "output_config.effort"),
+        ({"container": {"skills": [{"type": "anthropic", "skill_id": "pdf"}]}}, "container"),
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format"),
     ],
 )
