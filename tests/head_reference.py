@@ -51,29 +51,45 @@ def eagle(w: Weights, embedded: Tensor, h: Tensor, heads: int, kv_heads: int) ->
     return x + mlp(rms(x, w["layers.0.post_attention_layernorm.weight"]), w, "layers.0.mlp")
 
 
-def eagle3(w: Weights, embedded: Tensor, h: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """EAGLE-3 (https://arxiv.org/abs/2503.01840, section 3.2): states [T, size] before the final norm."""
+def eagle3(w: Weights, embedded: Tensor, h: Tensor, heads: int, kv_heads: int, *, normed: bool) -> Tensor:
+    """EAGLE-3 (https://arxiv.org/abs/2503.01840, section 3.2): states [T, size] before the final norm.
+
+    Args:
+        normed: the residual begins with the normed state (`norm_before_residual`).
+    """
     at = "midlayer"
     pair = [rms(embedded, w[f"{at}.input_layernorm.weight"]), rms(h, w[f"{at}.hidden_norm.weight"])]
-    x = h + attention(torch.cat(pair, -1), w, f"{at}.self_attn", heads, kv_heads)
+    x = (pair[1] if normed else h) + attention(torch.cat(pair, -1), w, f"{at}.self_attn", heads, kv_heads)
     return x + mlp(rms(x, w[f"{at}.post_attention_layernorm.weight"]), w, f"{at}.mlp")
 
 
 def draft(
-    kind: str, w: Weights, tokens: list[int], h: Tensor, count: int, heads: int, kv_heads: int, table: Tensor
+    kind: str,
+    w: Weights,
+    tokens: list[int],
+    h: Tensor,
+    count: int,
+    heads: int,
+    kv_heads: int,
+    table: Tensor,
+    *,
+    normed: bool = False,
 ) -> list[int]:
     """Return `count` greedy drafts after `tokens`.
 
     Args:
         h: [len(tokens) - 1, size], the states that the head reads; for EAGLE-3 [len(tokens) - 1, 3 size].
         table: the target's embedding [vocab, size].
+        normed: see `eagle3`.
     """
     if kind == "eagle3":
+        h = rms(h, w["input_norm.weight"]) if "input_norm.weight" in w else h
         h = F.linear(h, w["fc.weight"])
     following, drafts = list(tokens[1:]), []
     for _ in range(count):
         embedded = table[torch.tensor(following)]
-        out = (eagle if kind == "eagle" else eagle3)(w, embedded, h, heads, kv_heads)[-1:]
+        known = (w, embedded, h, heads, kv_heads)
+        out = (eagle(*known) if kind == "eagle" else eagle3(*known, normed=normed))[-1:]
         if kind == "eagle":
             token = int(F.linear(out, w["lm_head.weight"])[0].argmax())
         else:

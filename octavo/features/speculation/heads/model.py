@@ -7,8 +7,9 @@ it can't draw.
 - EAGLE (https://arxiv.org/abs/2401.15077): x = fc([embedding, state]), through decoder layers, the first of them
   without a norm of its input; the output stands for the target's next state (after the final norm), so it goes to the
   target's head as it is.
-- EAGLE-3 (https://arxiv.org/abs/2503.01840): state = fc([states of three layers]); one layer attends over
-  [norm(embedding), norm(state)]; an own norm and head, often over fewer tokens.
+- EAGLE-3 (https://arxiv.org/abs/2503.01840): state = fc([states of three layers]), in some heads of their norm; one
+  layer attends over [norm(embedding), norm(state)] and adds to the state, in some heads to its norm; an own norm and
+  head, often over fewer tokens.
 - Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): x = eh_proj([norm(embedding), norm(state)]),
   through one layer like the target's last, with a norm of its own before the target's head; `forms.py` has variants.
 """
@@ -175,7 +176,9 @@ class Eagle3Model(HeadModel):
     def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None, tables: Set[str]) -> None:
         super().__init__(b, spec, target, tables)
         size, own, at = spec.hidden_size, spec.decoder, b.at("midlayer")
-        self.fc = b.linear("fc", inputs=len(spec.places) * spec.target_size, outputs=size, shard=NONE, bias=spec.bias)
+        inputs = len(spec.places) * spec.target_size
+        self.fc = b.linear("fc", inputs=inputs, outputs=size, shard=NONE, bias=spec.bias)
+        self.places_norm = make_norm(b, "input_norm", inputs, own.norm) if spec.normed_places else None
         self.rope = b.rope(own.rope)
         self.input_norm = make_norm(at, "input_layernorm", size, own.norm)
         self.state_norm = make_norm(at, "hidden_norm", size, own.norm)
@@ -187,7 +190,10 @@ class Eagle3Model(HeadModel):
         self.finish()
 
     def states(self, kept: Tensor, target: CausalLM) -> Tensor:
-        return self.fc(kept.flatten(1).to(self._dtype))
+        joined = kept.flatten(1)
+        if self.places_norm is not None:
+            joined = self.places_norm(joined.to(self.residual_dtype))
+        return self.fc(joined.to(self._dtype))
 
     def final(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
@@ -195,9 +201,10 @@ class Eagle3Model(HeadModel):
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """See `CausalLM.forward`."""
         given = self.given[: len(x)]
-        pair = torch.cat([self.input_norm(x.to(self.residual_dtype)), self.state_norm(given)], 1)
+        state = self.state_norm(given)
+        pair = torch.cat([self.input_norm(x.to(self.residual_dtype)), state], 1)
         attended = self.attention(Stream(pair), self.none, step)
-        stream = Stream(given)
+        stream = Stream(state.to(self.residual_dtype) if self.spec.normed_residual else given)
         if step.hidden_rows is not None:
             stream.choose(step.hidden_rows)
             attended = attended.index_select(0, step.hidden_rows)

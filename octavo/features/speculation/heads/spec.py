@@ -9,7 +9,7 @@ from typing import Literal, Self
 from octavo.core.errors import ConfigError
 from octavo.features.speculation.heads.forms import DEEPSEEK, MtpForm, form_of
 from octavo.models.families.llama import llama
-from octavo.models.hf_config import Config, value_or, whole
+from octavo.models.hf_config import Config, only, value_or, whole
 from octavo.models.mixers.spec import LatentSelfAttention, SelfAttention
 from octavo.models.spec import DecoderSpec, LayerNorms
 
@@ -30,6 +30,8 @@ class HeadSpec:
         target_size: hidden size of the target.
         draft_vocab: tokens that the head can draw; 0 for all of the target's.
         bias: the product that joins states and embeddings has a bias.
+        normed_residual: the residual of an EAGLE-3 layer begins with the state after its norm.
+        normed_places: what EAGLE-3 reads of all places is normed before the product that joins it.
         form: of `mtp`.
     """
 
@@ -40,6 +42,8 @@ class HeadSpec:
     vocab_size: int
     draft_vocab: int = 0
     bias: bool = False
+    normed_residual: bool = False
+    normed_places: bool = False
     form: MtpForm = DEEPSEEK
 
     @property
@@ -105,14 +109,31 @@ def head_spec(kind: Kind, config: Config, target: DecoderSpec, names: Set[str]) 
     if kind == "eagle":
         first = replace(decoder, norms=LayerNorms(before_mixer=None))
         return HeadSpec("eagle", first, (last,), target.hidden_size, target.vocab_size, drawn, bias)
-    return HeadSpec("eagle3", decoder, _places(config, last), target.hidden_size, target.vocab_size, drawn, bias)
+    for other in ("fc_norm", "norm_output"):  # norms of EAGLE 3.1
+        only(config, other, False)
+    return HeadSpec(
+        "eagle3",
+        decoder,
+        _places(config, last),
+        target.hidden_size,
+        target.vocab_size,
+        drawn,
+        bias,
+        normed_residual=bool(value_or(config, "norm_before_residual", False)),
+        normed_places=bool(value_or(_own(config), "norm_before_fc", value_or(config, "norm_before_fc", False))),
+    )
+
+
+def _own(config: Config) -> Config:
+    """Return the part of a configuration in which NVIDIA's heads have the fields of EAGLE-3."""
+    own = value_or(config, "eagle_config", {})
+    return own if isinstance(own, dict) else {}
 
 
 def _places(config: Config, last: int) -> tuple[int, ...]:
     """Return where an EAGLE-3 head reads the stream of a target with `last` layers."""
-    own = value_or(config, "eagle_config", {})
     field = "eagle_aux_hidden_state_layer_ids"
-    places = (own.get(field) if isinstance(own, dict) else None) or config.get(field) or [2, last // 2, last - 3]
+    places = _own(config).get(field) or config.get(field) or [2, last // 2, last - 3]
     numbers = isinstance(places, list) and all(type(place) is int and 0 <= place <= last for place in places)
     if not numbers or places != sorted(set(places)):
         raise ConfigError(

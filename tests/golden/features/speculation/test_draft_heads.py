@@ -197,7 +197,13 @@ def test_drafts_after_steps_without_any_are_the_references(
 
 
 def reference(
-    kind: str, model: transformers.LlamaForCausalLM, weights: Weights, known: list[int], count: int
+    kind: str,
+    model: transformers.LlamaForCausalLM,
+    weights: Weights,
+    known: list[int],
+    count: int,
+    *,
+    normed: bool = False,
 ) -> list[int]:
     """What the head drafts after these tokens."""
     with torch.no_grad():
@@ -207,7 +213,7 @@ def reference(
         else:
             h = torch.cat([_before_layer(model, known, place) for place in TAPPED], -1)
         table = weights.get("embed_tokens.weight", model.model.embed_tokens.weight)
-        return draft(kind, weights, known, h[:-1], count, HEADS, KV_HEADS, table)
+        return draft(kind, weights, known, h[:-1], count, HEADS, KV_HEADS, table, normed=normed)
 
 
 def _before_layer(model: transformers.LlamaForCausalLM, tokens: list[int], place: int) -> Tensor:
@@ -304,7 +310,14 @@ def test_copies_of_the_tables_are_shared(target: Any, tmp_path: Path, monkeypatc
 
 
 def check_drafts(
-    kind: str, head: Path, weights: Weights, target: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any
+    kind: str,
+    head: Path,
+    weights: Weights,
+    target: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    normed: bool = False,
+    **settings: Any,
 ) -> None:
     folder, model = target
     proposed = spied(monkeypatch, HeadDrafter)
@@ -315,8 +328,27 @@ def check_drafts(
     assert tokens_of(drive(loop, [GenerateRequest(id="0", tokens=list(range(3, 10)), params=params)]))
     assert proposed
     for known, drafts in proposed:
-        assert drafts == reference(kind, model, weights, known, len(drafts))
+        assert drafts == reference(kind, model, weights, known, len(drafts), normed=normed)
     loop.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_residual_may_begin_after_the_norm(
+    normed: bool, dtype: str, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, weights = random_head("eagle3", tmp_path / "head", norm_before_residual=normed)
+    check_drafts("eagle3", head, weights, target, monkeypatch, normed=normed, dtype=dtype, attention_backend="torch")
+
+
+@pytest.mark.parametrize("changes", [{"norm_before_fc": True}, {"eagle_config": {AUX: TAPPED, "norm_before_fc": True}}])
+def test_what_is_read_of_the_layers_may_be_normed(
+    changes: dict[str, Any], target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, weights = random_head("eagle3", tmp_path / "head", **changes)
+    weights["input_norm.weight"] = 1 + 0.5 * torch.randn(3 * SIZE)
+    save_file(weights, head / "model.safetensors")
+    check_drafts("eagle3", head, weights, target, monkeypatch, attention_backend="torch")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -346,6 +378,9 @@ def test_a_head_computes_in_the_dtype_of_its_model(
         ("eagle3", {"draft_vocab_size": "40"}, ModelFileError, "draft_vocab_size='40', which should be a positive"),
         ("eagle3", {"eagle_config": [1]}, ConfigError, r"reads layers \[2, 2, 1\] of a model with 4 layers"),
         ("eagle3", {"eagle_config": None, AUX: 2}, ConfigError, "reads layers 2 of .* must be a list of ascending"),
+        ("eagle3", {"norm_before_residual": "yes"}, ModelFileError, "norm_before_residual='yes', which should be true"),
+        ("eagle3", {"fc_norm": True}, ConfigError, "asks for fc_norm=True; Octavo supports False only"),
+        ("eagle3", {"norm_output": True}, ConfigError, "asks for norm_output=True; Octavo supports False only"),
         ("eagle3", {"eagle_config": {AUX: ["1"]}}, ConfigError, r"reads layers \['1'\]"),
     ],
 )
