@@ -62,6 +62,7 @@ from octavo.worker.parts import NoReplay
 from octavo.worker.relay import NO_RELAY, relay_of
 from octavo.worker.runner import Runner
 from octavo.worker.schemes import least_bytes, needed_bytes, online_of, schemes_of
+from octavo.worker.workspace import rows_of_logits, workspace_bytes
 
 if TYPE_CHECKING:
     from octavo.device.ahead import Ahead
@@ -491,10 +492,9 @@ class Worker:
             log.info("compiled or loaded %d kernels; waited %.1f s", count, time.perf_counter() - began)
 
     def workspace_bytes(self, num_seqs: int, step_tokens: int, max_drafts: int) -> int:
-        """Return the bytes of the largest step: residual stream and widest layer; logits, a copy and counts; slots."""
-        spec = self.spec
-        widest = max(self._layer.token_elements, 3 * spec.intermediate_size // self.mesh.size)
-        token = (6 * spec.hidden_size + widest) * self.dtype.itemsize
-        logits = most_results(num_seqs, step_tokens, max_drafts) * spec.vocab_size * 16
-        slots = num_seqs * spec.max_position * (19 + len(self.cache_groups)) // 4
-        return step_tokens * token + logits + slots
+        """See `workspace.workspace_bytes`."""
+        spec, limits = self.spec, (num_seqs, step_tokens)
+        recorded = self.device.resident and not self.settings.enforce_eager
+        rows = rows_of_logits(spec.vocab_size, self.parallel, limits, max_drafts, recorded=recorded)
+        widths = {"token_elements": self._layer.token_elements, "groups": len(self.cache_groups)}
+        return workspace_bytes(spec, self.dtype, self.mesh, logits=rows, limits=limits, **widths)
