@@ -59,6 +59,11 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3MoeConfig", WIDE | EXPERTS),
     "gpt2": ("GPT2Config", {"n_positions": 128}),
+    "opt-350m": (
+        "OPTConfig",
+        {"ffn_dim": 112, "word_embed_proj_dim": 48, "do_layer_norm_before": False, "num_key_value_heads": 4},
+    ),
+    "olmoe-clipped": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
 }
 
 

@@ -56,15 +56,19 @@ def value_or(config: Config, name: str, default: Any) -> Any:
     return value
 
 
+class OtherValueError(ConfigError):
+    """A field of a model's config has another value than the only one that Octavo's own layers support."""
+
+
 def only(config: Config, name: str, supported: Any) -> None:
     """Refuse a feature by name.
 
     Raises:
-        ConfigError: the field has another value than the only supported one.
+        OtherValueError: the field has another value than the only supported one.
     """
     value = value_or(config, name, supported)
     if value != supported:
-        raise ConfigError(f"The model's config asks for {name}={value!r}; Octavo supports {supported!r} only.")
+        raise OtherValueError(f"The model's config asks for {name}={value!r}; Octavo supports {supported!r} only.")
 
 
 class WithDefaults(Mapping[str, Any]):

@@ -22,6 +22,11 @@ class FinalStates(BaseModelOutputWithPast):  # type: ignore[misc] # transformers
 class GivenStates(nn.Module):
     """Stands for a base model whose states were computed before."""
 
+    @property
+    def decoder(self) -> GivenStates:
+        """The part that OPT's language model calls in place of the whole."""
+        return self
+
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> FinalStates:
         return FinalStates(last_hidden_state=inputs_embeds)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import ConfigError
 from octavo.features.bridge.settings import BridgeSettings
 from octavo.models.encoders.registry import is_encoder
+from octavo.models.hf_config import OtherValueError
 from octavo.models.load.quantized.table import method_of
-from octavo.models.registry import is_own, unknown
+from octavo.models.registry import ARCHITECTURES, is_own, spec_of, unknown
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -24,7 +25,8 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
     """Return the bridge if the settings ask for it, or if Octavo itself lacks the architecture.
 
     Raises:
-        ConfigError: transformers is not installed or can't build the model, or a setting doesn't go with it.
+        ConfigError: transformers is not installed or can't build the model, or a setting or a field of the model's
+            config doesn't go with what the settings ask for.
     """
     settings = next((one for one in config.features.values() if isinstance(one, BridgeSettings)), BridgeSettings())
     own = is_own(files.config) or is_encoder(files.config)
@@ -37,6 +39,8 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
             )
         if not own and names:
             raise ConfigError(f"{unknown(names[0])} Leave out --model-impl octavo to try the modules of transformers.")
+        if own and names[0] in ARCHITECTURES and files.format != "gguf" and not is_encoder(files.config):
+            _check_fields(files.config)
         return None
     if not names:
         return None  # Octavo's own error says what is missing
@@ -67,6 +71,14 @@ def implementation(config: EngineConfig, files: ModelFiles) -> Bridge | None:
         ", compiled by torch" if settings.compilation else "",
     )
     return bridge
+
+
+def _check_fields(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with the bridge as its remedy, for a field that Octavo's own layers don't support."""
+    try:
+        spec_of(config)
+    except OtherValueError as error:
+        raise ConfigError(f"{error} Set --model-impl transformers to try the modules of transformers.") from None
 
 
 def _check_settings(config: EngineConfig, files: ModelFiles) -> None:

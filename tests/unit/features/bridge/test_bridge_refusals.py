@@ -68,6 +68,26 @@ def test_architectures_are_refused_by_name(config: dict[str, Any], says: str) ->
     assert says in refused(config, model_impl="transformers")
 
 
+@pytest.mark.parametrize("settings", [{}, {"model_impl": "octavo"}])
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (of("OPTForCausalLM", "opt", ffn_dim=96, do_layer_norm_before=False), "do_layer_norm_before=False"),
+        (of("OPTForCausalLM", "opt", ffn_dim=96, word_embed_proj_dim=48), "word_embed_proj_dim=48"),
+        (of("OlmoeForCausalLM", "olmoe", num_experts=4, num_experts_per_tok=2, clip_qkv=8.0), "clip_qkv=8.0"),
+    ],
+)
+def test_what_own_layers_lack_is_refused_with_the_bridge_as_remedy(
+    config: dict[str, Any], says: str, settings: dict[str, Any]
+) -> None:
+    text = refused(config, **settings)
+    assert says in text
+    assert text.endswith("only. Set --model-impl transformers to try the modules of transformers.")
+    files = model_files(config)
+    bridged = implementation_of(tiny_config(model_impl="transformers"), files)
+    assert bridged.spec_of(files.config).hidden_size == config.get("word_embed_proj_dim", 64)
+
+
 def test_the_reason_names_the_architecture_and_the_remedy() -> None:
     text = refused(of("BloomForCausalLM", "bloom"), model_impl="transformers")
     assert text.startswith("BloomForCausalLM can't be computed by transformers' modules")
