@@ -11,7 +11,6 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
@@ -27,6 +26,7 @@ from octavo.server.batch.execute import LineExecutor
 from octavo.server.batch.routes import BatchBody, batch_routes
 from octavo.server.batch.service import BatchService
 from octavo.server.context import ServerContext
+from octavo.server.cors import Cors
 from octavo.server.door import Door
 from octavo.server.fingerprint import fingerprint
 from octavo.server.metrics.metrics import Metrics
@@ -220,7 +220,7 @@ def _cors(config: ServerConfig) -> list[Middleware]:
         return []
     return [
         Middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=config.allowed_origins,
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,

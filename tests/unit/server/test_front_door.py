@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_house, saying
+from server_kit import HELLO, Answer, Visitor, ask, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
@@ -42,21 +42,54 @@ def test_an_empty_key_opens_nothing() -> None:
         assert ask_now(app, CHAT, HELLO, headers=headers).status == 401
 
 
-def preflight(app: object, origin: str) -> dict[str, str]:
-    asked = {"origin": origin, "access-control-request-method": "POST"}
-    return ask_now(app, CHAT, method="OPTIONS", headers=asked).headers  # type: ignore[arg-type]
+def preflight(app: object, origin: str, **asked: str) -> Answer:
+    headers = {"origin": origin, "access-control-request-method": "POST", **asked}
+    return ask_now(app, CHAT, method="OPTIONS", headers=headers)  # type: ignore[arg-type]
 
 
 def test_pages_of_other_sites_may_do_nothing_unless_named() -> None:
-    assert "access-control-allow-origin" not in preflight(make_house(saying("x")).app, "https://a.example")
+    assert "access-control-allow-origin" not in preflight(make_house(saying("x")).app, "https://a.example").headers
     app = make_house(saying("x"), ServerConfig(allowed_origins=("https://a.example",), api_keys=("k",))).app
-    assert preflight(app, "https://a.example")["access-control-allow-origin"] == "https://a.example"
-    assert "access-control-allow-origin" not in preflight(app, "https://b.example")
+    assert preflight(app, "https://a.example").headers["access-control-allow-origin"] == "https://a.example"
+    assert "access-control-allow-origin" not in preflight(app, "https://b.example").headers
     answer = ask_now(app, CHAT, HELLO, headers={"origin": "https://a.example", "authorization": "Bearer k"})
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
     refused = ask_now(app, CHAT, HELLO, headers={"origin": "https://a.example"})
     assert refused.status == 401
     assert refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize(
+    ("origin", "asked", "says"),
+    [
+        ("https://b.example", {}, "origin: https://b.example is not allowed by --allowed-origins."),
+        (
+            "https://a.example",
+            {"access-control-request-method": "PUT"},
+            "access-control-request-method: PUT is not allowed by --allowed-methods.",
+        ),
+        (
+            "null",
+            {"access-control-request-headers": "x-other"},
+            "origin: null is not allowed by --allowed-origins; access-control-request-headers: x-other is not allowed "
+            "by --allowed-headers.",
+        ),
+        (
+            "https://a.example",
+            {"access-control-request-private-network": "true"},
+            "the server does not support private-network.",
+        ),
+    ],
+)
+def test_a_refused_preflight_is_an_error_object(origin: str, asked: dict[str, str], says: str) -> None:
+    config = ServerConfig(allowed_origins=("https://a.example",), allowed_methods=("POST",), allowed_headers=("x-a",))
+    answer = preflight(make_house(saying("x"), config).app, origin, **asked)
+    assert answer.status == 400
+    assert answer.headers["content-type"] == "application/json"
+    assert ("access-control-allow-origin" in answer.headers) == (origin == "https://a.example")
+    error = answer.json()["error"]
+    assert error["message"] == f"Pages of other sites may not send this request: {says}"
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
 
 
 @pytest.mark.parametrize("stream", [False, True])
