@@ -69,7 +69,7 @@ def drafting(context: FeatureContext) -> DraftConfig | None:
         if config is not None:
             raise ConfigError(
                 f"--spec-method {config.method} drafts tokens, and {context.model_name} is served for vectors, not for "
-                "text. Leave it out, with --speculative-config."
+                "text. Leave it out, with --spec-model, --spec-tokens and --speculative-config."
             )
         return None
     if config is None and not settings.given and context.model_name in MEASURED_MODELS and context.device == "cpu":

@@ -121,8 +121,10 @@ def test_who_drafts() -> None:
 def test_an_engine_that_generates_no_text_is_refused_drafts() -> None:
     for given in ({"spec_method": "none"}, {}):
         assert build_engine(dataclasses.replace(context(model="smollm2", **given), generates=False)) is None
-    for given in ({"spec_method": "ngram"}, {"speculative_config": {"method": "ngram"}}):
-        with pytest.raises(ConfigError, match="--spec-method ngram drafts tokens, and minilm is served for vectors"):
+    for given in ({"spec_method": "ngram"}, {"speculative_config": {"method": "ngram"}}, {"spec_tokens": 4}):
+        method = "auto" if "spec_tokens" in given else "ngram"
+        says = f"--spec-method {method} drafts tokens, and minilm is served for vectors.* with --spec-model, --spec-tok"
+        with pytest.raises(ConfigError, match=says):
             build_engine(dataclasses.replace(context(model="minilm", **given), generates=False))
 
 
