@@ -200,7 +200,7 @@ def read_records(path: Path) -> tuple[Header, Iterator[Planned | Sampled | Gave]
         first = next(records, None)
     except OSError as exc:
         raise ConfigError(f"{path} can't be read ({exc.strerror}).") from exc
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is not a record of steps: {exc}. Make one with --record-steps.") from exc
     if not isinstance(first, Header) or first.form != FORM:
         form = f"has form {first.form}" if isinstance(first, Header) else "does not begin with a header"

@@ -20,6 +20,8 @@ PRIORITY = "X-Vllm-Priority"
 """Header with the priority, for proxies."""
 _SHORTEST_PAIR = 12
 """Bytes of an escaped surrogate pair. The parser reports the text as truncated if fewer follow the first half."""
+_INVALID_TEXT = "Invalid UTF-8 encoded string"
+"""msgspec's words; before 0.23 it raises UnicodeDecodeError instead, as all its decoders do."""
 _LONE_SURROGATE = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
@@ -79,11 +81,11 @@ def decode_json(data: bytes) -> dict[str, Any]:
         raise ApiError(400, "The request body is empty; send a JSON object.")
     try:
         value = msgspec.json.decode(data)
-    except UnicodeDecodeError as exc:
-        raise ApiError(400, f"The request body is not valid UTF-8: {exc.reason}. Encode its text as UTF-8.") from None
     except RecursionError:
         raise _too_deep() from None
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        if isinstance(exc, UnicodeDecodeError) or str(exc) == _INVALID_TEXT:
+            raise ApiError(400, "The request body is not valid UTF-8. Encode its text as UTF-8.") from None
         raise ApiError(400, f"The request body is not valid JSON: {_json_fault(exc, data)}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"The request body must be a JSON object, got {_json_kind(value)}.")

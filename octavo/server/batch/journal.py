@@ -28,7 +28,8 @@ class Journal:
     def open(cls, path: Path, take: Callable[[bytes, int], None]) -> Self:
         """Open or create the journal, and pass each record and its offset to `take`.
 
-        The first record that `take` can't decode (`msgspec.DecodeError`) ends the journal: the rest is truncated.
+        The first record that `take` can't decode (`msgspec.DecodeError`, `UnicodeDecodeError`) ends the journal: the
+        rest is truncated.
         """
         new = not path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -40,7 +41,7 @@ class Journal:
                         break
                     try:
                         take(line, end)
-                    except msgspec.DecodeError:
+                    except (msgspec.DecodeError, UnicodeDecodeError):
                         break
                     end += len(line)
             os.ftruncate(descriptor, end)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -43,8 +44,8 @@ async def read_upload(request: Request, max_bytes: int) -> Upload:
     )
     try:
         form = await parser.parse()
-    except MultiPartException as exc:
-        raise ApiError(400, f"The form can't be read: {exc.message}") from None
+    except (MultiPartException, FormParserError) as exc:  # Starlette before 1.7 passes on what its parser raises
+        raise ApiError(400, f"The form can't be read: {exc}") from None
     except KeyError:
         raise ApiError(400, "The content type names no boundary; let the HTTP library write it.") from None
     file = form.get("file")

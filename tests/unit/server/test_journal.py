@@ -48,10 +48,11 @@ def test_a_record_that_was_cut_short_never_was(tmp_path: Path, cut: int) -> None
     assert path.read_bytes() == b'{"a":0}\n{"a":2}\n'
 
 
-def test_what_follows_a_hole_is_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hole", [bytes(8), b'{"a":"\xff"}'], ids=["zeros", "no text"])
+def test_what_follows_a_hole_is_cut_off(tmp_path: Path, hole: bytes) -> None:
     """As after a power failure, when later blocks reached the disk and earlier ones did not."""
     path = tmp_path / "j"
-    path.write_bytes(b'{"a":0}\n' + bytes(8) + b'\n{"a":2}\n')
+    path.write_bytes(b'{"a":0}\n' + hole + b'\n{"a":2}\n')
     journal, found = open_journal(path)
     journal.close()
     assert [line for _, line in found] == [b'{"a":0}\n']

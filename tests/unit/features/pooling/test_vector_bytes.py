@@ -37,6 +37,8 @@ def test_each_number_is_rounded_to_its_nearest(dtype: Any) -> None:
     values = numbers()
     pooled = Pooled([len(values)], values.numpy().tobytes())
     made = torch.frombuffer(bytearray(encode(pooled, dtype)), dtype=TORCH[dtype]).float()
+    if dtype == "fp8_e4m3":
+        values = values.clamp(-448, 448)  # torch 2.11 makes NaN of larger numbers
     expected = values.to(TORCH[dtype]).float()
     assert torch.equal(made.isnan(), expected.isnan())
     assert torch.equal(made.nan_to_num(nan=0), expected.nan_to_num(nan=0))
