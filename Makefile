@@ -7,13 +7,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 FRAMEWORKS := .venv-frameworks
+LOWEST := .venv-lowest
 MODEL ?=
 ARGS ?=
 
 # Tests of one file share checkpoints and servers.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST_FLAGS := --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
+# They use each of the dependencies, and need no transformers.
+LOWEST_TESTS := tests/test_imports.py $(addprefix tests/unit/,server hub cli features/grammar features/pooling)
 
-.PHONY: help install serve chat test test-all deletion check clients format bench clean
+.PHONY: help install serve chat test test-all lowest deletion check clients format bench clean
 
 help: ## list the targets
 	@echo "Octavo: make TARGET"
@@ -32,6 +36,9 @@ test: $(VENV)/.ready-test ## install and run the tests: make test ARGS="tests/un
 
 test-all: $(VENV)/.ready-test ## nightly: also the tests marked slow
 	NIGHTLY_TESTS=1 $(PYTEST) -m '' $(ARGS)
+
+lowest: $(LOWEST)/.ready ## nightly: some of the tests with the lowest versions of dependencies that pyproject.toml allows
+	$(LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(or $(ARGS),$(LOWEST_TESTS))
 
 deletion: $(VENV)/.ready-test ## the quick tests with each feature's folder deleted: some minutes for each; ARGS=--short for a few of them
 	$(BIN)/python tools/deletion.py $(ARGS)
@@ -55,7 +62,7 @@ bench: $(VENV)/.ready-test ## compare with sequential serving and transformers o
 	$(BIN)/python benchmarks/cpu_batching.py $(ARGS)
 
 clean: ## remove the environments, caches and build products (models stay in Octavo's cache folder)
-	rm -rf $(VENV) $(CLIENTS) $(FRAMEWORKS) build dist *.egg-info .pytest_cache .hypothesis .schemathesis .benchmarks .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(FRAMEWORKS) $(LOWEST) build dist *.egg-info .pytest_cache .hypothesis .schemathesis .benchmarks .mypy_cache .ruff_cache .import_linter_cache
 	find octavo tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of dependencies: newer than its inputs means installed, and pip is not called.
@@ -80,6 +87,13 @@ $(FRAMEWORKS)/.ready: conformance/frameworks/requirements.txt
 $(CLIENTS)/.ready $(FRAMEWORKS)/.ready:
 	@test -x $(@D)/bin/python || sh tools/make_venv.sh $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r $<
+	@touch $@
+
+# The lowest Python, too: the lowest versions have no builds for newer ones.
+$(LOWEST)/.ready: pyproject.toml constraints.txt tools/lowest.py
+	@test -x $(@D)/bin/python || PYTHON=$(or $(PYTHON),python3.11) sh tools/make_venv.sh $(@D)
+	$(@D)/bin/python tools/lowest.py > $(@D)/lowest.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r $(@D)/lowest.txt -e .
 	@touch $@
 
 $(VENV)/.made:
