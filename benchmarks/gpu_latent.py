@@ -1,12 +1,13 @@
 """Latent attention alone on one GPU: bytes of latents a second of decoding, operations a second of prompts.
 
-    python benchmarks/gpu_latent.py [--model DIR] [--sweep] [--output FILE]
+    python benchmarks/gpu_latent.py [--model DIR] [--sweep] [--unequal] [--output FILE]
 
 Random latents, block tables permuted; times are medians of a graph's replays over several caches, so that nothing is
 found in the L2 cache. `attend` has the products with the heads' matrices, `kernel` only reads the cache and merges its
 parts, `triton` does that without the kernel in CUDA (`nn/latent/latent_decode.py`). Prompts count the operations of the
 causal half and of the product that expands latents. --sweep tries divisions of the kernel in CUDA, launch shapes of
-those in Triton (`nn/latent/triton_shapes.py`) and their numbers of parts, and compares their results.
+those in Triton (`nn/latent/triton_shapes.py`) and their numbers of parts, and compares their results. --unequal only
+decodes batches with one long context.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ HERE = Path(__file__).parent
 DTYPE = torch.bfloat16
 PAGE = 16
 DECODING = ((256, 1024), (64, 2048), (32, 8192), (8, 4096), (1, 1024), (1, 16384))
+UNEQUAL = tuple((rows, longest) for rows in (8, 16, 32, 64, 128, 256) for longest in (300, 4000, 16000))
+"""(rows, tokens of one context); the others have 300."""
 SPLITS, PARTS = (1, 2, 4, 8, 16), latent_decode.PARTS
 PROMPTS = ((4, 2048), (1, 8192))
 SHAPES = [(32, 4, 2), (32, 4, 5), (32, 4, 7), (32, 8, 5), (64, 8, 2), (64, 8, 5), (16, 4, 5), (16, 4, 7)]
@@ -45,26 +48,28 @@ EXPANDED = [(128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 2), 
 
 
 class Work:
-    """Decoding: rows of one length, over several caches."""
+    """Decoding: rows of one length, or one of them longer, over several caches."""
 
-    def __init__(self, spec: LatentSpec, rows: int, length: int) -> None:
+    def __init__(self, spec: LatentSpec, rows: int, length: int, longest: int | None = None) -> None:
         self.spec, self.rows, self.length = spec, rows, length
-        self.nbytes = rows * length * spec.width * DTYPE.itemsize
-        blocks = -(-length // PAGE)
-        copies = max(1, (1 << 30) // self.nbytes)
+        lengths = [longest or length, *[length] * (rows - 1)]
+        self.nbytes = sum(lengths) * spec.width * DTYPE.itemsize
+        blocks = [-(-each // PAGE) for each in lengths]
+        copies = min(24, max(1, (1 << 30) // self.nbytes))
         kind: dict[str, Any] = {"dtype": DTYPE, "device": "cuda"}
         self.backend = triton.TritonLatents(DTYPE, spec)
-        shape = self.backend.cache_shape(spec, rows * blocks, PAGE)
+        shape = self.backend.cache_shape(spec, sum(blocks), PAGE)
+        ids = torch.randperm(sum(blocks), device="cuda").int().split(blocks)
         self.caches = [torch.randn(shape, **kind) for _ in range(copies)]
         self.q = torch.randn(rows, spec.num_heads, spec.query_dim, **kind)
         self.expansion = torch.randn(spec.num_heads, spec.expanded_dim, spec.rank, **kind) * spec.rank**-0.5
         counted: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
         self.step = StepInput(
             input_ids=torch.zeros(rows, dtype=torch.long, device="cuda"),
-            positions=torch.full((rows,), length - 1, dtype=torch.long, device="cuda"),
+            positions=torch.tensor(lengths, device="cuda") - 1,
             query_start=torch.arange(rows + 1, **counted),
-            seq_lens=torch.full((rows,), length, **counted),
-            block_tables=torch.randperm(rows * blocks, device="cuda").int().view(rows, blocks),
+            seq_lens=torch.tensor(lengths, **counted),
+            block_tables=torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
             slot_mapping=torch.zeros(rows, dtype=torch.long, device="cuda"),
             logit_rows=torch.arange(rows, device="cuda"),
             max_query_len=1,
@@ -184,6 +189,13 @@ def measure(work: Work, copy_tb_s: float) -> dict[str, Any]:
     return found
 
 
+def unequal(spec: LatentSpec, copy_tb_s: float) -> Iterator[dict[str, Any]]:
+    for rows, longest in UNEQUAL:
+        found = measure(Work(spec, rows, 300, longest), copy_tb_s) | {"longest": longest}
+        print(json.dumps(found), flush=True)
+        yield found
+
+
 @contextmanager
 def in_triton() -> Iterator[None]:
     with mock.patch.object(latent_decode, "serves", return_value=False):
@@ -250,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=HERE / "models" / "deepseek-v2-lite")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--unequal", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     model = spec_of(json.loads((args.model / "config.json").read_text()))
@@ -258,6 +271,11 @@ def main() -> None:
     report: dict[str, Any] = {**describe(), "gpu": describe_gpu(), "ceilings": ceilings(), "spec": str(spec)}
     print(json.dumps(report["ceilings"]), flush=True)
     with torch.inference_mode():
+        if args.unequal:
+            report["unequal"] = list(unequal(spec, report["ceilings"]["copy_tb_s"]))
+            if args.output:
+                args.output.write_text(json.dumps(report, indent=1) + "\n")
+            return
         works = [Work(spec, rows, length) for rows, length in DECODING]
         if args.sweep:
             compile_all(works, Prompts(spec, 1, 256))

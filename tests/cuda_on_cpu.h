@@ -24,6 +24,7 @@ typedef unsigned long long u64;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Dim { unsigned x, y, z; };
@@ -116,6 +117,9 @@ inline T __shfl_sync(u32, T v, int from) {
 inline void count_up(unsigned* at) { ++*at; }
 inline unsigned reached(const unsigned* at) { return *at; }
 inline unsigned atomicAdd(unsigned* at, unsigned n) { return (*at += n) - n; }
+inline void __threadfence() {}
+template <class T>
+inline T __ldcg(const T* from) { return *from; }
 inline float exp2_of(float x) { return std::exp2(x); }
 inline float reciprocal_of(float x) { return 1.f / x; }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }

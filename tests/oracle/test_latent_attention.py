@@ -309,6 +309,26 @@ def test_recorded_steps_are_absorbed_tile_by_tile():
     torch.testing.assert_close(run(case, recorded(case)), expected, atol=5e-5, rtol=5e-5)
 
 
+@pytest.mark.parametrize("heads", [3, 8])
+def test_triton_in_parts_by_length(heads, monkeypatch):
+    """A plan divides one long context into several parts, and others not at all."""
+    case = make_case(
+        [(17, 1), (1, 1), (150 if not GPU else 9000, 1), (33, 1)], dataclasses.replace(SMALL, num_heads=heads), HALF
+    )
+    backend = triton_backend(case)
+    from octavo.nn.latent import latent_decode, triton_parts
+
+    monkeypatch.setattr(latent_decode, "serves", lambda *_: False)
+    monkeypatch.setattr(triton_parts, "_MOST_EQUAL", 1000)
+    if not GPU:
+        monkeypatch.setattr(triton_parts, "_BOUNDS", triton_parts._BOUNDS._replace(least=16))
+    merged, merge = [], triton_parts.merge
+    monkeypatch.setattr(triton_parts, "merge", lambda plan, *args: merged.append(plan) or merge(plan, *args))
+    check(case, backend)
+    parts = merged[0].plan[: 4 * merged[0].slots].view(-1, 4)[:, 2]
+    assert int(parts.max()) > 1
+
+
 @pytest.fixture
 def kernel(monkeypatch, tmp_path):
     """The CUDA kernel on a Hopper GPU, else compiled for the CPU, with one block for a cluster."""
@@ -327,7 +347,9 @@ def kernel(monkeypatch, tmp_path):
 
 
 def divided(kernel, monkeypatch, splits: int, parts: int) -> None:
-    monkeypatch.setattr(kernel, "division", lambda rows, form: kernel.Division(splits, parts))
+    monkeypatch.setattr(kernel, "division", lambda *_: kernel.Division(splits, parts))
+    if not GPU:
+        monkeypatch.setattr(kernel, "_clusters", lambda form: {1: 4})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if GPU else [torch.bfloat16], ids=str)
@@ -339,7 +361,7 @@ def test_decoding_in_cuda(kernel, monkeypatch, dtype):
     spec = LITE if GPU else LatentSpec(num_heads=5, rank=256, rope_dim=64, nope_dim=24, value_dim=20, scale=0.1)
     case = make_case([(length, 1) for length in lengths], spec, dtype, block_size=rng.choice([8, 16, 32]))
     expected = run(case, ReferenceLatents())
-    for splits, parts in [(s, p) for s in (1, 2, 4, 8, 16) for p in (1, 4)] if GPU else [(1, 1), (1, 3)]:
+    for splits, parts in [(s, p) for s in (1, 2, 4, 8, 16) for p in (0, 1, 4)] if GPU else [(1, 1), (1, 3)]:
         divided(kernel, monkeypatch, splits, parts)
         monkeypatch.setattr(EmulatedKernel, "late", (parts > 1,))
         check(case, backend := triton_backend(case), expected)
@@ -347,6 +369,25 @@ def test_decoding_in_cuda(kernel, monkeypatch, dtype):
     few, q = backend.prepare(step, case.block_size).few, case.inputs(len(lengths), 2)[0].to(step.device)
     cache = torch.empty(backend.cache_shape(spec, 1, case.block_size), dtype=dtype, device=step.device)
     assert kernel.serves(few, q, cache, spec), "these rows are not decoded by another kernel"
+
+
+def test_decoding_in_parts_by_length_in_cuda(kernel, monkeypatch):
+    """A plan divides long contexts: here one into several parts, and others not at all."""
+    divided(kernel, monkeypatch, 1, 0)
+    lengths = [1, 300, 20, 64] if not GPU else [1, 16000, *random.Random(os.urandom(8)).sample(range(1, 900), 70)]
+    random.Random(os.urandom(8)).shuffle(lengths)
+    spec = LITE if GPU else LatentSpec(num_heads=5, rank=256, rope_dim=64, nope_dim=24, value_dim=20, scale=0.1)
+    plans = []
+    launch = kernel.triton_plan.launch
+    monkeypatch.setattr(kernel.triton_plan, "launch", lambda plan, *args: plans.append(plan) or launch(plan, *args))
+    case = make_case([(length, 1) for length in lengths], spec, torch.bfloat16)
+    check(case, backend := triton_backend(case))
+    assert len(plans) == 1
+    table = plans[0][: 4 * len(lengths)].view(-1, 4).tolist()
+    parts = {item: parts for item, _, parts, _ in table if item >= 0}
+    assert max(parts.values()) > 1
+    assert not plans[0][-len(lengths) :].any(), "the next layer counts from zero"
+    assert backend.name == "triton"
 
 
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=[pytest.mark.slow] * (not GPU)), 2])
@@ -362,6 +403,7 @@ def test_blocks_divide_rows_evenly(kernel):
     """Half of the multiprocessors or more have something to do."""
     form = kernel.LatentForm(torch.bfloat16, 16, 512, 64, 128, 16)
     clusters = {1: 132, 2: 66, 4: 31, 8: 14, 16: 6}
+    assert [kernel.widest(rows, clusters) for rows in (1, 14, 15, 32, 67, 200)] == [16, 8, 4, 2, 1, 1]
     for rows in (*range(1, 140), 256, 1000):
         splits, parts = kernel.fastest(rows, form, clusters)
         assert rows > 66 or rows * splits * parts >= 64, rows

@@ -270,20 +270,34 @@ def test_contexts_of_unequal_lengths(kind, options, monkeypatch):
     assert launched
 
 
+@pytest.mark.parametrize("beside", [0, 20])
 @pytest.mark.parametrize("trial", range(3))
-def test_a_plan_of_parts(trial, monkeypatch):
-    monkeypatch.setattr(triton_plan, "LEAST", 16)
+def test_a_plan_of_parts(trial, beside):
     rng = random.Random(fresh_seed())
     count, more, counters = rng.randint(1, 60), rng.randint(1, 70), rng.randint(1, 2000)
     lens = torch.tensor([rng.choice([0, 1, 30, rng.randint(1, 400)]) for _ in range(count + 3)], dtype=torch.int32)
     rows = torch.tensor(rng.sample(range(count + 3), count), dtype=torch.int32)
     plan = torch.full((4 * (count + more) + counters,), 77, dtype=torch.int32, device=DEVICE)
-    triton_plan.launch(plan, rows.to(DEVICE), lens.to(DEVICE), count, more, counters)
+    bounds = triton_plan.Bounds(16, 12, beside)
+    triton_plan.launch(plan, rows.to(DEVICE), lens.to(DEVICE), count, more, counters, bounds)
     table, ended = plan[: 4 * (count + more)].view(-1, 4).tolist(), plan[4 * (count + more) :]
     assert not ended.any()
-    keys = lens[rows.long()]
-    size = max(-(-int(keys.sum()) // more), 16)
-    expected = [min(max(1, int(key) // size), 128) for key in keys]
-    slots = [[item, part, parts, sum(expected[:item])] for item, parts in enumerate(expected) for part in range(parts)]
+    keys = lens[rows.long()].tolist()
+    at_once = max(1, more // 2)
+
+    def divided(parts: int) -> list[int]:
+        size = max(-(-sum(keys) // parts), 16)
+        return [min(max(1, key // size), 12) for key in keys]
+
+    def took(parts: list[int]) -> int:
+        longest = max(-(-key // each) for key, each in zip(keys, parts, strict=True))
+        return max(longest + beside, -(-sum(parts) // at_once) * (-(-sum(keys) // sum(parts)) + beside))
+
+    expected = divided(more)
+    if beside:
+        expected = min(divided(at_once), expected, key=took)
+    several = [parts if parts > 1 else 0 for parts in expected]
+    assert sum(several) <= more
+    slots = [[item, part, parts, sum(several[:item])] for item, parts in enumerate(expected) for part in range(parts)]
     assert table[: len(slots)] == slots
     assert all(slot[0] == -1 for slot in table[len(slots) :])

@@ -271,7 +271,7 @@ def decode_kernel(
                     acc_odd = acc_odd * decay[:, None] + weight[:, None] * tl.load(found + 1, mask=held, other=0.0)
                 peak = new_peak
     if READS == PLANNED and splits > 1:
-        # Parts of all rows are numbered one after the other, and have all heads.
+        # Parts of all divided rows are numbered one after the other, and have all heads.
         at = (first_part + split).to(tl.int64) * heads + head
         _store_part(peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP)
         tl.debug_barrier()
@@ -280,7 +280,7 @@ def decode_kernel(
             return
         tl.store(ended, 0)  # for the next layer
         place_of = first_part.to(tl.int64) * heads + kv_head * GROUP
-        mixed = _merged(part_out, part_lse, place_of, heads, splits, GROUP, GROUPS, D, BLOCK_D, MERGED)
+        mixed = merged(part_out, part_lse, place_of, heads, splits, GROUP, GROUPS, D, BLOCK_D, MERGED)
         g, channel = tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
         target = out + (start.to(tl.int64) * heads + kv_head * GROUP + g)[:, None] * D + channel[None, :]
         mine = ((g < GROUP) & (count > 0))[:, None] & (channel < D)[None, :]
@@ -333,7 +333,7 @@ def _store_part(
 
 
 @triton.jit
-def _merged(
+def merged(
     part_out,
     part_lse,
     first,

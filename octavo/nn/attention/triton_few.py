@@ -100,7 +100,7 @@ def attend_few(
     rows = few.rows if few.rows is not None else step.query_start
     if _needs_plan(few, step, spec):
         plan, slots = _plan_of(few, step, spec)
-        parts = _parts_of(slots * spec.num_heads, slots, spec, q)
+        parts = _parts_of((slots - few.count) * spec.num_heads, slots, spec, q)
         reading = _Reading(PLANNED.value, slots, 1, 1, 0, rows, plan)
         _read(q, cache, scales, step, spec, reading, parts, out, sinks, few.rows is not None)
         return

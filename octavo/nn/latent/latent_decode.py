@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.nn.attention import triton_plan
 from octavo.nn.attention.triton_few import Few
 from octavo.nn.latent.base import LatentSpec
 from octavo.nn.ops import nvrtc
@@ -26,7 +27,11 @@ _WARPS, _DEPTH = 16, 2
 _MEMORY = 232_192
 """Most bytes of shared memory of a block, beside what it has of a fixed size."""
 PARTS = (1, 2, 4, 8)
-"""Numbers of parts of a row that the next launch merges."""
+"""Numbers of parts of each row, where rows are divided alike."""
+_MOST_EQUAL = 16
+"""Number of blocks for each row from which on no plan is needed: even a long context is divided enough."""
+_BOUNDS = triton_plan.Bounds(least=128, most=32, beside=128)
+"""Of a plan: a part's sums are as many bytes as 28 latents, and are written and read."""
 _TILES = 64
 """Tiles of a context that rows are divided for: lengths are on the device."""
 _TILE_US, _BYTES_PER_US = 1.85, 4e6
@@ -34,7 +39,7 @@ _TILE_US, _BYTES_PER_US = 1.85, 4e6
 _BESIDE_US = {1: 3.5, 2: 4.5, 4: 4.7, 8: 5.9, 16: 8.3}
 """Blocks of a cluster -> microseconds before and after its tiles."""
 _MERGED_US = 2.4
-"""Of the launch that merges parts."""
+"""Of storing parts and merging them."""
 _ALIGNED = 16
 """Bytes that the kernel copies at a time."""
 _LIMIT = 0.02
@@ -59,8 +64,8 @@ class LatentForm(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How blocks share a row: `splits` of a cluster, which merges their sums, times `parts`, which the next launch
-    merges."""
+    """How blocks share a row: `splits` of a cluster, which merges their sums, times `parts`, or as many parts as a plan
+    gives it by its length (0)."""
 
     splits: int
     parts: int
@@ -86,10 +91,22 @@ def _usable(device: torch.device) -> bool:
     return nvrtc.trusted("Latents are decoded", functools.partial(_deviations, device), _LIMIT)
 
 
+def division(rows: int, most_keys: int, form: LatentForm) -> Division:
+    """Return how blocks share rows with contexts of at most this many keys."""
+    equal = _equal(rows, form)
+    if equal.splits * equal.parts >= _MOST_EQUAL or most_keys < 2 * _BOUNDS.least:
+        return equal
+    return Division(widest(rows, _clusters(form)), 0)
+
+
 @functools.cache
-def division(rows: int, form: LatentForm) -> Division:
-    """Return how blocks share each of this many rows."""
+def _equal(rows: int, form: LatentForm) -> Division:
     return fastest(rows, form, _clusters(form))
+
+
+def widest(rows: int, clusters: Mapping[int, int]) -> int:
+    """Return the most blocks of a cluster with which all rows run at once; 1 if none."""
+    return max((splits for splits, at_once in clusters.items() if rows <= at_once), default=1)
 
 
 @functools.cache
@@ -131,32 +148,78 @@ def attend(
     step: StepInput,
     spec: LatentSpec,
     few: Few,
-    divided: Division,
     out: Tensor,
-    parts: tuple[Tensor, Tensor],
+    divided: Division | None = None,
 ) -> None:
     """Write the sums of latents of these rows' tokens.
 
     Args:
         low: [heads, T, rank], queries times the heads' key matrices.
         q: [T, heads, query_dim]; only the rotated channels are read.
-        out: [T, heads, rank], of q's dtype; written if `divided` has one part.
-        parts: else sums [rows, heads, parts, rank] and the logarithms, to base 2, of their weights
-            [rows, heads, parts], float32.
+        out: [T, heads, rank], of q's dtype.
+        divided: None for the fastest.
     """
-    tensors = [low, q, cache, out, *parts]
-    listed = [few.rows, step.query_start, step.seq_lens, step.table_rows]
+    form = form_of(q, cache, spec)
+    divided = divided or division(few.count, step.max_seq_len, form)
+    sharing = _sharing(few, step, form, divided)
+    parts = _parts(sharing.stored, form, divided.splits, q.device)
+    listed = [sharing.plan, sharing.ended, few.rows, step.query_start, step.seq_lens, step.table_rows]
     strides = (*low.stride()[:2], *q.stride()[:2], *cache.stride()[:2], step.block_tables.stride(0))
-    arguments: list[c_void_p | c_float | c_int] = [*map(address, tensors)]
-    arguments += [c_void_p() if one is None else address(one) for one in (*listed, step.block_tables)]
+    arguments: list[c_void_p | c_float | c_int] = [*map(address, (low, q, cache, out))]
+    arguments += [c_void_p() if one is None else address(one) for one in (*parts, *listed, step.block_tables)]
     arguments += [c_float(spec.scale * _LOG2_E), *map(c_int, strides)]
-    _kernel(form_of(q, cache, spec), divided.splits).launch((divided.splits, few.count, divided.parts), arguments)
+    _kernel(form, divided.splits).launch((divided.splits, *sharing.grid), arguments)
 
 
-def compile_ahead(form: LatentForm) -> None:
-    """Compile a kernel in the background."""
+class _Sharing(NamedTuple):
+    """What a launch needs for rows in parts.
+
+    Attributes:
+        grid: rows and parts of each, or slots of the plan and 1.
+        stored: parts whose sums are stored.
+        plan: see `triton_plan.py`.
+        ended: [rows, blocks of a cluster] int32.
+    """
+
+    grid: tuple[int, int]
+    stored: int
+    plan: Tensor | None = None
+    ended: Tensor | None = None
+
+
+def _sharing(few: Few, step: StepInput, form: LatentForm, divided: Division) -> _Sharing:
+    """Return it; the first of the step's layers makes counters and plan."""
+    count, counters, kept = few.count, few.count * divided.splits, few.plans.get(divided.splits)
+    kind: dict[str, Any] = {"dtype": torch.int32, "device": step.device}
+    if divided.parts == 1:
+        return _Sharing((count, 1), 0)
+    if divided.parts > 1:
+        if kept is None:
+            kept = few.plans[divided.splits] = torch.zeros(counters, **kind)
+        return _Sharing((count, divided.parts), count * divided.parts, None, kept)
+    more = 2 * _clusters(form)[divided.splits]
+    slots = count + more
+    if kept is None:
+        kept = few.plans[divided.splits] = torch.empty(4 * slots + counters, **kind)
+        triton_plan.launch(kept, few.rows, step.seq_lens, count, more, counters, _BOUNDS)
+    return _Sharing((slots, 1), more, kept, kept[4 * slots :])
+
+
+def _parts(count: int, form: LatentForm, splits: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for the sums of parts, [count, heads, rank], and for the logarithms, to base 2, of their weights,
+    [count, splits, 16], float32; none if there are no parts."""
+    if not count:
+        return None, None
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    return torch.empty(count, form.heads, form.rank, **kind), torch.empty(count, splits, _MOST_HEADS, **kind)
+
+
+def compile_ahead(form: LatentForm, few: Few, step: StepInput) -> None:
+    """Compile a kernel in the background, and launch the one that plans."""
     source, macros, _, _ = source_of(form)
     nvrtc.compile_ahead(source, macros)
+    plan = torch.empty(4 * (few.count + 1) + 1, dtype=torch.int32, device=step.device)
+    triton_plan.launch(plan, few.rows, step.seq_lens, few.count, 1, 1, _BOUNDS)
 
 
 @functools.cache
@@ -185,7 +248,7 @@ def _source() -> str:
 
 
 def _deviations(device: torch.device) -> list[float]:
-    """Return the relative error for each cluster size, on two rows, one of them shorter than a tile."""
+    """Return the relative error for each cluster size, and for two parts, on two rows, one shorter than a tile."""
     random = torch.Generator().manual_seed(0)
     spec, page, dtype = LatentSpec(16, 512, 64, 128, 128, 0.07), 16, torch.bfloat16
     lengths = (300, 5)
@@ -215,8 +278,8 @@ def _deviations(device: torch.device) -> list[float]:
         expected[row] = (spec.scale * query @ latents.T).softmax(1) @ latents[:, : spec.rank]
     deviations = []
     there, few = (low.to(device), q.to(device), cache.to(device)), Few(None, len(lengths), 1)
-    for splits in _BESIDE_US:
+    for divided in (*(Division(splits, 1) for splits in _BESIDE_US), Division(2, 2)):
         out = torch.empty(len(lengths), spec.num_heads, spec.rank, dtype=dtype, device=device)
-        attend(*there, step, spec, few, Division(splits, 1), out, (out, out))
+        attend(*there, step, spec, few, out, divided)
         deviations.append(float((out.cpu().float() - expected).norm() / expected.norm()))
     return deviations

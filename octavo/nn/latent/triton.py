@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.nn.attention.triton_decode import merge_kernel
 from octavo.nn.attention.triton_few import Few, num_splits
-from octavo.nn.latent import latent_decode
+from octavo.nn.latent import latent_decode, triton_parts
 from octavo.nn.latent.base import LatentNorm, LatentSpec
 from octavo.nn.latent.triton_absorbed import absorbed_kernel
 from octavo.nn.latent.triton_expanded import expanded_kernel
@@ -118,10 +118,7 @@ class TritonLatents:
         if few is None or not latent_decode.serves(few, q, cache, spec):
             self.attend(q, latents, expansion, cache, step, spec)
             return
-        latent_decode.compile_ahead(latent_decode.form_of(q, cache, spec))
-        mixed = torch.empty(len(q), spec.num_heads, spec.rank, dtype=q.dtype, device=q.device)
-        for count in latent_decode.PARTS:
-            _merge(_parts(mixed, few, spec, count), few, step, spec, count, mixed)
+        latent_decode.compile_ahead(latent_decode.form_of(q, cache, spec), few, step)
         step.attn = replace(step.attn, few=None)
         self.attend(q, latents, expansion, cache, step, spec)
 
@@ -179,16 +176,18 @@ def _head_tiles(dtype: torch.dtype, spec: LatentSpec, queries: int) -> int:
 def _decode(low: Tensor, q: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec, few: Few, mixed: Tensor) -> None:
     """Write the sums of latents of rows with few queries each to `mixed` [T, heads, rank]."""
     if latent_decode.serves(few, q, cache, spec):
-        divided = latent_decode.division(few.count, latent_decode.form_of(q, cache, spec))
-        parts = _parts(mixed, few, spec, divided.parts)
-        latent_decode.attend(low, q, cache, step, spec, few, divided, mixed, parts)
-        _merge(parts, few, step, spec, divided.parts, mixed)
+        latent_decode.attend(low, q, cache, step, spec, few, mixed)
+        return
+    tiles = _head_tiles(q.dtype, spec, few.queries)
+    if triton_parts.needed(few, tiles, step):
+        plan = triton_parts.plan_of(few, tiles, spec, step)
+        _absorb(low, q, cache, step, spec, few.rows, plan.slots, 1, mixed, plan.parts, 1, plan=plan.plan)
+        triton_parts.merge(plan, few, step, spec, mixed)
         return
     # A quarter of the parts of other attention, since each part of an output is as wide as a latent.
-    programs = 4 * few.count * _head_tiles(q.dtype, spec, few.queries)
-    splits = num_splits(programs, step.max_seq_len, q.device)
+    splits = num_splits(4 * few.count * tiles, step.max_seq_len, q.device)
     parts = _parts(mixed, few, spec, splits)
-    _absorb(low, q, cache, step, spec, few.rows, few.count, few.queries, mixed, parts, splits, tiles=False)
+    _absorb(low, q, cache, step, spec, few.rows, few.count, few.queries, mixed, parts, splits)
     _merge(parts, few, step, spec, splits, mixed)
 
 
@@ -215,9 +214,14 @@ def _absorb(
     parts: tuple[Tensor, Tensor],
     splits: int,
     *,
-    tiles: bool,
+    tiles: bool = False,
+    plan: Tensor | None = None,
 ) -> None:
-    """Write the sums of latents of rows, or of tiles of them, to `mixed`, or to several parts."""
+    """Write the sums of latents of rows, or of tiles of them, to `mixed`, or to several parts.
+
+    Args:
+        count: of items, or of the plan's slots.
+    """
     shape = absorbed_shape(q.dtype, spec.num_heads, queries)
     absorbed_kernel[(_head_tiles(q.dtype, spec, queries), count, splits)](
         low,
@@ -225,6 +229,7 @@ def _absorb(
         cache,
         mixed,
         *parts,
+        step.query_start if plan is None else plan,
         step.query_start if items is None else items,
         step.query_start,
         step.seq_lens,
@@ -248,6 +253,7 @@ def _absorb(
         BLOCK_N=shape.keys,
         PAGE=cache.shape[1],
         DIVIDED=splits > 1,
+        PLANNED=plan is not None,
         HAS_ROWS=items is not None and not tiles,
         HAS_TILES=tiles,
         HAS_TABLE_ROWS=step.table_rows is not None,

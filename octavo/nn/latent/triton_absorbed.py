@@ -21,6 +21,7 @@ def absorbed_kernel(
     out,
     part_out,
     part_lse,
+    plan,
     items,
     query_start,
     seq_lens,
@@ -47,6 +48,7 @@ def absorbed_kernel(
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     DIVIDED: tl.constexpr,
+    PLANNED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_TILES: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
@@ -57,9 +59,21 @@ def absorbed_kernel(
     `q_low` [HEADS, T, RANK]: queries times the heads' key matrices; the rotated channels are read from q
     [T, HEADS, NOPE + ROPE]. `items`: rows (HAS_ROWS), or pairs of a row and the first query in it (HAS_TILES). `scale`
     is the softmax scale times log2(e). The result, [T, HEADS, RANK], is a sum of latents.
+
+    If PLANNED, an item is a slot of `plan` (`triton_plan.py`), QUERIES is 1, and parts of all divided rows are numbered
+    one after the other: outputs [parts, HEADS, RANK].
     """
     follow(OVERLAPS)
     item, split = tl.program_id(1), tl.program_id(2)
+    first_part = 0
+    if PLANNED:
+        slot = plan + 4 * item
+        item = tl.load(slot)
+        if item < 0:
+            return
+        split = tl.load(slot + 1)
+        splits = tl.load(slot + 2)
+        first_part = tl.load(slot + 3)
     m = tl.arange(0, M)
     query = m // GROUP
     head = tl.program_id(0) * GROUP + m % GROUP
@@ -132,8 +146,11 @@ def absorbed_kernel(
     whole = tl.where(total > 0, total, 1.0)
     result = acc / whole[:, None]
     valid = m_valid[:, None] & (c < RANK)[None, :]
-    if DIVIDED:
-        part = ((item * QUERIES + query).to(tl.int64) * HEADS + head) * splits + split
+    if DIVIDED or (PLANNED and splits > 1):
+        if PLANNED:
+            part = (first_part + split).to(tl.int64) * HEADS + head
+        else:
+            part = ((item * QUERIES + query).to(tl.int64) * HEADS + head) * splits + split
         tl.store(part_out + part[:, None] * RANK + c[None, :], result, mask=valid & (total > 0)[:, None])
         tl.store(part_lse + part, tl.where(total > 0, peak + tl.log2(whole), float("-inf")), mask=m_valid)
     else:

@@ -1,15 +1,17 @@
 // Decode rows with latent attention in the absorbed form: all heads share a row's latents, which are keys and values.
 //
-// Grid: the blocks of a cluster; rows; parts. Each block attends to a share of a row's latents, tile by tile, and copies
-// two tiles ahead into a ring in shared memory. For the scores of a tile, a warp multiplies 8 latents by half of the
+// Grid: the blocks of a cluster; rows; parts. Or the blocks of a cluster and the slots of a plan, which divides rows by
+// their lengths (`triton_plan.py`). Each block attends to a share of a row's latents, tile by tile, and copies two
+// tiles ahead into a ring in shared memory. For the scores of a tile, a warp multiplies 8 latents by half of the
 // channels, whose queries stay in its registers. Then each warp weighs the tile for one head. For the sums, a warp takes
 // OWN channels of all latents. The scores of a tile are computed beside the sums of the one before it, so that two
-// barriers a tile suffice. At the end the blocks of a cluster merge their sums through shared memory; several parts are
-// merged by the next launch (`merge_kernel` in triton_decode.py).
+// barriers a tile suffice. At the end the blocks of a cluster merge their sums through shared memory. Of several parts,
+// each block of a cluster stores its share of the sums, and the last block of a row to store that share merges it.
 //
 // Macros: those of integers.cuh; HEADS, at most 16; RANK, a multiple of 16 WARPS; ROPE, which makes RANK + ROPE a
 // multiple of 64; NOPE; PAGE, latents of a KV block; WARPS 16; DEPTH 2. `rows` lists the rows, `table_rows` the block
-// table of each; null if they are the first ones.
+// table of each; null if they are the first ones. `ended` [rows, blocks of a cluster]: counters of parts, zeros between
+// launches.
 
 #define WIDTH (RANK + ROPE)
 #define CHUNKS (WIDTH / 8)              // of 16 bytes of a latent
@@ -21,6 +23,7 @@
 #define SCORES (TILE + 4)               // pitch of scores
 #define WEIGHTS (TILE + 8)              // pitch of weights
 #define SUMS (RANK + 4)                 // pitch of sums
+#define MOST 32                         // parts of a row
 #define NONE __uint_as_float(0xff800000u)
 
 typedef unsigned short u16;
@@ -43,15 +46,21 @@ __device__ __forceinline__ int place(int row, int chunk) { return (row * CHUNKS 
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float* part_out, float* part_lse,
-              const int* rows, const int* query_start, const int* seq_lens, const int* table_rows, const int* tables,
+              const int* plan, unsigned* ended, const int* rows, const int* query_start, const int* seq_lens, const int* table_rows, const int* tables,
               float scale, int low_head_stride, int low_token_stride, int q_token_stride, int q_head_stride,
               int block_stride, int cell_stride, int table_stride) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float decays[16], peaks[16], totals[16];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int split = blockIdx.x, splits = gridDim.x, item = blockIdx.y, part = blockIdx.z, parts = gridDim.z;
+  const int split = blockIdx.x, splits = gridDim.x;
   overlap();
   follow();
+  int item = blockIdx.y, part = blockIdx.z, parts = gridDim.z, first_part = item * parts;
+  if (plan) {
+    const int4 slot = ((const int4*)plan)[item];
+    if (slot.x < 0) return;
+    item = slot.x, part = slot.y, parts = slot.z, first_part = slot.w;
+  }
   const int row = rows ? rows[item] : item, token = query_start[row], length = seq_lens[row];
   if (query_start[row + 1] == token) return;  // padding
   const int tiles = (length + TILE - 1) / TILE, share = (tiles + splits * parts - 1) / (splits * parts);
@@ -176,8 +185,8 @@ latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float*
     const float weight = of_split == NONE ? 0.f : exp2_of(of_split - top);
     const float all = sum(s < active ? weight * of_block(&totals[head], s) : 0.f, 16);
     if (s == split) decays[head] = all > 0.f ? weight / all : 0.f;
-    if (parts > 1 && s == 0 && split == 0 && head < HEADS)
-      part_lse[((u64)item * HEADS + head) * parts + part] = all > 0.f ? top + log2f(all) : NONE;
+    if (parts > 1 && s == 0)
+      part_lse[((first_part + part) * splits + split) * 16 + head] = all > 0.f ? top + log2f(all) : NONE;
   }
   __syncthreads();
   float* const sums = (float*)memory;
@@ -197,8 +206,37 @@ latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float*
       const float4 x = of_block((const float4*)(sums + head * SUMS + c), s);
       y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
     }
-    if (parts > 1) *(float4*)(part_out + (((u64)item * HEADS + head) * parts + part) * RANK + c) = y;
+    if (parts > 1) *(float4*)(part_out + ((u64)(first_part + part) * HEADS + head) * RANK + c) = y;
     else *(uint2*)(out + ((u64)token * HEADS + head) * RANK + c) = make_uint2(narrow2(y.x, y.y), narrow2(y.z, y.w));
   }
   meet();  // no block's memory is read any more
+  if (parts == 1) return;
+
+  float* const shares = (float*)memory;  // [16][MOST]
+  unsigned* const before = (unsigned*)(shares + 16 * MOST);
+  if (threadIdx.x == 0) {
+    unsigned* const stored = ended + item * splits + split;
+    __threadfence();
+    *before = atomicAdd(stored, 1u);
+    if (*before == parts - 1) *stored = 0;  // for the next layer
+    __threadfence();
+  }
+  __syncthreads();
+  if (*before < parts - 1) return;
+  const float lse = lane < parts ? __ldcg(part_lse + ((first_part + lane) * splits + split) * 16 + warp) : NONE;
+  const float top = largest(lse, 32), weight = lse == NONE ? 0.f : exp2_of(lse - top), all = sum(weight, 32);
+  shares[warp * MOST + lane] = all > 0.f ? weight / all : 0.f;
+  __syncthreads();
+  for (int e = split * (WARPS * 32) + threadIdx.x; e < HEADS * RANK / 4; e += splits * WARPS * 32) {
+    const int head = e / (RANK / 4), c = e % (RANK / 4) * 4;
+    const float* const from = part_out + ((u64)first_part * HEADS + head) * RANK + c;
+    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+    for (int p = 0; p < parts; p++) {
+      const float4 x = __ldcg((const float4*)(from + (u64)p * HEADS * RANK));
+      const float share = shares[head * MOST + p];
+      y.x += share * x.x, y.y += share * x.y, y.z += share * x.z, y.w += share * x.w;
+    }
+    *(uint2*)(out + ((u64)token * HEADS + head) * RANK + c) = make_uint2(narrow2(y.x, y.y), narrow2(y.z, y.w));
+  }
 }

@@ -1,0 +1,120 @@
+"""Decoding with latent attention in Triton where a plan divides rows by their lengths (`nn/attention/triton_plan.py`),
+and the launch that merges their parts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.device.launch_sizes import cdiv, next_power_of_2
+from octavo.nn.attention import triton_plan
+from octavo.nn.attention.triton_decode import merged
+from octavo.nn.attention.triton_few import Few
+from octavo.nn.latent.base import LatentSpec
+from octavo.nn.ops.triton_overlap import follow, overlap
+from octavo.nn.step import StepInput
+
+_EACH = 2
+"""Programs that a multiprocessor runs at once."""
+_MOST_EQUAL = 16
+"""Number of programs for each row from which on no plan is needed: even a long context is divided enough."""
+_BOUNDS = triton_plan.Bounds(least=256, most=128)
+_GROUP, _MERGED = 4, 4
+"""Most heads, and parts, that a program merges at a time."""
+
+
+class Planned(NamedTuple):
+    """One step's plan, and memory for the parts of a layer.
+
+    Attributes:
+        plan: [slots, 4] int32, and counters that are not used.
+        parts: sums [parts, heads, rank], and the logarithms, to base 2, of their weights [parts, heads], float32.
+    """
+
+    plan: Tensor
+    slots: int
+    parts: tuple[Tensor, Tensor]
+
+
+def needed(few: Few, tiles: int, step: StepInput) -> bool:
+    """Return whether rows with `tiles` tiles of heads are divided by their lengths."""
+    programs = _EACH * _multiprocessors(step.device)
+    long = step.max_seq_len >= 2 * _BOUNDS.least
+    return few.queries == 1 and long and few.count * tiles > programs // _MOST_EQUAL
+
+
+def plan_of(few: Few, tiles: int, spec: LatentSpec, step: StepInput) -> Planned:
+    """Return the plan, which the first of the step's layers makes."""
+    more = cdiv(_EACH * _multiprocessors(step.device), tiles)
+    slots = few.count + more
+    plan = few.plans.get(tiles)
+    if plan is None:
+        plan = few.plans[tiles] = torch.empty(4 * slots + 1, dtype=torch.int32, device=step.device)
+        triton_plan.launch(plan, few.rows, step.seq_lens, few.count, more, 1, _BOUNDS)
+    sums = torch.empty(more, spec.num_heads, spec.rank, dtype=torch.float32, device=step.device)
+    return Planned(plan, slots, (sums, torch.empty(sums.shape[:2], dtype=torch.float32, device=step.device)))
+
+
+def merge(plan: Planned, few: Few, step: StepInput, spec: LatentSpec, out: Tensor) -> None:
+    """Write divided rows of `out` [T, heads, rank]."""
+    group = math.gcd(_GROUP, spec.num_heads)
+    merge_planned_kernel[(spec.num_heads // group, plan.slots)](
+        *plan.parts,
+        out,
+        plan.plan,
+        step.query_start if few.rows is None else few.rows,
+        step.query_start,
+        HEADS=spec.num_heads,
+        GROUP=group,
+        D=spec.rank,
+        BLOCK_D=next_power_of_2(spec.rank),
+        MERGED=_MERGED,
+        HAS_ROWS=few.rows is not None,
+        num_warps=4,
+        **overlap(out.device),
+    )
+
+
+@triton.jit
+def merge_planned_kernel(
+    part_out,
+    part_lse,
+    out,
+    plan,
+    rows,
+    query_start,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Merge all parts of a row for GROUP heads, in the program of the row's first slot."""
+    follow(OVERLAPS)
+    slot = plan + 4 * tl.program_id(1)
+    item, part, parts = tl.load(slot), tl.load(slot + 1), tl.load(slot + 2)
+    if (item < 0) | (part > 0) | (parts == 1):
+        return
+    row = item
+    if HAS_ROWS:
+        row = tl.load(rows + item)
+    token = tl.load(query_start + row).to(tl.int64)
+    head = tl.program_id(0) * GROUP
+    first = tl.load(slot + 3).to(tl.int64) * HEADS + head
+    mixed = merged(part_out, part_lse, first, HEADS, parts, GROUP, GROUP, D, BLOCK_D, MERGED)
+    g, channel = tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
+    target = out + (token * HEADS + head + g)[:, None] * D + channel[None, :]
+    tl.store(target, mixed.to(out.dtype.element_ty), mask=(channel < D)[None, :])
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
