@@ -27,7 +27,7 @@ _WARPS, _DEPTH = 16, 2
 _MEMORY = 232_192
 """Most bytes of shared memory of a block, beside what it has of a fixed size."""
 PARTS = (1, 2, 4, 8)
-"""Numbers of parts of each row, where rows are divided alike."""
+"""Numbers of parts of each row, where rows are divided alike; the next launch merges them."""
 _MOST_EQUAL = 16
 """Number of blocks for each row from which on no plan is needed: even a long context is divided enough."""
 _BOUNDS = triton_plan.Bounds(least=128, most=32, beside=128)
@@ -39,7 +39,7 @@ _TILE_US, _BYTES_PER_US = 1.85, 4e6
 _BESIDE_US = {1: 3.5, 2: 4.5, 4: 4.7, 8: 5.9, 16: 8.3}
 """Blocks of a cluster -> microseconds before and after its tiles."""
 _MERGED_US = 2.4
-"""Of storing parts and merging them."""
+"""Of the launch that merges parts."""
 _ALIGNED = 16
 """Bytes that the kernel copies at a time."""
 _LIMIT = 0.02
@@ -148,70 +148,43 @@ def attend(
     step: StepInput,
     spec: LatentSpec,
     few: Few,
+    divided: Division,
     out: Tensor,
-    divided: Division | None = None,
+    parts: tuple[Tensor, Tensor],
 ) -> None:
     """Write the sums of latents of these rows' tokens.
 
     Args:
         low: [heads, T, rank], queries times the heads' key matrices.
         q: [T, heads, query_dim]; only the rotated channels are read.
-        out: [T, heads, rank], of q's dtype.
-        divided: None for the fastest.
+        out: [T, heads, rank], of q's dtype; not written if `divided` has several parts for each row.
+        parts: then sums [rows, heads, parts, rank] and the logarithms, to base 2, of their weights
+            [rows, heads, parts], float32.
     """
-    form = form_of(q, cache, spec)
-    divided = divided or division(few.count, step.max_seq_len, form)
-    sharing = _sharing(few, step, form, divided)
-    parts = _parts(sharing.stored, form, divided.splits, q.device)
-    listed = [sharing.plan, sharing.ended, few.rows, step.query_start, step.seq_lens, step.table_rows]
+    form, plan, ended, grid = form_of(q, cache, spec), None, None, (few.count, divided.parts)
+    if divided.parts == 0:
+        plan, ended, parts = _planned(few, step, form, divided.splits)
+        grid = len(plan), 1
+    listed = [plan, ended, few.rows, step.query_start, step.seq_lens, step.table_rows]
     strides = (*low.stride()[:2], *q.stride()[:2], *cache.stride()[:2], step.block_tables.stride(0))
-    arguments: list[c_void_p | c_float | c_int] = [*map(address, (low, q, cache, out))]
-    arguments += [c_void_p() if one is None else address(one) for one in (*parts, *listed, step.block_tables)]
+    arguments: list[c_void_p | c_float | c_int] = [*map(address, (low, q, cache, out, *parts))]
+    arguments += [c_void_p() if one is None else address(one) for one in (*listed, step.block_tables)]
     arguments += [c_float(spec.scale * _LOG2_E), *map(c_int, strides)]
-    _kernel(form, divided.splits).launch((divided.splits, *sharing.grid), arguments)
+    _kernel(form, divided.splits).launch((divided.splits, *grid), arguments)
 
 
-class _Sharing(NamedTuple):
-    """What a launch needs for rows in parts.
-
-    Attributes:
-        grid: rows and parts of each, or slots of the plan and 1.
-        stored: parts whose sums are stored.
-        plan: see `triton_plan.py`.
-        ended: [rows, blocks of a cluster] int32.
-    """
-
-    grid: tuple[int, int]
-    stored: int
-    plan: Tensor | None = None
-    ended: Tensor | None = None
-
-
-def _sharing(few: Few, step: StepInput, form: LatentForm, divided: Division) -> _Sharing:
-    """Return it; the first of the step's layers makes counters and plan."""
-    count, counters, kept = few.count, few.count * divided.splits, few.plans.get(divided.splits)
-    kind: dict[str, Any] = {"dtype": torch.int32, "device": step.device}
-    if divided.parts == 1:
-        return _Sharing((count, 1), 0)
-    if divided.parts > 1:
-        if kept is None:
-            kept = few.plans[divided.splits] = torch.zeros(counters, **kind)
-        return _Sharing((count, divided.parts), count * divided.parts, None, kept)
-    more = 2 * _clusters(form)[divided.splits]
-    slots = count + more
-    if kept is None:
-        kept = few.plans[divided.splits] = torch.empty(4 * slots + counters, **kind)
-        triton_plan.launch(kept, few.rows, step.seq_lens, count, more, counters, _BOUNDS)
-    return _Sharing((slots, 1), more, kept, kept[4 * slots :])
-
-
-def _parts(count: int, form: LatentForm, splits: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return memory for the sums of parts, [count, heads, rank], and for the logarithms, to base 2, of their weights,
-    [count, splits, 16], float32; none if there are no parts."""
-    if not count:
-        return None, None
-    kind: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    return torch.empty(count, form.heads, form.rank, **kind), torch.empty(count, splits, _MOST_HEADS, **kind)
+def _planned(few: Few, step: StepInput, form: LatentForm, splits: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return a plan, [slots, 4], which the first of the step's layers makes; its counters; and memory for the sums of
+    parts, [parts, heads, rank], and for the logarithms, to base 2, of their weights, [parts, splits, heads]."""
+    more, counters = 2 * _clusters(form)[splits], few.count * splits
+    slots = few.count + more
+    plan = few.plans.get(splits)
+    if plan is None:
+        plan = few.plans[splits] = torch.empty(4 * slots + counters, dtype=torch.int32, device=step.device)
+        triton_plan.launch(plan, few.rows, step.seq_lens, few.count, more, counters, _BOUNDS)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": step.device}
+    sums, lse = torch.empty(more, form.heads, form.rank, **kind), torch.empty(more, splits, form.heads, **kind)
+    return plan[: 4 * slots].view(slots, 4), plan[4 * slots :], (sums, lse)
 
 
 def compile_ahead(form: LatentForm, few: Few, step: StepInput) -> None:
@@ -248,7 +221,7 @@ def _source() -> str:
 
 
 def _deviations(device: torch.device) -> list[float]:
-    """Return the relative error for each cluster size, and for two parts, on two rows, one shorter than a tile."""
+    """Return the relative error for each cluster size, on two rows, one of them shorter than a tile."""
     random = torch.Generator().manual_seed(0)
     spec, page, dtype = LatentSpec(16, 512, 64, 128, 128, 0.07), 16, torch.bfloat16
     lengths = (300, 5)
@@ -278,8 +251,8 @@ def _deviations(device: torch.device) -> list[float]:
         expected[row] = (spec.scale * query @ latents.T).softmax(1) @ latents[:, : spec.rank]
     deviations = []
     there, few = (low.to(device), q.to(device), cache.to(device)), Few(None, len(lengths), 1)
-    for divided in (*(Division(splits, 1) for splits in _BESIDE_US), Division(2, 2)):
+    for splits in _BESIDE_US:
         out = torch.empty(len(lengths), spec.num_heads, spec.rank, dtype=dtype, device=device)
-        attend(*there, step, spec, few, out, divided)
+        attend(*there, step, spec, few, Division(splits, 1), out, (out, out))
         deviations.append(float((out.cpu().float() - expected).norm() / expected.norm()))
     return deviations

@@ -119,6 +119,9 @@ class TritonLatents:
             self.attend(q, latents, expansion, cache, step, spec)
             return
         latent_decode.compile_ahead(latent_decode.form_of(q, cache, spec), few, step)
+        mixed = torch.empty(len(q), spec.num_heads, spec.rank, dtype=q.dtype, device=q.device)
+        for count in latent_decode.PARTS:
+            _merge(_parts(mixed, few, spec, count), few, step, spec, count, mixed)
         step.attn = replace(step.attn, few=None)
         self.attend(q, latents, expansion, cache, step, spec)
 
@@ -176,7 +179,10 @@ def _head_tiles(dtype: torch.dtype, spec: LatentSpec, queries: int) -> int:
 def _decode(low: Tensor, q: Tensor, cache: Tensor, step: StepInput, spec: LatentSpec, few: Few, mixed: Tensor) -> None:
     """Write the sums of latents of rows with few queries each to `mixed` [T, heads, rank]."""
     if latent_decode.serves(few, q, cache, spec):
-        latent_decode.attend(low, q, cache, step, spec, few, mixed)
+        divided = latent_decode.division(few.count, step.max_seq_len, latent_decode.form_of(q, cache, spec))
+        parts = _parts(mixed, few, spec, divided.parts)
+        latent_decode.attend(low, q, cache, step, spec, few, divided, mixed, parts)
+        _merge(parts, few, step, spec, divided.parts, mixed)
         return
     tiles = _head_tiles(q.dtype, spec, few.queries)
     if triton_parts.needed(few, tiles, step):
@@ -194,7 +200,7 @@ def _decode(low: Tensor, q: Tensor, cache: Tensor, step: StepInput, spec: Latent
 def _parts(mixed: Tensor, few: Few, spec: LatentSpec, count: int) -> tuple[Tensor, Tensor]:
     """Return memory for sums in `count` parts, and for the logarithms of their weights; that of the sums if it is not
     needed."""
-    if count == 1:
+    if count <= 1:
         return mixed, mixed
     cells = few.count * few.queries * spec.num_heads * count
     sums = torch.empty(cells * spec.rank, dtype=torch.float32, device=mixed.device)
@@ -266,7 +272,7 @@ def _absorb(
 def _merge(
     parts: tuple[Tensor, Tensor], few: Few, step: StepInput, spec: LatentSpec, count: int, mixed: Tensor
 ) -> None:
-    if count == 1:
+    if count <= 1:
         return
     merge_kernel[(spec.num_heads, few.count * few.queries)](
         *parts,

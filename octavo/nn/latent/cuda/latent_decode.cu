@@ -5,13 +5,14 @@
 // tiles ahead into a ring in shared memory. For the scores of a tile, a warp multiplies 8 latents by half of the
 // channels, whose queries stay in its registers. Then each warp weighs the tile for one head. For the sums, a warp takes
 // OWN channels of all latents. The scores of a tile are computed beside the sums of the one before it, so that two
-// barriers a tile suffice. At the end the blocks of a cluster merge their sums through shared memory. Of several parts,
-// each block of a cluster stores its share of the sums, and the last block of a row to store that share merges it.
+// barriers a tile suffice. At the end the blocks of a cluster merge their sums through shared memory. Several parts of a
+// row without a plan are merged by the next launch (`merge_kernel` in triton_decode.py). With one, each block of a
+// cluster stores its share of the sums, and the last block of a row to store that share merges it.
 //
 // Macros: those of integers.cuh; HEADS, at most 16; RANK, a multiple of 16 WARPS; ROPE, which makes RANK + ROPE a
 // multiple of 64; NOPE; PAGE, latents of a KV block; WARPS 16; DEPTH 2. `rows` lists the rows, `table_rows` the block
-// table of each; null if they are the first ones. `ended` [rows, blocks of a cluster]: counters of parts, zeros between
-// launches.
+// table of each; null if they are the first ones. `ended` [rows, blocks of a cluster]: counters of a plan's parts, zeros
+// between launches.
 
 #define WIDTH (RANK + ROPE)
 #define CHUNKS (WIDTH / 8)              // of 16 bytes of a latent
@@ -55,7 +56,7 @@ latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float*
   const int split = blockIdx.x, splits = gridDim.x;
   overlap();
   follow();
-  int item = blockIdx.y, part = blockIdx.z, parts = gridDim.z, first_part = item * parts;
+  int item = blockIdx.y, part = blockIdx.z, parts = gridDim.z, first_part = 0;
   if (plan) {
     const int4 slot = ((const int4*)plan)[item];
     if (slot.x < 0) return;
@@ -185,8 +186,9 @@ latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float*
     const float weight = of_split == NONE ? 0.f : exp2_of(of_split - top);
     const float all = sum(s < active ? weight * of_block(&totals[head], s) : 0.f, 16);
     if (s == split) decays[head] = all > 0.f ? weight / all : 0.f;
-    if (parts > 1 && s == 0)
-      part_lse[((first_part + part) * splits + split) * 16 + head] = all > 0.f ? top + log2f(all) : NONE;
+    if (parts > 1 && s == 0 && head < HEADS && (plan || split == 0))
+      part_lse[plan ? ((first_part + part) * splits + split) * HEADS + head : (item * HEADS + head) * parts + part] =
+          all > 0.f ? top + log2f(all) : NONE;
   }
   __syncthreads();
   float* const sums = (float*)memory;
@@ -206,11 +208,12 @@ latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float*
       const float4 x = of_block((const float4*)(sums + head * SUMS + c), s);
       y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
     }
-    if (parts > 1) *(float4*)(part_out + ((u64)(first_part + part) * HEADS + head) * RANK + c) = y;
+    const int stored = plan ? (first_part + part) * HEADS + head : (item * HEADS + head) * parts + part;
+    if (parts > 1) *(float4*)(part_out + (u64)stored * RANK + c) = y;
     else *(uint2*)(out + ((u64)token * HEADS + head) * RANK + c) = make_uint2(narrow2(y.x, y.y), narrow2(y.z, y.w));
   }
   meet();  // no block's memory is read any more
-  if (parts == 1) return;
+  if (!plan || parts == 1) return;
 
   float* const shares = (float*)memory;  // [16][MOST]
   unsigned* const before = (unsigned*)(shares + 16 * MOST);
@@ -223,7 +226,8 @@ latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float*
   }
   __syncthreads();
   if (*before < parts - 1) return;
-  const float lse = lane < parts ? __ldcg(part_lse + ((first_part + lane) * splits + split) * 16 + warp) : NONE;
+  const bool there = lane < parts && warp < HEADS;
+  const float lse = there ? __ldcg(part_lse + ((first_part + lane) * splits + split) * HEADS + warp) : NONE;
   const float top = largest(lse, 32), weight = lse == NONE ? 0.f : exp2_of(lse - top), all = sum(weight, 32);
   shares[warp * MOST + lane] = all > 0.f ? weight / all : 0.f;
   __syncthreads();
