@@ -11,7 +11,7 @@ Random keys and values, block tables permuted; times are medians of a graph's re
 nothing is found in the L2 cache. Decoding counts the bytes of keys and values as stored; prompts count the operations
 of the causal half. `verify` computes some queries a row, as for drafts, and compares its bytes a second with those of
 one query, measured right before it. `fused` decodes few rows from the projection on, in one launch and in several.
-`unequal` decodes batches with one long context. `windows` decodes with a window and counts only
+`unequal` decodes and verifies batches with one long context. `windows` decodes with a window and counts only
 the bytes and operations inside it; a kernel that read more would seem slower the longer the context. --libraries times
 prompts through these too.
 --sweep tries launch shapes (`nn/attention/triton_shapes.py`) and prints the best of each.
@@ -117,13 +117,14 @@ def fused(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
 
 
 def unequal(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
-    for rows, longest in UNEQUAL:
+    for queries, (rows, longest) in itertools.product((1, 4), UNEQUAL):
         lengths = [longest, *[300] * (rows - 1)]
         nbytes = sum(lengths) * 2 * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
-        work = Work(spec, DTYPE, lengths, [1] * rows, copies=max(2, min(24, (3 << 30) // nbytes)))
+        work = Work(spec, DTYPE, lengths, [queries] * rows, copies=max(2, min(24, (3 << 30) // nbytes)))
         work.step.max_seq_len = LONGEST
-        seconds = seconds_of(work.whole())
-        yield show(f"decode {rows} rows, one of {longest}", seconds, {"tb_s": round(nbytes / seconds / 1e12, 3)})
+        seconds, rate = seconds_of(work.whole()), {"queries": queries}
+        rate["tb_s"] = round(nbytes / seconds / 1e12, 3)
+        yield show(f"{queries} queries of {rows} rows, one of {longest}", seconds, rate)
 
 
 def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:

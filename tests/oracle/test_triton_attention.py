@@ -254,8 +254,9 @@ def test_padding_rows_share_nothing_and_are_finite(monkeypatch):
     ],
     ids=str,
 )
-def test_contexts_of_unequal_lengths(kind, options, monkeypatch):
-    """One long context is divided into many parts."""
+@pytest.mark.parametrize("most", [1, 3])
+def test_contexts_of_unequal_lengths(kind, options, most, monkeypatch):
+    """One long context is divided into many parts, for one query and for drafts."""
     if not GPU:
         monkeypatch.setattr(triton_few, "_multiprocessors", lambda device: 4)
         monkeypatch.setattr(triton_plan, "LEAST", 16)
@@ -263,8 +264,9 @@ def test_contexts_of_unequal_lengths(kind, options, monkeypatch):
     launch = triton_plan.launch
     monkeypatch.setattr(triton_plan, "launch", lambda *args: launched.append(launch(*args)))
     lengths = [1, 20, LONGEST, 33, 64, 100, 17] * (40 if GPU else 1)
-    random.Random(fresh_seed()).shuffle(lengths)
-    rows = [(length, 1) for length in lengths]
+    rng = random.Random(fresh_seed())
+    rng.shuffle(lengths)
+    rows = [(length, min(length, rng.randint(1, most))) for length in lengths]
     case = ragged.make_case(fresh_seed(), HALF, heads=(2, 4), head_dim=64, block_size=16, rows=rows, **options)
     check_fused(case, kind)
     assert launched

@@ -272,19 +272,20 @@ def decode_kernel(
                 peak = new_peak
     if READS == PLANNED and splits > 1:
         # Parts of all divided rows are numbered one after the other, and have all heads.
-        at = (first_part + split).to(tl.int64) * heads + head
+        at = ((first_part + split).to(tl.int64) * QUERIES + query) * heads + head
         _store_part(peak, total, acc, acc_odd, part_out, part_lse, at, d, m_valid, md_valid, value_unit, D, STEP)
         tl.debug_barrier()
         ended = shared + 4 * slots + item * tl.num_programs(0) + kv_head
         if tl.atomic_add(ended, 1, sem="acq_rel") < splits - 1:
             return
         tl.store(ended, 0)  # for the next layer
-        place_of = first_part.to(tl.int64) * heads + kv_head * GROUP
-        mixed = merged(part_out, part_lse, place_of, heads, splits, GROUP, GROUPS, D, BLOCK_D, MERGED)
         g, channel = tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
-        target = out + (start.to(tl.int64) * heads + kv_head * GROUP + g)[:, None] * D + channel[None, :]
-        mine = ((g < GROUP) & (count > 0))[:, None] & (channel < D)[None, :]
-        _store(target, mixed, mine, q, inverse, ROUNDED)
+        mine = (g < GROUP)[:, None] & (channel < D)[None, :]
+        for i in range(count):
+            place_of = (first_part.to(tl.int64) * QUERIES + i) * heads + kv_head * GROUP
+            mixed = merged(part_out, part_lse, place_of, QUERIES * heads, splits, GROUP, GROUPS, D, BLOCK_D, MERGED)
+            target = out + ((start + i).to(tl.int64) * heads + kv_head * GROUP + g)[:, None] * D + channel[None, :]
+            _store(target, mixed, mine, q, inverse, ROUNDED)
         return
 
     if DIVIDED:
@@ -345,10 +346,11 @@ def merged(
     BLOCK_D: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Merge the `parts` of one row for GROUP heads, MERGED parts at a time; return [GROUPS, BLOCK_D].
+    """Merge the `parts` of one query for GROUP heads, MERGED parts at a time; return [GROUPS, BLOCK_D].
 
     Args:
         first: index of the first part's first head in `part_lse`.
+        heads: from a head to the same one of the next part.
     """
     part, g, channel = tl.arange(0, MERGED), tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
     peak = tl.full([GROUPS], float("-inf"), tl.float32)

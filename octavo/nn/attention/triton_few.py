@@ -100,8 +100,8 @@ def attend_few(
     rows = few.rows if few.rows is not None else step.query_start
     if _needs_plan(few, step, spec):
         plan, slots = _plan_of(few, step, spec)
-        parts = _parts_of((slots - few.count) * spec.num_heads, slots, spec, q)
-        reading = _Reading(PLANNED.value, slots, 1, 1, 0, rows, plan)
+        parts = _parts_of((slots - few.count) * few.queries * spec.num_heads, slots, spec, q)
+        reading = _Reading(PLANNED.value, slots, few.queries, 1, 0, rows, plan)
         _read(q, cache, scales, step, spec, reading, parts, out, sinks, few.rows is not None)
         return
     splits = num_splits(few.count * spec.num_kv_heads, step.max_seq_len, q.device, few.queries)
@@ -126,15 +126,15 @@ def attend_few(
 def _needs_plan(few: Few, step: StepInput, spec: AttentionSpec) -> bool:
     """Return whether contexts are divided by their lengths. Few rows have many parts each without a plan, and windows
     have about equal lengths."""
-    if few.queries > 1 or few.shared is not None or spec.window is not None:
+    if few.shared is not None or spec.window is not None:
         return False
-    programs = _EACH * _multiprocessors(step.device)
+    programs = _programs(step.device, few.queries)
     return few.count * spec.num_kv_heads > programs // _MOST_EQUAL and step.max_seq_len >= 2 * triton_plan.LEAST
 
 
 def _plan_of(few: Few, step: StepInput, spec: AttentionSpec) -> tuple[Tensor, int]:
     """Return the plan, which the first of the step's layers makes, and its slots."""
-    more = cdiv(_EACH * _multiprocessors(step.device), spec.num_kv_heads)
+    more = cdiv(_programs(step.device, few.queries), spec.num_kv_heads)
     slots, counters = few.count + more, few.count * spec.num_kv_heads
     plan = few.plans.get(spec.num_kv_heads)
     if plan is None:
@@ -255,10 +255,13 @@ def _merge(
 
 
 def num_splits(programs: int, max_seq_len: int, device: torch.device, queries: int = 1) -> int:
-    """Return the number of parts of each context, a power of two: enough to fill the GPU, none below 256 keys. Programs
-    for several queries have two warps, and more outputs to merge."""
-    each = _EACH if queries == 1 else 4
-    return _power_of_two(each * _multiprocessors(device) // max(programs, 1), max_seq_len)
+    """Return the number of parts of each context, a power of two: enough to fill the GPU, none below 256 keys."""
+    return _power_of_two(_programs(device, queries) // max(programs, 1), max_seq_len)
+
+
+def _programs(device: torch.device, queries: int) -> int:
+    """Return how many programs fill a GPU. Those for several queries have two warps, and more outputs to merge."""
+    return (_EACH if queries == 1 else 4) * _multiprocessors(device)
 
 
 def _common_splits(programs: int, max_seq_len: int, device: torch.device) -> int:
