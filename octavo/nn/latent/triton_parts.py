@@ -24,7 +24,7 @@ _EACH = 2
 """Parts of each multiprocessor at most, beyond one of each row."""
 _MOST_EQUAL = 16
 """Number of programs for each row from which on no plan is needed: even a long context is divided enough."""
-_BOUNDS = triton_plan.Bounds(least=64, most=128, beside=64)
+_BOUNDS = triton_plan.Bounds(least=64, most=128)
 _GROUP, _MERGED = 4, 4
 """Most heads, and parts, that a program merges at a time."""
 
