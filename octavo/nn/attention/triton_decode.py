@@ -363,11 +363,9 @@ def merged(
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weight, decay = tl.exp2(lse - safe[None, :]), tl.exp2(peak - safe)
-        # Not masked by what was loaded, which would have to arrive first. Parts without keys may hold anything.
-        stored = valid[:, :, None] & (channel < D)[None, None, :]
+        held = (lse > float("-inf"))[:, :, None] & (channel < D)[None, None, :]
         found = part_out + at[:, :, None] * D + channel[None, None, :]
-        values = tl.load(found, mask=stored, other=0.0, cache_modifier=".cg")
-        values = tl.where((lse > float("-inf"))[:, :, None], values, 0.0)
+        values = tl.load(found, mask=held, other=0.0, cache_modifier=".cg")
         total = total * decay + tl.sum(weight, 0)
         acc = acc * decay[:, None] + tl.sum(values * weight[:, :, None], 0)
         peak = new_peak
