@@ -11,6 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("these ranks are threads on the CPU; test_gpu_ranks.py has those of GPUs", allow_module_level=True)
 
 from rank_kit import ranks_in_threads
 from toy_engine import drive, tiny_config, tokens_of

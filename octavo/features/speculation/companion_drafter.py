@@ -44,11 +44,15 @@ class CompanionDrafter(WorkerHook):
         assert self._running is not None, "attached before any step"
         return self._running
 
-    def _begin(self, site: Site) -> None:
-        """Load the weights, unless `prepare` did, and allocate slots and KV cache."""
-        assert site.room is not None
+    def _load(self) -> None:
+        """Load the weights, unless `prepare` did."""
         if self._companion.model is None:
             self._companion.load()  # it slept
+
+    def _begin(self, site: Site) -> None:
+        """Allocate slots and KV cache, and record steps, for which the model must have all that it reads."""
+        assert site.room is not None
+        self._load()
         self._running = self._companion.runner(site.blocks.count, site.room)
         self._reach = Reach(site.room.num_slots)
         self._device = site.device

@@ -99,13 +99,14 @@ class HeadDrafter(CompanionDrafter):
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         assert site.room is not None
         assert isinstance(model, CausalLM | NativeDecoder)
-        self._begin(site)
+        self._load()
         spec, device = self._head_spec, site.device.torch_device
         tokens = max(site.room.max_step_tokens, site.room.num_slots) + 2
         model.taps = Taps(spec.places, model.spec.num_layers, tokens, spec.target_size, self._dtype, device)
         if isinstance(model, CausalLM):
             self._head.share(model)
         self._head.reserve(tokens, device)
+        self._begin(site)
         self._target = model
         self._pairs = LastPairs(site.room.num_slots, site.device)
         self._waiting = None if site.device.resident else Waiting(rewinds=self._rewinds)
