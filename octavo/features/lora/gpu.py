@@ -23,7 +23,6 @@ from octavo.nn.ops.one_row import takes_ring
 from octavo.nn.ops.ring import multiprocessors
 from octavo.nn.ops.triton_overlap import overlap
 
-MAX_PARTS = 3
 _ROW_SPLIT, _ROW_OUTPUTS = 4096, 256
 """Inputs of a program that multiplies a single row with a row of A; outputs of one that multiplies with B."""
 _SPLITS = {64: 8, 256: 4, 1024: 2}
@@ -67,8 +66,6 @@ class LowRankDelta(Delta):
             index: of the target in `tables`.
             max_rank: the largest rank of a part.
         """
-        if len(target.parts) > MAX_PARTS:
-            raise AssertionError(f"{target.path} has {len(target.parts)} parts; the kernels take {MAX_PARTS}")
         self.rows = rows
         self.form = Form.of(pool.dtype, tables.geometry, len(target.parts), max_rank)
         self._pool, self._tables, self._meta = pool, tables, tables.meta[index]
@@ -229,7 +226,7 @@ class LowRankDelta(Delta):
     @property
     def _three_sizes(self) -> list[int]:
         """Outputs of each part; 0 for those that are missing."""
-        return [*self._sizes, 0, 0][:MAX_PARTS]
+        return [*self._sizes, 0, 0][: kernels.MAX_PARTS]
 
 
 class Shrunk(Addition):

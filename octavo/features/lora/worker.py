@@ -148,9 +148,10 @@ class LoraWorker(WorkerHook):
         ]
         if found:
             log.info(
-                "steps with adapters of %s are computed in torch, without CUDA graphs: sizes are no multiples of 8, or "
-                "rank %d is too large for tiles of %d bytes",
+                "steps with adapters of %s are computed in torch, without CUDA graphs: sizes are no multiples of 8, "
+                "more than %d projections share a product, or rank %d is too large for tiles of %d bytes",
                 ", ".join(targets.targets[i].path for i in found[:_NAMED]) + (", ..." if len(found) > _NAMED else ""),
+                kernels.MAX_PARTS,
                 self._max_rank,
                 self._geometry.tile_bytes,
             )
