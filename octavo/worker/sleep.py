@@ -49,7 +49,8 @@ class WorkerSleep:
 
 def _storages(model: object) -> list[torch.UntypedStorage]:
     """Return the device storages of all tensors of a model, without duplicates."""
-    storages = (tensor.untyped_storage() for tensor in tensors_of(model) if tensor.device.type != "cpu")
+    elsewhere = ("cpu", "meta")  # the latter have no data: what a bridge's modules don't use
+    storages = (tensor.untyped_storage() for tensor in tensors_of(model) if tensor.device.type not in elsewhere)
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 

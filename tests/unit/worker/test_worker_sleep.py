@@ -62,3 +62,8 @@ def test_a_sleep_that_failed_goes_on_when_it_is_repeated(monkeypatch: pytest.Mon
     assert not weights.storages
     weights.sleep.wake_up(SleepTag.WEIGHTS)
     assert weights.whole
+
+
+def test_tensors_without_data_are_not_moved() -> None:
+    """Such as those that no module of a bridge uses."""
+    assert not sleep._storages(torch.nn.Linear(2, 2, device="meta"))
