@@ -11,14 +11,15 @@ PROJECT = """
 dependencies = ["torch>=2.11", {more}]
 [project.optional-dependencies]
 tracing = ["opentelemetry-sdk>=1.30"]
-test = ["octavo[tracing]", "pytest-xdist>=3.6", "triton>=3.7; sys_platform == 'linux'"]
+transformers = ["transformers>=5.17"]
+test = ["octavo[tracing]", "transformers>=5.22", "pytest-xdist>=3.6", "triton>=3.7; sys_platform == 'linux'"]
 """
 
 
 def run(root: Path, more: str) -> subprocess.CompletedProcess[str]:
     (root / "pyproject.toml").write_text(PROJECT.format(more=more), encoding="utf-8")
     (root / "constraints.txt").write_text(
-        "# all\npytest_xdist==3.8.0\ntorch==2.13.0\ntriton==3.7.1\n", encoding="utf-8"
+        "# all\npytest_xdist==3.8.0\ntorch==2.13.0\ntransformers==5.23.0\ntriton==3.7.1\n", encoding="utf-8"
     )
     return subprocess.run([sys.executable, str(LOWEST), str(root)], capture_output=True, text=True, check=False)
 
