@@ -115,7 +115,7 @@ def test_quantized_weights_are_converted_where_the_program_can_not_run(
     monkeypatch.setattr("octavo.models.native.PANEL", 48)
     path = tmp_path / "model.gguf"
     files = write_model(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
-    _, info = build_core(EngineConfig.of(memory_bytes=1 << 22, threads=1), files)
+    _, info = build_core(EngineConfig.of(device="cpu", memory_bytes=1 << 22, threads=1), files)
     assert "layer by layer in torch" in caplog.text
     assert "integers" not in info.weights
 
@@ -126,7 +126,7 @@ def test_what_computes_is_told_and_what_would_be_faster(tmp_path: Path, isa: str
     needs_isa(isa)
     path = tmp_path / "model.gguf"
     files = write_model(path, make_checkpoint("llama", tmp_path), "llama", [Kind.Q8_0])
-    settings = {"memory_bytes": 1 << 22, "threads": 1, "cpu_isa": isa, "activation_dtype": activations}
+    settings = {"device": "cpu", "memory_bytes": 1 << 22, "threads": 1, "cpu_isa": isa, "activation_dtype": activations}
     _, info = build_core(EngineConfig.of(**settings), files)
     assert info.kernels == f"native, {isa}"
     assert info.advice == activation_advice(isa, activations)

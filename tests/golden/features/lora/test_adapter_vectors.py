@@ -42,8 +42,9 @@ def test_vectors_are_those_of_merged_weights(pooling: str, backend: str, tmp_pat
         save_file(merged(load_file(tmp_path / "model.safetensors"), folder), plain / "model.safetensors")
         (plain / "config.json").write_text(json.dumps(config))
         expected += vectors(plain, pooling, PROMPTS[number : number + 1])
-    found = vectors(tmp_path, pooling, PROMPTS[:3], *requests, attention_backend=backend, enable_lora=True)
+    where: dict[str, Any] = {"device": "cpu", "attention_backend": backend, "enable_lora": True}
+    found = vectors(tmp_path, pooling, PROMPTS[:3], *requests, **where)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
-    alike = vectors(tmp_path, pooling, [PROMPTS[0]] * 2, None, requests[1], attention_backend=backend, enable_lora=True)
+    alike = vectors(tmp_path, pooling, [PROMPTS[0]] * 2, None, requests[1], **where)
     assert np.abs(alike[0] - alike[1]).max() > 0.05

@@ -43,7 +43,7 @@ def test_the_head_of_any_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_labels_of_prompts_in_chunks(tmp_path: Path, backend: str) -> None:
     folder, model = make(tmp_path, "llama", 3)
-    with LLM(folder, dtype="float32", attention_backend=backend, **SETTINGS) as llm:
+    with LLM(folder, device="cpu", dtype="float32", attention_backend=backend, **SETTINGS) as llm:
         for one in llm.classify(TEXT):
             expected = torch.from_numpy(logits_of(model, one.prompt_token_ids)).softmax(-1)
             np.testing.assert_allclose(one.outputs.probs, expected, atol=2e-5)

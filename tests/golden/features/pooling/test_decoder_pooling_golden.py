@@ -68,6 +68,7 @@ def test_a_prompt_in_chunks_pools_to_the_same_vector(checkpoint: tuple[Path, Any
     with LLM(
         str(folder),
         dtype="float32",
+        device="cpu",
         attention_backend=backend,
         pooler_config={"pooling_type": pooling, "normalize": False},
         **settings,

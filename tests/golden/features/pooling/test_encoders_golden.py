@@ -98,7 +98,7 @@ def test_hidden_states_equal_those_of_transformers(family: str, tmp_path: Path) 
     expected_length = {"roberta": 40, "xlm-roberta": 39}.get(family, 40)
     assert longest == expected_length
     for tokens, one in zip(prompts(), found, strict=True):
-        np.testing.assert_allclose(np.array(one.outputs.data), states(model, tokens), atol=2e-5)
+        np.testing.assert_allclose(np.array(one.outputs.data), states(model, tokens), atol=5e-5)
 
 
 @pytest.mark.parametrize("pooling", ["MEAN", "CLS", "LAST"])
@@ -110,7 +110,7 @@ def test_pooling_is_what_it_is_called(pooling: str, tmp_path: Path) -> None:
     for tokens, one, other in zip(prompts(), found, unit, strict=True):
         hidden = states(model, tokens)
         expected = {"MEAN": hidden.mean(0), "CLS": hidden[0], "LAST": hidden[-1]}[pooling]
-        np.testing.assert_allclose(one.outputs.embedding, expected, atol=2e-5)
+        np.testing.assert_allclose(one.outputs.embedding, expected, atol=5e-5)
         np.testing.assert_allclose(other.outputs.embedding, expected / np.linalg.norm(expected), atol=2e-6)
 
 
@@ -171,8 +171,8 @@ def test_dense_layers_stand_between_pooling_and_normalization(tmp_path: Path) ->
         hidden = states(model, tokens)
         expected = through(hidden.mean(0), weights)
         np.testing.assert_allclose(one.outputs.embedding, expected, atol=5e-6)
-        np.testing.assert_allclose(short.outputs.embedding, expected[:5] / np.linalg.norm(expected[:5]), atol=2e-5)
-        np.testing.assert_allclose(np.array(each.outputs.data), hidden, atol=2e-5)
+        np.testing.assert_allclose(short.outputs.embedding, expected[:5] / np.linalg.norm(expected[:5]), atol=5e-5)
+        np.testing.assert_allclose(np.array(each.outputs.data), hidden, atol=5e-5)
     np.testing.assert_allclose(scores[1].outputs.score, np.dot(*pair), atol=1e-5)
 
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_for_training_serves_its_encoder(tmp_path: Path, old_norms:
     with LLM(str(tmp_path), threads=1) as llm:
         found = llm.encode(prompts(), normalize=False)
     for tokens, one in zip(prompts(), found, strict=True):
-        np.testing.assert_allclose(np.array(one.outputs.data), states(model.bert, tokens), atol=2e-5)
+        np.testing.assert_allclose(np.array(one.outputs.data), states(model.bert, tokens), atol=5e-5)
     assert "not used" not in caplog.text
 
 

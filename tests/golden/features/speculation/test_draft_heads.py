@@ -151,13 +151,14 @@ def test_drafts_are_the_references(
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
     own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=12 if accepted else 9, temperature=0, ignore_eos=True)
     asked = [
         GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + n + size)), params=params)
         for n, size in enumerate((1, 7, 25))
     ]
     found = tokens_of(drive(loop, asked))
-    assert len(proposed) > (6 if accepted else 15)
+    assert len(proposed) > (6 if accepted else 10)
     counts = {one.name: sum(one.values.values()) for one in loop.stats().features}
     assert counts["spec_decode_num_accepted_tokens"] > 8 or not accepted
     for known, drafts in proposed:
@@ -187,6 +188,7 @@ def test_drafts_after_steps_without_any_are_the_references(
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
     own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     asked = [GenerateRequest(id=str(n), tokens=list(range(3, 3 + n)), params=params) for n in (1, 7, 25)]
     assert len(tokens_of(drive(loop, asked))) == 3
@@ -324,6 +326,7 @@ def check_drafts(
     own = using(kind, head) | {"num_speculative_tokens": 3, "adaptive": False}
     config = tiny_config(**{"load_format": "auto", "speculative_config": own} | settings)
     loop, _ = build_core(config, resolve(str(folder)))
+    proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     assert tokens_of(drive(loop, [GenerateRequest(id="0", tokens=list(range(3, 10)), params=params)]))
     assert proposed

@@ -156,6 +156,7 @@ def test_drafts_are_the_references(family: str, tmp_path: Path, monkeypatch: pyt
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
     settings |= {"device": "cpu"} if family == QWEN else {}  # a GPU has no drafts beside recurrent layers
     loop, _ = build_core(tiny_config(**settings, speculative_config=config), resolve(str(tmp_path)))
+    proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     asked = [GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + n + n * 9)), params=params) for n in (1, 2)]
     assert len(tokens_of(drive(loop, asked))) == 2
