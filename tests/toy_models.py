@@ -59,7 +59,7 @@ def model_files(config: dict[str, Any] = LLAMA, folder: Path = Path("tiny")) -> 
 
 
 def save_decoder(folder: Path, seed: int, **changes: Any) -> Path:
-    """A checkpoint of `transformers` with random weights, and a tokenizer of 400 tokens beside it."""
+    """A checkpoint of `transformers` with random weights, and a tokenizer of 437 tokens beside it."""
     import torch
     import toy_tokenizers
     import transformers
@@ -73,7 +73,7 @@ def save_decoder(folder: Path, seed: int, **changes: Any) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         initializer_range=0.15,
-        **{"vocab_size": 400, "max_position_embeddings": 128} | changes,
+        **{"vocab_size": 440, "max_position_embeddings": 128} | changes,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     toy_tokenizers.byte_level().save(str(folder / "tokenizer.json"))

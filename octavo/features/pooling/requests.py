@@ -165,7 +165,9 @@ class PoolingPreparer:
         if limit is None:
             for one in (text, pair or ""):
                 self._checks.check_chars(one, param)
-        return self._tokenizer.encode_within(text, pair, limit=limit, side=side, add_special_tokens=add_special_tokens)
+        found = self._tokenizer.encode_within(text, pair, limit=limit, side=side, add_special_tokens=add_special_tokens)
+        self._checks.check_known(found[0], param)
+        return found
 
     def _check_ids(self, tokens: list[int], param: str) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -69,6 +70,8 @@ class SpeculationText(TextHook):
                 value=given,
             ) from error
         expected = self.context.tokenizer.encode(asked.prediction, add_special_tokens=False) if asked.prediction else []
+        size = self.context.info.vocab_size
+        expected = list(itertools.takewhile(lambda token: token < size, expected))  # it can't write what it lacks
         return encoded(SpeculationOption(asked.speculative is not False, len(tokens), expected), "prediction")
 
     def answer(self, output: CompletionOutput, data: bytes) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.params import SamplingParams
 from octavo.features.thinking.budget import ThinkingBudget
 from octavo.text.hooks import Idle, TextHook, encoded
@@ -60,6 +60,14 @@ class ThinkingText(TextHook):
             log.warning("a thinking budget has no effect: the model marks no reasoning (--reasoning-parser)")
             return None
         self.require("thinking budget", PARAM)
+        size = self.context.info.vocab_size
+        if max(self.context.tokenizer.encode(reasoning.end, add_special_tokens=False)) >= size:
+            raise UnsupportedError(
+                f"{PARAM} can't be kept by this model: it lacks a token of {reasoning.end}, which ends reasoning. "
+                "Leave it out, or serve the model with its own tokenizer (--tokenizer).",
+                param=PARAM,
+                value=budget,
+            )
         if text is None:
             text = self.context.tokenizer.decode(tokens[-_TAIL:], skip_special_tokens=False)
         is_open = text.rstrip().endswith(reasoning.begin)

@@ -105,6 +105,7 @@ class Preparer:
             tokens = cut(tokens, limit, side)
         else:
             tokens = self._tokenized(text or "", limit, side, param, add_special_tokens=add_special_tokens)
+            self.check_known(tokens, param, size)
         if not tokens:
             raise _empty(param, [] if text is None else text)
         self._check_vocabulary(params, size)
@@ -226,6 +227,18 @@ class Preparer:
                     value=token,
                 )
 
+    def check_known(self, tokens: list[int], param: str, size: int | None = None) -> None:
+        """Refuse text with a token that the tokenizer has and the model lacks. `size`: as in `check_ids`."""
+        size = self.info.vocab_size if size is None else size
+        if self.tokenizer.vocab_size > size and (odd := max(tokens, default=0)) >= size:
+            text = self.tokenizer.token_text(odd)
+            raise InvalidRequestError(
+                f"The {_field(param)} has the token {text!r} ({odd}), which this model lacks: its ids go from 0 to "
+                f"{size - 1}. Leave it out, or serve the model with its own tokenizer (--tokenizer).",
+                param=param,
+                value=text,
+            )
+
     def _check_logprobs(self, params: SamplingParams) -> None:
         limit = self.info.max_logprobs
         named = bool(params.logprob_token_ids)  # these have a separate limit
@@ -241,14 +254,15 @@ class Preparer:
                 )
 
     def _with_bad_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Convert bad words to tokens: each word as given, and after a space if that gives other tokens."""
+        """Convert bad words to tokens: each word as given, and after a space if that gives other tokens. What has a
+        token that the model lacks can't be generated."""
         if not params.bad_words:
             return params
         found: list[list[int]] = []
         for word in params.bad_words:
             for text in (word, " " + word.lstrip()):
                 tokens = self.tokenizer.encode(text, add_special_tokens=False)
-                if tokens and tokens not in found:
+                if tokens and tokens not in found and max(tokens) < self.info.vocab_size:
                     found.append(tokens)
         return params.replace(bad_token_ids=found)
 

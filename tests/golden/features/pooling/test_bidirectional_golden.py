@@ -20,7 +20,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.features.pooling.params import pooler_info
 
 _COMMON = {
-    "vocab_size": 400,
+    "vocab_size": 440,
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 4,

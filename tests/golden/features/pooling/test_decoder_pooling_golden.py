@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def make(folder: Path, kind: Any) -> tuple[Path, Any]:
     config = transformers.Qwen3Config(
-        vocab_size=400,
+        vocab_size=440,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=3,

@@ -38,6 +38,12 @@ def test_a_text_ends_with_its_prompt() -> None:
     assert asked(request) == PoolingSpec(task="embed", pooling="mean", activation="normalize")
 
 
+def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    one = preparer(vocab_size=max(TOKENIZER.encode("ab")))
+    with pytest.raises(InvalidRequestError, match="which this model lacks"):
+        one.prepare("ab", one.params())
+
+
 def test_a_models_prompt_stands_in_front_of_texts() -> None:
     """Not of token ids, of conversations that a template has rendered, or of what is to be labelled."""
     one = preparer(PoolerInfo(pooling="mean", normalize=True, size=8, prompt="the "))

@@ -23,9 +23,9 @@ HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 PARTS = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
 
 
-def text_half(*, present: bool = True, drafts: DraftInfo | None = None) -> SpeculationText:
+def text_half(*, present: bool = True, drafts: DraftInfo | None = None, **changes: Any) -> SpeculationText:
     told = {} if drafts is None else {NAME: msgspec.Raw(msgspec.msgpack.encode(drafts))}
-    info = fake_info(features=[NAME] if present else [], feature_info=told)
+    info = fake_info(features=[NAME] if present else [], feature_info=told, **changes)
     return SpeculationText(SimpleNamespace(tokenizer=TOKENIZER, info=info))  # type: ignore[arg-type]
 
 
@@ -43,6 +43,15 @@ def test_a_prediction_is_tokenized(content: Any) -> None:
     assert option(params, half) == SpeculationOption(True, 3, TOKENIZER.encode("abc", add_special_tokens=False))
     with pytest.raises(InvalidRequestError, match="at most 2 bytes"):
         half.params_of(body, max_bytes=2)
+
+
+def test_a_prediction_ends_before_a_token_that_the_model_lacks() -> None:
+    tokens = TOKENIZER.encode("abc", add_special_tokens=False)
+    body = SimpleNamespace(prediction={"type": "content", "content": "abc"})
+    for size in (tokens[0], max(tokens), max(tokens) + 1):
+        half = text_half(vocab_size=size)
+        found = option(SamplingParams(**half.params_of(body, max_bytes=10)), half).prediction
+        assert found == tokens[: next((i for i, token in enumerate(tokens) if token >= size), len(tokens))]
 
 
 def test_speculative_turns_drafts_off() -> None:

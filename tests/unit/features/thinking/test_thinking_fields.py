@@ -21,8 +21,10 @@ THINKING = "{# </think> #}" + PLAIN + "{% if enable_thinking is not defined or e
 
 
 class Place:
-    def __init__(self, template: str = THINKING, features: list[str] | None = None, **settings: Any) -> None:
-        info = fake_info(name="toy", vocab_size=VOCAB_SIZE, features=features or ["grammar", "thinking"])
+    def __init__(
+        self, template: str = THINKING, features: list[str] | None = None, size: int = VOCAB_SIZE, **settings: Any
+    ) -> None:
+        info = fake_info(name="toy", vocab_size=size, features=features or ["grammar", "thinking"])
         self.engine = FakeEngine(saying("x"), info=info)
         frontend = Frontend(self.engine, TOKENIZER, info, chat=ChatTemplate(template, TOKENIZER))
         self.app = create_app(frontend, ServerConfig(**settings))
@@ -40,6 +42,15 @@ class Place:
 def test_each_name_means_the_same(name: str) -> None:
     budget = Place().budget(CHAT, HELLO | {name: 7})
     assert budget == ThinkingBudget(tokens=7, begin="<think>", end="</think>", open=True)
+
+
+def test_a_model_that_lacks_the_end_mark_can_not_keep_a_budget() -> None:
+    size = max(TOKENIZER.encode("</think>", add_special_tokens=False))
+    prompt = {"prompt": [0], "max_tokens": 2}
+    answer = Place(size=size).ask("/v1/completions", prompt | {"thinking_token_budget": 7})
+    assert answer.status == 400
+    assert "lacks a token of </think>" in answer.json()["error"]["message"]
+    assert Place(size=size).ask("/v1/completions", prompt).status == 200
 
 
 def test_every_endpoint_has_it() -> None:

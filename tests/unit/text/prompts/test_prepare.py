@@ -186,3 +186,23 @@ def test_the_default_of_loop_detection_holds_where_it_can() -> None:
 def test_defaults_out_of_range_are_the_operators_fault(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         sampling_defaults(config)
+
+
+def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    """Its embedding would be read beyond the table."""
+    tokens = TOKENIZER.encode("the dog")
+    smaller = Preparer(TOKENIZER, fake_info(vocab_size=max(tokens), max_model_len=20))
+    with pytest.raises(InvalidRequestError, match=r"has the token .* which this model lacks.*--tokenizer") as caught:
+        smaller.prepare("the dog", PARAMS)
+    assert caught.value.param == "prompt"
+    assert f"({max(tokens)})" in caught.value.message
+    enough = Preparer(TOKENIZER, fake_info(vocab_size=max(tokens) + 1, max_model_len=20))
+    assert enough.prepare("the dog", PARAMS).request.tokens == tokens
+
+
+def test_bad_words_with_a_token_that_the_model_lacks_are_no_constraint() -> None:
+    tokens = TOKENIZER.encode("dog", add_special_tokens=False)
+    smaller = Preparer(TOKENIZER, fake_info(vocab_size=max(tokens), max_model_len=20))
+    params = SamplingParams(max_tokens=4, bad_words=["dog"])
+    assert tokens in (PREPARER.prepare([1], params).request.params.bad_token_ids or [])
+    assert tokens not in (smaller.prepare([1], params).request.params.bad_token_ids or [])
