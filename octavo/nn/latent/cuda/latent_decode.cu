@@ -47,9 +47,9 @@ __device__ __forceinline__ int place(int row, int chunk) { return (row * CHUNKS 
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 latent_decode(const u16* q_low, const u16* q, const u16* cache, u16* out, float* part_out, float* part_lse,
-              const int* plan, unsigned* ended, const int* rows, const int* query_start, const int* seq_lens, const int* table_rows, const int* tables,
-              float scale, int low_head_stride, int low_token_stride, int q_token_stride, int q_head_stride,
-              int block_stride, int cell_stride, int table_stride) {
+              const int* plan, unsigned* ended, const int* rows, const int* query_start, const int* seq_lens,
+              const int* table_rows, const int* tables, float scale, int low_head_stride, int low_token_stride,
+              int q_token_stride, int q_head_stride, int block_stride, int cell_stride, int table_stride) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float decays[16], peaks[16], totals[16];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
