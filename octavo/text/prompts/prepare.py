@@ -233,8 +233,8 @@ class Preparer:
         if self.tokenizer.vocab_size > size and (odd := max(tokens, default=0)) >= size:
             text = self.tokenizer.token_text(odd)
             raise InvalidRequestError(
-                f"The {_field(param)} has the token {text!r} ({odd}), which this model lacks: its ids go from 0 to "
-                f"{size - 1}. Leave it out, or serve the model with its own tokenizer (--tokenizer).",
+                f"This model lacks the token {text!r} ({odd}) in the {_field(param)}: its ids go from 0 to {size - 1}. "
+                "Leave it out, or serve the model with its own tokenizer (--tokenizer).",
                 param=param,
                 value=text,
             )

@@ -40,7 +40,7 @@ def test_a_text_ends_with_its_prompt() -> None:
 
 def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
     one = preparer(vocab_size=max(TOKENIZER.encode("ab")))
-    with pytest.raises(InvalidRequestError, match="which this model lacks"):
+    with pytest.raises(InvalidRequestError, match="This model lacks the token"):
         one.prepare("ab", one.params())
 
 

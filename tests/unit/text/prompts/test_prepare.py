@@ -192,7 +192,7 @@ def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
     """Its embedding would be read beyond the table."""
     tokens = TOKENIZER.encode("the dog")
     smaller = Preparer(TOKENIZER, fake_info(vocab_size=max(tokens), max_model_len=20))
-    with pytest.raises(InvalidRequestError, match=r"has the token .* which this model lacks.*--tokenizer") as caught:
+    with pytest.raises(InvalidRequestError, match=r"lacks the token .* in the prompt.*--tokenizer") as caught:
         smaller.prepare("the dog", PARAMS)
     assert caught.value.param == "prompt"
     assert f"({max(tokens)})" in caught.value.message
