@@ -276,8 +276,9 @@ def _attend_latents(
     step.past_lens = [0] * step.num_rows  # lengths on the device are not computed here
     plans = [attention.prepare(step, block_size)]
     if isinstance(attention, Recordable):
-        rows = empty(2, kind=torch.int32)
-        plans.append(attention.foreseen(rows, rows, step.num_tokens))
+        for count in (2, 64):  # the latter are divided by their lengths
+            rows = empty(count, kind=torch.int32)
+            plans.append(attention.foreseen(rows, rows, step.num_tokens))
     for plan in plans:
         step.attn = plan
         attention.store(heads, latents, (empty(layer.rank), 1e-6), table, cache, step, layer)

@@ -24,6 +24,7 @@ from octavo.models.registry import spec_of
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton import TritonAttention, rotate_and_write
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
+from octavo.nn.latent import triton_parts
 from octavo.nn.latent.triton import TritonLatents
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device
 from octavo.nn.ops.expert_weights import StackedWeights
@@ -137,6 +138,7 @@ def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.
     spec = spec_of(LATENT)
     monkeypatch.setattr(ahead, "Ahead", Collected)
     monkeypatch.setattr(ahead, "target_of", lambda device: None)
+    monkeypatch.setattr(triton_parts, "_multiprocessors", lambda device: 132)
     attention = TritonLatents(torch.float32, latent_spec(spec, 0))
     float32 = torch.float32
     sizes = SIZES | {"max_model_len": 1024}
@@ -144,7 +146,10 @@ def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.
     assert {("KEPT", True) in each for each in found.of("latent_write_kernel")} == {True, False}
     absorbed = found.of("absorbed_kernel")
     assert {("HAS_TILES", True) in each for each in absorbed} == {True, False}
-    assert {("HAS_ROWS", True) in each for each in absorbed} == {True, False}
+    kinds = [{("HAS_ROWS", True), ("PLANNED", True)} & set(each) for each in absorbed]
+    assert all(kind in kinds for kind in (set(), {("HAS_ROWS", True)}, {("PLANNED", True)}))
+    assert {("HAS_ROWS", True), ("PLANNED", True)} in kinds
+    assert found.of("merge_planned_kernel")
     assert found.of("expanded_kernel")
     assert found.of("merge_kernel")
 
