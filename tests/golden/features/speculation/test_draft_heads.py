@@ -14,6 +14,7 @@ from head_reference import Weights, draft
 from safetensors.torch import save_file
 from torch import Tensor
 from toy_engine import drive, tiny_config, tokens_of
+from toy_models import behind
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError, ModelFileError
@@ -137,18 +138,26 @@ def greedy(model: transformers.LlamaForCausalLM) -> Continuation:
 
 
 @pytest.mark.parametrize("accepted", [False, True], ids=["rejected", "accepted"])
-@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("backend", [None, "torch", pytest.param("behind", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_drafts_are_the_references(
     kind: str, backend: str | None, accepted: bool, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after steps that accepted none, some or all drafts."""
+    """Also after steps that accepted none, some or all drafts, and where slots are on the device."""
     folder, model = target
     head, weights = random_head(kind, tmp_path / "head")
     if kind == "eagle":
         weights["lm_head.weight"] = model.lm_head.weight.detach()
     proposed = spied(monkeypatch, HeadDrafter, greedy(model) if accepted else None)
-    settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
+    settings: dict[str, Any] = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    if backend == "behind":
+        pytest.importorskip("triton")
+        from toy_graphs import recorded_graphs  # needs it, too
+
+        recorded_graphs(monkeypatch)
+        settings |= behind(monkeypatch)
+    else:
+        settings["attention_backend"] = backend
     own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
     proposed.clear()  # those of the warm-up
@@ -252,7 +261,7 @@ def test_medusas_drafts_are_the_references(
     save_file(weights, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
     proposed = spied(monkeypatch, MedusaDrafter)
-    settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    settings: dict[str, Any] = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
     own = {"method": "medusa", "model": str(path), "num_speculative_tokens": 3, "adaptive": False}
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
