@@ -204,7 +204,7 @@ def source_of(form: LatentForm) -> tuple[str, dict[str, int], int, int]:
     """Return source, macros, threads and bytes of shared memory."""
     source = nvrtc.source_of("integers.cuh", "copies.cuh", "tiles.cuh", "clusters.cuh") + _source()
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16)}
-    macros |= {"WARPS": _WARPS, "DEPTH": _DEPTH}
+    macros |= {"WARPS": _WARPS, "DEPTH": _DEPTH, "MOST": _BOUNDS.most}
     macros |= {name.upper(): getattr(form, name) for name in ("heads", "rank", "rope", "nope", "page")}
     return source, macros, 32 * _WARPS, _shared_memory(form.rank + form.rope)
 

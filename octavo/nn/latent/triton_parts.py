@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from octavo.nn.attention import triton_plan
 from octavo.nn.attention.triton_few import Few
 from octavo.nn.latent.base import LatentSpec
 from octavo.nn.latent.triton_merge import merge_planned_kernel
+from octavo.nn.ops.ring import multiprocessors
 from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import StepInput
 
@@ -41,14 +41,14 @@ class Planned(NamedTuple):
 
 def needed(few: Few, tiles: int, step: StepInput) -> bool:
     """Return whether rows with `tiles` tiles of heads are divided by their lengths."""
-    programs = _EACH * _multiprocessors(step.device)
+    programs = _EACH * multiprocessors(step.device)
     long = step.max_seq_len >= 2 * _BOUNDS.least
     return few.queries == 1 and long and few.count * tiles > programs // _MOST_EQUAL
 
 
 def plan_of(few: Few, tiles: int, spec: LatentSpec, step: StepInput) -> Planned:
     """Return the plan, which the first of the step's layers makes."""
-    more = cdiv(_EACH * _multiprocessors(step.device), tiles)
+    more = cdiv(_EACH * multiprocessors(step.device), tiles)
     slots = few.count + more
     plan = few.plans.get(tiles)
     if plan is None:
@@ -76,8 +76,3 @@ def merge(plan: Planned, few: Few, step: StepInput, spec: LatentSpec, out: Tenso
         num_warps=4,
         **overlap(out.device),
     )
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -109,7 +109,7 @@ class Preparer:
         if not tokens:
             raise _empty(param, [] if text is None else text)
         self._check_vocabulary(params, size)
-        params = self._split_options(self._with_bad_tokens(params), text, tokens, options)
+        params = self._split_options(self._with_bad_tokens(params, size), text, tokens, options)
         request = GenerateRequest(
             id=request_id or uuid.uuid4().hex,
             tokens=tokens,
@@ -253,16 +253,16 @@ class Preparer:
                     value=given,
                 )
 
-    def _with_bad_tokens(self, params: SamplingParams) -> SamplingParams:
+    def _with_bad_tokens(self, params: SamplingParams, size: int) -> SamplingParams:
         """Convert bad words to tokens: each word as given, and after a space if that gives other tokens. What has a
-        token that the model lacks can't be generated."""
+        token beyond a vocabulary of this size can't be generated."""
         if not params.bad_words:
             return params
         found: list[list[int]] = []
         for word in params.bad_words:
             for text in (word, " " + word.lstrip()):
                 tokens = self.tokenizer.encode(text, add_special_tokens=False)
-                if tokens and tokens not in found and max(tokens) < self.info.vocab_size:
+                if tokens and tokens not in found and max(tokens) < size:
                     found.append(tokens)
         return params.replace(bad_token_ids=found)
 

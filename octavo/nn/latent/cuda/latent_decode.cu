@@ -10,9 +10,9 @@
 // cluster stores its share of the sums, and the last block of a row to store that share merges it.
 //
 // Macros: those of integers.cuh; HEADS, at most 16; RANK, a multiple of 16 WARPS; ROPE, which makes RANK + ROPE a
-// multiple of 64; NOPE; PAGE, latents of a KV block; WARPS 16; DEPTH 2. `rows` lists the rows, `table_rows` the block
-// table of each; null if they are the first ones. `ended` [rows, blocks of a cluster]: counters of a plan's parts, zeros
-// between launches.
+// multiple of 64; NOPE; PAGE, latents of a KV block; WARPS 16; DEPTH 2; MOST, planned parts of a row, 32. `rows` lists
+// the rows, `table_rows` the block table of each; null if they are the first ones. `ended` [rows, blocks of a cluster]:
+// counters of a plan's parts, zeros between launches.
 
 #define WIDTH (RANK + ROPE)
 #define CHUNKS (WIDTH / 8)              // of 16 bytes of a latent
@@ -24,7 +24,6 @@
 #define SCORES (TILE + 4)               // pitch of scores
 #define WEIGHTS (TILE + 8)              // pitch of weights
 #define SUMS (RANK + 4)                 // pitch of sums
-#define MOST 32                         // parts of a row
 #define NONE __uint_as_float(0xff800000u)
 
 typedef unsigned short u16;

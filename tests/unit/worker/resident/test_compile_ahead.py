@@ -138,7 +138,7 @@ def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.
     spec = spec_of(LATENT)
     monkeypatch.setattr(ahead, "Ahead", Collected)
     monkeypatch.setattr(ahead, "target_of", lambda device: None)
-    monkeypatch.setattr(triton_parts, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(triton_parts, "multiprocessors", lambda device: 132)
     attention = TritonLatents(torch.float32, latent_spec(spec, 0))
     float32 = torch.float32
     sizes = SIZES | {"max_model_len": 1024}
