@@ -25,15 +25,18 @@ class Isa:
 
 _V4 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "fma", "f16c", "bmi2"})
 _V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
-_V4_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mtune=native")
+# GCC's tuning for some processors takes multiplications out of chains of fused multiply-adds, loop by loop: a row's
+# bits would depend on how many are computed with it. The parameter forbids it.
+_TUNED = ("-mtune=native", "--param=avoid-fma-max-bits=0")
+_V4_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", *_TUNED)
 _AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 
 LEVELS: tuple[Isa, ...] = (
     Isa("amx_bf16", _V4_BF16 | _AMX, (*_V4_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
     Isa("avx512_bf16", _V4_BF16, _V4_BF16_FLAGS),
-    Isa("avx512_vnni", _V4 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni", "-mtune=native")),
-    Isa("avx512", _V4, ("-march=x86-64-v4", "-mtune=native")),
-    Isa("avx2", frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-march=x86-64-v3", "-mtune=native")),
+    Isa("avx512_vnni", _V4 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni", *_TUNED)),
+    Isa("avx512", _V4, ("-march=x86-64-v4", *_TUNED)),
+    Isa("avx2", frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-march=x86-64-v3", *_TUNED)),
     Isa("portable", frozenset(), ()),
 )
 NAMES = tuple(level.name for level in LEVELS)

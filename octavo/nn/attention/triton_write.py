@@ -44,6 +44,12 @@ def write_kernel(
 
 
 @triton.jit
+def _rotated(low, high, cos, sin):
+    """Return both halves of heads, rotated; fused explicitly, since compilers choose which product is rounded."""
+    return tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
+
+
+@triton.jit
 def _turned(source, h_valid, i, norm, cos, sin, eps, HALF: tl.constexpr, NORMED: tl.constexpr):
     """Return both halves of some heads, normalized if NORMED, then rotated, in float32."""
     valid = h_valid & (i < HALF)
@@ -54,7 +60,7 @@ def _turned(source, h_valid, i, norm, cos, sin, eps, HALF: tl.constexpr, NORMED:
         inverse = tl.rsqrt(square + eps)[:, None]
         low = low * inverse * tl.load(norm + i, mask=i < HALF, other=0.0).to(tl.float32)
         high = high * inverse * tl.load(norm + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)
-    return low * cos - high * sin, high * cos + low * sin
+    return _rotated(low, high, cos, sin)
 
 
 @triton.jit
@@ -189,7 +195,7 @@ def rotate_write_rows_kernel(
         k_high = tl.load(k_norm + i + HALF, mask=inside, other=0.0).to(tl.float32)
         low = low * inverse * tl.where(is_query, q_low, k_low)
         high = high * inverse * tl.where(is_query, q_high, k_high)
-    low_turned, high_turned = low * cos - high * sin, high * cos + low * sin
+    low_turned, high_turned = _rotated(low, high, cos, sin)
     kind = qkv.dtype.element_ty
     in_place = valid & (h < HEADS + KV_HEADS if KEPT else is_query)
     tl.store(place, low_turned.to(kind), mask=in_place)

@@ -160,7 +160,7 @@ def test_drafts_are_the_references(family: str, tmp_path: Path, monkeypatch: pyt
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     asked = [GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + n + n * 9)), params=params) for n in (1, 2)]
     assert len(tokens_of(drive(loop, asked))) == 2
-    assert len(proposed) > 5
+    assert len(proposed) > 3  # on a GPU only those of prompts: steps that are replayed run no Python
     with torch.no_grad():
         for known, drafts in proposed:
             assert drafts == reference(family, short, long, own, known, len(drafts))

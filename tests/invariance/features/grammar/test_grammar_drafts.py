@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import msgspec
 import pytest
 from rank_kit import TWO_RANKS, ranks_in_threads
 from toy_drafter import DrafterEngine, News, beside_others, check_same, news_of
-from toy_engine import drive, one_by_one, strict, tiny_config
+from toy_engine import device_of, drive, one_by_one, strict, tiny_config
 from toy_models import LLAMA, LLAMA_KV_BYTES_PER_TOKEN, QWEN3, behind, model_files
 from toy_tokenizers import byte_level
 
@@ -98,12 +99,17 @@ def engine(files: ModelFiles, **settings: Any) -> EngineLoop:
 
 
 @pytest.fixture(scope="module")
-def truth(files: ModelFiles) -> News:
-    """Each request alone, without drafts."""
-    loop = engine(files, enable_prefix_caching=False, async_scheduling=False)
-    found = news_of(list(one_by_one(loop, requests())))
-    loop.close()
-    return found
+def truth(files: ModelFiles) -> Callable[[str], News]:
+    """Each request alone, without drafts, on a device (draws differ between devices)."""
+
+    @cache
+    def alone(device: str) -> News:
+        loop = engine(files, enable_prefix_caching=False, async_scheduling=False, device=device)
+        found = news_of(list(one_by_one(loop, requests())))
+        loop.close()
+        return found
+
+    return alone
 
 
 def drafting(monkeypatch: pytest.MonkeyPatch, expected: News, asked: list[GenerateRequest], most: int = 7) -> Drafter:
@@ -117,12 +123,13 @@ def drafting(monkeypatch: pytest.MonkeyPatch, expected: News, asked: list[Genera
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_drafts_under_a_grammar_change_nothing(
-    name: str, files: ModelFiles, truth: News, monkeypatch: pytest.MonkeyPatch
+    name: str, files: ModelFiles, truth: Callable[[str], News], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks_in_threads(monkeypatch)
-    drafter = drafting(monkeypatch, truth, requests())
+    expected = truth(device_of(SETTINGS[name]))
+    drafter = drafting(monkeypatch, expected, requests())
     loop = engine(files, **SETTINGS[name])
-    check_same(news_of(list(drive(loop, requests(), at_once=6))), truth)
+    check_same(news_of(list(drive(loop, requests(), at_once=6))), expected)
     assert drafter.accepted > 50
     assert drafter.rejected > 2  # how many depends on when grammars are compiled
     if "preemption" in name:
@@ -149,7 +156,7 @@ def test_where_the_host_knows_them_impossible_drafts_are_not_computed(
 
 
 def test_native_programs_draw_and_verify_under_masks(
-    files: ModelFiles, truth: News, monkeypatch: pytest.MonkeyPatch
+    files: ModelFiles, truth: Callable[[str], News], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = [0]
     forward = NativeReplay.forward
@@ -160,11 +167,12 @@ def test_native_programs_draw_and_verify_under_masks(
 
     monkeypatch.setattr(NativeReplay, "forward", noting)
     asked = [replace_logprobs(one) for one in requests()]
-    drafting(monkeypatch, truth, asked)
+    expected = truth("cpu")
+    drafting(monkeypatch, expected, asked)
     loop = engine(files, device="cpu", attention_backend="native")
     found = {key: tokens for key, (tokens, *_) in news_of(list(drive(loop, asked, at_once=6))).items()}
     loop.close()
-    assert found == {key: tokens for key, (tokens, *_) in truth.items()}
+    assert found == {key: tokens for key, (tokens, *_) in expected.items()}
     assert seen[0] > 10
 
 
@@ -208,13 +216,14 @@ class Faults:
 
 @pytest.mark.parametrize("fault", [name for name in vars(Faults) if not name.startswith("_")])
 def test_the_wrong_positions_mask_is_noticed(
-    fault: str, files: ModelFiles, truth: News, monkeypatch: pytest.MonkeyPatch
+    fault: str, files: ModelFiles, truth: Callable[[str], News], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafting(monkeypatch, truth, requests())
+    expected = truth(device_of({}))
+    drafting(monkeypatch, expected, requests())
     getattr(Faults, fault)(monkeypatch)
     loop = engine(files)
     with pytest.raises(AssertionError):
-        check_same(news_of(list(drive(loop, requests(), at_once=6))), truth)
+        check_same(news_of(list(drive(loop, requests(), at_once=6))), expected)
 
 
 @pytest.fixture(scope="module")

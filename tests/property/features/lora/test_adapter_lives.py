@@ -7,6 +7,7 @@ when the step runs, which is as late as possible.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -122,9 +123,9 @@ def settle(world: World) -> Driver:
     driver = world.driver
     driver.churn, driver.worker.latency, driver.worker.failures = 0.0, 1.0, 0.0
     world.device._mover.failures = 0.0
-    for _ in range(200):
-        if not (world.loop.busy or driver.calls or driver.worker.pending or driver._leaving):
-            break
+    patience = time.monotonic() + 60
+    while world.loop.busy or driver.calls or driver.worker.pending or driver._leaving:
+        assert time.monotonic() < patience
         world.take(world.loop.step() if world.loop.busy else world.loop.idle() or [])
         wait(driver.calls, 0.01)
     assert not driver.calls
