@@ -172,7 +172,7 @@ def _with_worker(
 def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: Limits, *, keeps: bool) -> KVCache:
     if not keeps:
         return KVCache(0, 1, groups=())
-    in_flight = limits.max_ahead * limits.max_num_batched_tokens
+    in_flight = limits.max_ahead * limits.request_tokens
     return KVCache(num_blocks, loaded.block_size, loaded.groups, in_flight, config.parallel.cache_ranks)
 
 
@@ -229,7 +229,7 @@ def _kv_facts(loaded: LoadedFacts, limits: Limits) -> dict[str, Any]:
     facts = {"kv_bytes_per_token": size * sum(group.grows for group in groups), "kv_groups": len(groups)}
     if all(group.kind is GroupKind.FULL for group in groups):
         return facts
-    in_flight = limits.max_ahead * limits.max_num_batched_tokens
+    in_flight = limits.max_ahead * limits.request_tokens
     layer = size // max(len(group.layers) for group in groups)
     reads: Counter[int] = Counter()
     for group in groups:

@@ -359,7 +359,7 @@ class DecoderBuild:
         if not worker.device.resident:
             self._check_products()
         self._hooks = [hook for hook in halves if worker.stage.last or not hook.last_stage_only]
-        limits = config.scheduler.limits(*self.facts.default_limits)
+        limits = config.step_limits(self.facts.default_limits)
         worker.reserved = sum((hook.prepare(worker, limits) for hook in self._hooks), Reserved())
         timer.begin("kv cache")
         stated = config.cache.memory_bytes is not None or config.cache.num_blocks is not None
@@ -384,8 +384,8 @@ class DecoderBuild:
         check_drafts(worker.cache_groups, max_drafts, worker.device, worker.stage)
         if wanted is None:
             return
-        _, step_tokens = self._config.scheduler.limits(*self.facts.default_limits)
-        in_flight = (steps_ahead(self._config, self.facts) + 1) * step_tokens
+        _, rank_tokens = self._config.scheduler.limits(*self.facts.default_limits)
+        in_flight = (steps_ahead(self._config, self.facts) + 1) * rank_tokens
         size, block = worker.block_size, worker.block_size * worker.kv_bytes_per_token
         room = worker.most_kv if cache.memory_bytes is None else cache.memory_bytes
         if cache.num_blocks is not None:

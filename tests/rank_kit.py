@@ -42,12 +42,12 @@ class ThreadCollectives:
         self._rank, self._barrier, self._given = rank, barrier, given
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self.all_gather(x)).sum(0)
+        return self.all_gather(x).sum(0)
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> Tensor:
         self._given[self._rank] = x.clone()
         self._barrier.wait(_PATIENCE_S)
-        found = list(self._given)
+        found = torch.stack(self._given)
         self._barrier.wait(_PATIENCE_S)
         return found
 

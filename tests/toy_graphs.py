@@ -71,12 +71,13 @@ class Tape(TorchDispatchMode):
             return  # nothing is computed: memory is allocated, or seen in another way
         self._calls.append(lambda: _copy(func(*args, **kwargs), outputs))
 
-    def call(self, run: Callable[[], Any]) -> Any:
-        """Record a call as a whole, with all that it does in torch. Return copies of the tensors that it makes."""
+    def call(self, run: Callable[[], Tensor | None]) -> Tensor | None:
+        """Record a call as a whole, with all that it does in torch. Return a copy of the tensor that it makes."""
         _RECORDING.tape, self._paused = None, True
-        made = [one.clone() for one in run() or ()]
+        found = run()
+        made = None if found is None else found.clone()
         _RECORDING.tape, self._paused = self, False
-        self._calls.append(lambda: _copy(run(), made))
+        self._calls.append(lambda: _copy(run(), [] if made is None else [made]))
         return made
 
 

@@ -121,6 +121,15 @@ class EngineConfig:
                 f"--data-parallel-size {self.parallel.data_parallel_size} there are several. Leave one of them out."
             )
 
+    def step_limits(self, default_limits: tuple[int, int]) -> tuple[int, int]:
+        """Return the most sequences and tokens of a step, of all ranks together.
+
+        Args:
+            default_limits: see `WorkerFacts`.
+        """
+        num_seqs, rank_tokens = self.scheduler.limits(*default_limits)
+        return num_seqs, rank_tokens * self.parallel.cache_ranks
+
     @property
     def needs_weights(self) -> bool:
         """Whether weight files are read."""

@@ -24,7 +24,7 @@ from octavo.nn.quant.experts import (
 )
 from octavo.nn.quant.packed import Matrix
 from octavo.nn.quant.packed_experts import PackedExperts
-from octavo.nn.row_exchange import RowExchange
+from octavo.nn.row_exchange import Route, RowExchange
 from octavo.nn.shard import COL, ROW, Cut, cut
 from octavo.nn.weights import Stored, Wanted, WeightLayer
 from octavo.parallel.mesh import ALONE, Mesh
@@ -108,9 +108,6 @@ class ExpertLayer(WeightLayer):
         Args:
             added: the same on all ranks that have the same tokens.
         """
-        if self.exchange is not None:
-            y = self.exchange.mix(x, routing, self.scheme.mix, self._holders)
-            return y if added is None else y.add_(added)
         if self.delta is not None:
             y = self._summed(self._mix_adding(x, routing, self.delta), routing)
             return y if added is None else y.add_(added)
@@ -136,12 +133,15 @@ class ExpertLayer(WeightLayer):
     def _holders(self, experts: Tensor) -> Tensor:
         return rows_of_ranks(experts, self.form.num_experts, self.mesh.size)
 
-    def join(self, top_k: int, dtype: torch.dtype) -> None:
-        """Take part in the exchange of a step in which this rank has no tokens."""
-        if self.exchange is not None:
-            x = torch.empty(0, self.form.hidden_size, dtype=dtype, device=self.device)
-            experts = torch.empty(0, top_k, dtype=torch.int32, device=self.device)
-            self(x, Routing(experts.float(), experts))
+    def exchanged(self, x: Tensor, route: Route, added: Tensor | None = None) -> Tensor:
+        """Return what `forward` does where each rank has tokens of its own (`exchange`). All ranks must call it.
+
+        Args:
+            x: this rank's tokens [T, hidden_size]; T may be 0.
+        """
+        assert self.exchange is not None, "all ranks have the same tokens"
+        y = self.exchange.mix(x, route, self.scheme.mix, self._holders)
+        return y if added is None else y.add_(added)
 
     @property
     def fusing(self) -> FusingExperts | None:

@@ -1,7 +1,8 @@
 """`RowExchange`: experts that are divided over ranks with different tokens.
 
 With data-parallel attention, each rank computes the tokens of its own requests, but has only some of the experts that
-these choose. So rows of tokens go to the ranks of their experts, and sums of the experts' outputs come back.
+these choose. So rows of tokens go to the ranks of their experts, and sums of the experts' outputs come back. If all
+rows go to all ranks, each rank chooses the experts of all tokens: its router costs less than sending the choices.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from octavo.nn.ops.routing import Routing
 from octavo.parallel.collectives import Collectives, ExchangingRows, ScatteringSums
 from octavo.parallel.mesh import Mesh
 
+Route = Callable[[Tensor], Routing]
+"""The experts of tokens x [T, hidden_size]; T may be 0."""
 Compute = Callable[[Tensor, Routing], Tensor]
 """The sum of a rank's own experts: [T, hidden_size] for x [T, hidden_size] and the routing of its tokens."""
 
@@ -39,19 +42,21 @@ class RowExchange:
         self.recordable = not only_chosen
         self._only_chosen = only_chosen
 
-    def mix(self, x: Tensor, routing: Routing, compute: Compute, holders: Callable[[Tensor], Tensor]) -> Tensor:
+    def mix(self, x: Tensor, route: Route, compute: Compute, holders: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the sum of the tokens' experts on all ranks, as a new tensor [T, hidden_size].
 
         Args:
             x: this rank's tokens [T, hidden_size]; T may be 0.
             holders: which ranks have experts of tokens, [ranks, T] bool for their experts [T, top_k].
         """
-        if not sum(self._counts(x)):
+        counts = self._counts(x)
+        if not sum(counts):
             return torch.empty_like(x)
         if self._only_chosen:
+            routing = route(x)
             return self._by_chosen_rows(x, routing, compute, holders(routing.experts))
-        packed = self.gathered(_packed(x, routing))
-        return self._own_sum(compute(*_unpacked(packed, x, routing)), self._counts(x))
+        rows = self.gathered(x)
+        return self._own_sum(compute(rows, route(rows)), counts)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return the rows x [T, ...] of all ranks, in the order of the ranks."""
@@ -79,7 +84,7 @@ class RowExchange:
         assert isinstance(group, ExchangingRows), "these ranks can't exchange rows"
         rank_of_row, rows = chosen.nonzero(as_tuple=True)
         sent = chosen.sum(1)
-        received = [int(each[self.mesh.rank]) for each in torch.stack(group.all_gather(sent)).tolist()]
+        received = group.all_gather(sent)[:, self.mesh.rank].tolist()
         ends = sent.tolist()
         arrived = torch.cat(group.all_to_all(_packed(x, routing)[rows], ends, received))
         own, choices = _unpacked(arrived, x, routing)

@@ -17,8 +17,8 @@ class Collectives(Protocol):
         """Sum `x` over all ranks and return it; `x` may be overwritten."""
         ...
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return all ranks' `x`, of one shape with at least one dimension, in rank order."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return all ranks' `x`, of one shape with at least one dimension, in rank order: [ranks, *x.shape]."""
         ...
 
 
@@ -127,11 +127,10 @@ class TorchCollectives:
         assert work is not None, "this process is in the group"
         return _TorchSum(x, work)
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
-        parts = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-        _gather(parts, x, group=self._group)
-        return list(parts.chunk(self._size))
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self._size, *x.shape)
+        _gather(parts.flatten(0, 1), x.contiguous(), group=self._group)
+        return parts
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         rows = x.new_empty(sum(received), *x.shape[1:])

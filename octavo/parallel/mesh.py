@@ -64,7 +64,7 @@ class Mesh:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate all ranks' `x` along the last dimension, in rank order: [..., N] to [..., size * N]."""
-        return x if self.size == 1 else torch.cat(self._joined.all_gather(x), dim=-1)
+        return x if self.size == 1 else torch.cat(self._joined.all_gather(x).unbind(), dim=-1)
 
     def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Concatenate all ranks' rows, in rank order: [counts[rank], ...] to [sum of counts, ...]. If no rank has any,
@@ -77,6 +77,8 @@ class Mesh:
             x = own.new_empty(most, *own.shape[1:])
             x[: len(own)] = own
         parts = self._joined.all_gather(x)
+        if min(counts) == most:
+            return parts.flatten(0, 1)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def of_first(self, data: bytes, device: torch.device) -> bytes:
@@ -97,7 +99,8 @@ class Mesh:
 
     def _numbers(self, own: int, device: torch.device) -> list[int]:
         sent = torch.full((16,), own, dtype=torch.int32, device=device)  # as many words as the memory of peers takes
-        return [int(one[0]) for one in self._joined.all_gather(sent)]
+        found: list[int] = self._joined.all_gather(sent)[:, 0].tolist()
+        return found
 
     @property
     def shares_memory(self) -> bool:

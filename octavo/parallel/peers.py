@@ -107,14 +107,16 @@ class PeerCollectives:
         self._exchange(sent, out, None, words)
         return out if out.shape == x.shape else out[: x.numel()].view(x.shape)
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> Tensor:
         sent = self._in_words(x)
         words = self._row_words(sent) if x.nbytes <= self.limits.cells else 0
         if not words:
-            return [x] * self._inboxes.ranks if self._has_nothing(x) else self._rest.all_gather(sent)
+            nothing = self._has_nothing(x)
+            return x.new_empty(self._inboxes.ranks, *x.shape) if nothing else self._rest.all_gather(sent)
         out = x.new_empty(self._inboxes.ranks, sent.nbytes // 4, dtype=torch.int32)
         self._launch(sent.flatten().view(torch.int32), out, None, words, gathers=True)
-        return [one[: x.numel()].view(x.shape) for one in out.view(x.dtype)]
+        parts: Tensor = out.view(x.dtype)[:, : x.numel()].unflatten(1, x.shape)
+        return parts
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         rest = self._rest

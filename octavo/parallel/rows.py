@@ -32,4 +32,4 @@ def sum_rows(x: Tensor, present: Tensor, mesh: Mesh) -> Tensor:
     own = present[:, starts[rank] : starts[rank + 1]]
     for has, rows in zip(own, received, strict=True):
         total[: own.shape[1]][has] += rows.float()
-    return torch.cat(group.all_gather(total.to(x.dtype)))[:tokens]
+    return group.all_gather(total.to(x.dtype)).flatten(0, 1)[:tokens]

@@ -30,11 +30,11 @@ class SharedMemory:
         self.exchange.all_reduce(x.data_ptr(), x.numel(), _DTYPES[x.dtype])
         return x
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> Tensor:
         x, size = x.contiguous(), self.exchange.size
         parts = x.new_empty(size, *x.shape)
         self.exchange.all_gather(x.data_ptr(), parts.data_ptr(), x.nbytes)
-        return list(parts)
+        return parts
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         """See `ExchangingRows`. All ranks receive all rows, which costs little in memory that they share."""

@@ -64,7 +64,8 @@ class Planner:
             in_flight: some launched steps are not committed yet.
         """
         self.at = None
-        step = StepBuilder(budget=self._limits.max_num_batched_tokens)
+        of_ranks = [self._limits.rank_tokens] * self._cache.ranks if self._limits.rank_tokens else []
+        step = StepBuilder(self._limits.max_num_batched_tokens, of_ranks)
         alone = self._quarantine.current is not None
         try:
             if alone:
@@ -172,6 +173,9 @@ class Planner:
         if not self._kv.share(request, step.prompts):
             return AdmitResult.WAIT
         shared = request.num_computed
+        if step.left_for(request) <= 0:
+            self._kv.unshare(request)
+            return AdmitResult.FULL
         num_tokens = self._allowed(step, request)
         if num_tokens <= 0 or not self._fits(request):
             self._kv.unshare(request)
@@ -197,14 +201,14 @@ class Planner:
         return self._admit(step, request) if self._requests.num_free_slots else AdmitResult.FULL
 
     def _budget(self, step: StepBuilder, request: Request) -> int:
-        """Return the tokens that the step has left for a request; a prompt that can wait may get fewer."""
+        """Return the tokens that the step has left for a request of any rank; a prompt that can wait may get fewer."""
         if step.pace is None or request.uncomputed <= 1 + request.num_drafts:
             return step.budget
         return step.pace.allowed(request, self._limits.max_num_batched_tokens - step.budget, step.budget)
 
     def _allowed(self, step: StepBuilder, request: Request) -> int:
         """Return how many tokens the request computes in this step. Drafts that do not fit the budget are dropped."""
-        num_tokens = min(request.uncomputed, self._budget(step, request))
+        num_tokens = min(request.uncomputed, self._budget(step, request), step.left_for(request))
         num_tokens = self._cache.chunk(request.num_computed, num_tokens)
         if self._limits.whole_prompts and num_tokens < request.uncomputed:
             return 0

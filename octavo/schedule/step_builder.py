@@ -24,6 +24,8 @@ class StepBuilder:
     """The layout so far, the requests behind its rows, and the remaining budget in tokens."""
 
     budget: int
+    of_ranks: list[int] = field(default_factory=list)
+    """The remaining budget of each rank whose requests are its own; empty if each rank computes all requests."""
     draft: PlanDraft = field(default_factory=PlanDraft)
     rows: list[Request] = field(default_factory=list)
     prompts: set[Request] = field(default_factory=set)
@@ -40,6 +42,10 @@ class StepBuilder:
     deferred: list[Request] = field(default_factory=list)
     """Taken from the queue, and to go back to it: they wait for something else than room."""
 
+    def left_for(self, request: Request) -> int:
+        """Return the tokens left for a request whose rank is chosen."""
+        return min(self.budget, self.of_ranks[request.table.rank]) if self.of_ranks else self.budget
+
     def add_row(self, request: Request, num_tokens: int, growth: Growth, *, samples: bool, drafts: int) -> None:
         """Add a row for the next `num_tokens` of a request. `request.num_computed` does not include them yet."""
         draft = self.draft
@@ -52,6 +58,8 @@ class StepBuilder:
             draft.block_writes.extend((request.slot, *write) for write in growth.writes)
         self.rows.append(request)
         self.budget -= num_tokens
+        if self.of_ranks:
+            self.of_ranks[request.table.rank] -= num_tokens
         if request.num_computed < request.num_prompt:
             self.prompts.add(request)
             self.num_prompt_tokens += min(num_tokens, request.num_prompt - request.num_computed)

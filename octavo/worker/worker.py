@@ -463,7 +463,7 @@ class Worker:
             self.cache_groups,
             drafts=room.max_drafts > 0,
         )
-        most = sampled_rows(own, room.num_slots, room.max_step_tokens)
+        most = sampled_rows(own, room.num_slots)
         sampler = ResidentSampler(slots.table, self.spec.vocab_size, most)
         most_rows = most_results(room.num_slots, room.max_step_tokens, room.max_drafts)
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
@@ -482,7 +482,7 @@ class Worker:
             replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, max_drafts=drafts, shares=shares)
             runner.replay = replay
         if device.torch_device.type == "cuda":
-            warm_up(runner, slots, room.max_step_tokens, room.max_drafts)
+            warm_up(runner, slots, room.max_step_tokens // (own.mesh.size if own else 1), room.max_drafts)
         return runner
 
     def _await_kernels(self) -> None:

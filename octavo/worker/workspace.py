@@ -47,4 +47,4 @@ def rows_of_logits(
         return results
     from octavo.worker.resident.own_singles import own_sizes  # needs triton, which machines without a GPU may lack
 
-    return max(results, own_sizes(ranks, *limits)[-1])
+    return max(results, own_sizes(ranks, limits[0])[-1])

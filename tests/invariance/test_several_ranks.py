@@ -186,7 +186,7 @@ def test_ranks_exchange_only_the_tokens_that_may_be_drawn(tied: bool, monkeypatc
     whole: list[int] = []
     gather = SharedMemory.all_gather
 
-    def counted(group: SharedMemory, x: Tensor) -> list[Tensor]:
+    def counted(group: SharedMemory, x: Tensor) -> Tensor:
         if x.dtype == torch.float32 and x.shape[-1] == EVEN["vocab_size"] // 2:
             whole.append(len(x))
         return gather(group, x)

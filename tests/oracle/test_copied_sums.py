@@ -194,8 +194,8 @@ class Beginning:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        return [x]
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
 
     def most_hidden_bytes(self) -> int:
         return 0

@@ -34,7 +34,7 @@ class Counted(ThreadCollectives):
 
     sent = 0
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.sent += x.nbytes
         return super().all_gather(x)
 
@@ -113,9 +113,9 @@ class Recorded:
     def all_reduce(self, x: Tensor) -> Tensor:
         raise AssertionError("nothing is summed")
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.sent[self.rank] = x.clone()
-        return [self.sent.get(rank, x) for rank in range(self.size)]
+        return torch.stack([self.sent.get(rank, x) for rank in range(self.size)])
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "bad"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,28 @@ from octavo.cache.cache import KVCache
 from octavo.cache.table import BlockTable
 
 
+def bounded(world: World) -> World:
+    """Check each plan of the world: no rank has more tokens than the budget of one."""
+    forward, rank_of = world.device.forward, {}
+
+    def checked(plan):
+        rank_of.update((row.slot, row.rank) for row in plan.new)
+        of_ranks = Counter()
+        for slot, num_tokens in zip(plan.slots, plan.num_tokens, strict=True):
+            of_ranks[rank_of[slot]] += num_tokens
+        world.most = max(world.most, sum(of_ranks.values()))
+        assert max(of_ranks.values()) <= world.budget
+        return forward(plan)
+
+    world.device.forward, world.most = checked, 0
+    return world
+
+
 @given(worlds(LAYOUTS), st.integers(2, 3), st.integers(1, 12), st.sampled_from([0.0, 0.05]))
 @settings(max_examples=examples(600), deadline=None)
 def test_any_life_of_an_engine(world, ranks, count, abort_rate):
     per_rank = world.num_blocks // len(world.groups)
-    world = replace(world, ranks=ranks, num_blocks=per_rank, rng=random.Random(world.rng.random()))
+    world = bounded(replace(world, ranks=ranks, num_blocks=per_rank, rng=random.Random(world.rng.random())))
     world.run(random_requests(world.rng, count), abort_rate)
     world.check()
 
@@ -30,8 +48,9 @@ def test_hundreds_of_requests(depth):
     world = World(
         rng=random.Random(depth), depth=depth, num_drafts=0, num_blocks=9, budget=16, policy="fcfs", share=True, ranks=2
     )
-    world.run(random_requests(world.rng, 200), abort_rate=0.01)
+    bounded(world).run(random_requests(world.rng, 200), abort_rate=0.01)
     world.check()
+    assert world.most > world.budget, "only one rank computes in each step"
     stats = world.scheduler.stats()
     assert stats.num_preemptions > 0
     assert stats.prefix_cache_hits > 0

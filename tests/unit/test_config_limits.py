@@ -30,6 +30,22 @@ def test_limits(seqs, tokens, expected):
     assert SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens).limits(1024, 8192) == expected
 
 
+@pytest.mark.parametrize(
+    ("parallel", "tokens"),
+    [
+        ({}, 64),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, 64),
+        ({"data_parallel_size": 3}, 64),  # of each replica
+        ({"data_parallel_size": 3, "enable_expert_parallel": True}, 192),  # of the ranks of one engine
+    ],
+)
+def test_tokens_of_a_step_are_those_of_each_rank_that_has_its_own_requests(parallel, tokens):
+    assert EngineConfig.of(max_num_batched_tokens=64, max_num_seqs=8, **parallel).step_limits((1024, 8192)) == (
+        8,
+        tokens,
+    )
+
+
 def sized(**settings: Any) -> ModelInfo:
     given = {"load_format": "dummy", "dtype": "float32", "threads": 1, "max_num_seqs": 4}
     loop, info = build_core(EngineConfig.of(**given | settings), model_files())

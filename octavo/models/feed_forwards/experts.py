@@ -49,23 +49,39 @@ class Experts(FeedForward):
 
     def forward(self, stream: Stream, norm: Norm) -> Tensor | Summands | OneToken:
         """Return the sum for norm(stream), [T, hidden_size], or what is left to add up."""
-        bias = self.correction.bias if self.correction else None
         scale = norm.scale
         fusing = None if self.shared_gate is not None else self.experts.fusing
         if fusing is not None and scale is not None and stream.rows == 1 and stream.settled:
-            routing = self.experts.route(self.router.after_norm(stream, norm, wide=True), self.routing, bias)
+            routing = self._chosen(self.router.after_norm(stream, norm, wide=True))
             inner = fusing.gate_rows(stream.value, scale, routing)
             return OneToken(inner, routing, None if self.shared is None else self.shared(stream, norm))
         x = stream.normed(norm)
-        routing = self.experts.route(self.router.wide(x), self.routing, bias)
-        shared = None if self.shared is None else self.shared.of(x)
-        if shared is not None and self.shared_gate is not None:
-            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        if self.experts.exchange is not None:
+            return self.experts.exchanged(x, self._route, self._shared(x))
+        routing = self._route(x)
         fusing = self.experts.fusing
-        return (self.experts if fusing is None else fusing.summands)(x, routing, shared)
+        return (self.experts if fusing is None else fusing.summands)(x, routing, self._shared(x))
 
     def join(self, dtype: torch.dtype) -> None:
-        self.experts.join(self.routing.top_k, dtype)
+        if self.experts.exchange is not None:
+            x = torch.empty(0, self.hidden_size, dtype=dtype, device=self.router.device)
+            self.experts.exchanged(x, self._route)
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        shared = None if self.shared is None else self.shared.of(x)
+        if shared is None or self.shared_gate is None:
+            return shared
+        return torch.sigmoid(self.shared_gate(x)) * shared
+
+    def _route(self, x: Tensor) -> Routing:
+        """Choose the experts of tokens x [T, hidden_size]."""
+        if len(x):
+            return self._chosen(self.router.wide(x))
+        experts = torch.empty(0, self.routing.top_k, dtype=torch.int32, device=x.device)
+        return Routing(experts.float(), experts)
+
+    def _chosen(self, logits: Tensor) -> Routing:
+        return self.experts.route(logits, self.routing, self.correction.bias if self.correction else None)
 
     def add(self, stream: Stream, one: OneToken) -> None:
         """Add a token's second products to the stream."""

@@ -296,10 +296,10 @@ class _Alike:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self._group, PeerCollectives):
             self._group.launch_gather(x)
-        return [x] * self._size
+        return x.expand(self._size, *x.shape)
 
 
 def _sample(spec: DecoderSpec, slots: DeviceSlots, mesh: Mesh) -> None:

@@ -25,19 +25,19 @@ _UNEQUAL = 2
 """How many times its equal share a rank may have of the most requests. Steps with larger parts are not recorded."""
 
 
-def sampled_rows(own: OwnRows | None, max_rows: int, max_tokens: int) -> int:
+def sampled_rows(own: OwnRows | None, max_rows: int) -> int:
     """Return the most rows of logits of a step: of one slot more than there are, or of a recording with its padding."""
-    return max([max_rows + 1, *([] if own is None else own_sizes(own.mesh.size, max_rows, max_tokens))])
+    return max([max_rows + 1, *([] if own is None else own_sizes(own.mesh.size, max_rows))])
 
 
-def own_sizes(ranks: int, max_rows: int, max_tokens: int) -> list[int]:
-    """Return the rows of whole steps to record, ascending multiples of `ranks`.
+def own_sizes(ranks: int, max_rows: int) -> list[int]:
+    """Return the rows of whole steps to record, ascending multiples of `ranks`: no more than tokens of a step, since
+    each rank may compute a token of each request.
 
     Args:
-        max_rows, max_tokens: limits of a step; experts compute padding, too, and have memory for `max_tokens`.
+        max_rows: limit of a step.
     """
-    most = min(max_rows, _UNEQUAL * -(-max_rows // ranks), max_tokens // ranks)
-    return [ranks * size for size in sizes(max(most, 1))]
+    return [ranks * size for size in sizes(min(max_rows, _UNEQUAL * -(-max_rows // ranks)))]
 
 
 def product_rows(own: OwnRows | None, max_rows: int, max_tokens: int) -> list[int]:
@@ -50,7 +50,7 @@ def product_rows(own: OwnRows | None, max_rows: int, max_tokens: int) -> list[in
     if own is None:
         return [*sizes(max_rows), *token_counts(max_tokens)]
     ranks = own.mesh.size
-    whole = own_sizes(ranks, max_rows, max_tokens)
+    whole = own_sizes(ranks, max_rows)
     return [*whole, *(size // ranks for size in whole)]
 
 
@@ -61,9 +61,9 @@ class OwnSingles(Singles):
         sizes: recorded numbers of rows of all ranks, ascending.
     """
 
-    def __init__(self, slots: DeviceSlots, attention: Recordable, own: OwnRows, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, slots: DeviceSlots, attention: Recordable, own: OwnRows, max_rows: int) -> None:
         ranks = own.mesh.size
-        super().__init__(slots, attention, own_sizes(ranks, max_rows, max_tokens), shares=False)
+        super().__init__(slots, attention, own_sizes(ranks, max_rows), shares=False)
         self._own, self._device = own, slots.device
         largest = self.sizes[-1]
         self._packed = torch.zeros(largest + largest // ranks, dtype=torch.int32, device=slots.device)

@@ -188,7 +188,7 @@ class GraphReplay:
         if self._own_rows is None:
             self._singles = Singles(*parts, sizes(max_rows), shares=shares and bool(layers))
         else:
-            self._singles = OwnSingles(*parts, self._own_rows, max_rows, max_tokens)
+            self._singles = OwnSingles(*parts, self._own_rows, max_rows)
         self._block_bytes = layers[0].cache[0].nbytes if layers else 0
         largest = self._singles.sizes[-1]
         self._hidden = self._single(largest).clone()

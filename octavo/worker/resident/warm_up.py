@@ -25,7 +25,7 @@ def most_rows(own: OwnRows | None, num_slots: int, max_tokens: int) -> int:
     Args:
         own: runs the layers on a rank's own rows; None if ranks divide each layer.
     """
-    whole = [] if own is None else own_sizes(own.mesh.size, num_slots, max_tokens)
+    whole = [] if own is None else own_sizes(own.mesh.size, num_slots)
     return max([num_slots, *(count + 2 for count in token_counts(max_tokens)), *whole])
 
 
@@ -33,7 +33,7 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int
     """Run the steps. Slots and KV cache must be empty.
 
     Args:
-        max_tokens: limit of a step.
+        max_tokens: limit of a step, or of each rank's part of it.
         max_drafts: most drafts of a row.
     """
     began = time.perf_counter()

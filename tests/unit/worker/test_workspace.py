@@ -28,7 +28,6 @@ def test_the_bytes_of_a_step() -> None:
     [
         (2, 131, DIVIDED, (8, 64), 16),  # with padding, twice the requests
         (3, 130, DIVIDED, (8, 64), 18),
-        (2, 131, DIVIDED, (8, 12), 12),
         (2, 130, DIVIDED, (8, 64), 8),  # the ranks divide the vocabulary
         (2, 131, {}, (8, 64), 8),  # replicas
         (1, 131, DIVIDED, (8, 64), 8),

@@ -30,7 +30,7 @@ def batches(ranks: int) -> list[OwnSingles]:
         own: Any = SimpleNamespace(
             mesh=Mesh(rank, ranks), ranks_of=RANKS.__getitem__, decode=lambda x, step, own, order: (own, order)
         )
-        made.append(OwnSingles(slots, attention, own, NUM_SLOTS, 64))
+        made.append(OwnSingles(slots, attention, own, NUM_SLOTS))
     return made
 
 
@@ -65,9 +65,8 @@ def test_what_is_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "max_rows", "max_tokens", "expected"),
-    [(2, 8, 64, [2, 4, 8, 16]), (2, 8, 10, [2, 4, 8, 10]), (3, 8, 64, [3, 6, 12, 18]), (4, 1, 2, [4])],
+    ("ranks", "max_rows", "expected"), [(2, 8, [2, 4, 8, 16]), (3, 8, [3, 6, 12, 18]), (4, 1, [4])]
 )
-def test_sizes(ranks: int, max_rows: int, max_tokens: int, expected: list[int]) -> None:
-    """Equal numbers of rows of each rank, up to twice its equal share, as experts have memory for."""
-    assert own_sizes(ranks, max_rows, max_tokens) == expected
+def test_sizes(ranks: int, max_rows: int, expected: list[int]) -> None:
+    """Equal numbers of rows of each rank, up to twice its equal share."""
+    assert own_sizes(ranks, max_rows) == expected
