@@ -121,11 +121,14 @@ def run(name: str, **settings: Any) -> tuple[dict[tuple[str, int], list[int]], i
     [
         (LATENT, "two ranks"),
         (GROUPED, "steps launched ahead, preempted requests"),
-        (GROUPED, "three ranks"),
         (GROUPED, "unequal steps"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((LATENT, "steps launched ahead, preempted requests"), ("windows and sinks", "two ranks"))
+            for case in (
+                (GROUPED, "three ranks"),
+                (LATENT, "steps launched ahead, preempted requests"),
+                ("windows and sinks", "two ranks"),
+            )
         ),
     ],
 )

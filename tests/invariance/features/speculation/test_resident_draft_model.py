@@ -38,12 +38,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def requests() -> list[GenerateRequest]:
+def requests(length: int = 12) -> list[GenerateRequest]:
     rng = random.Random(6)
     made = []
     for i, sampled in enumerate(SAMPLED):
         prompt = [rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, 20))]
-        params = SamplingParams(max_tokens=12, ignore_eos=True, **sampled)
+        params = SamplingParams(max_tokens=length, ignore_eos=True, **sampled)
         made.append(GenerateRequest(id=f"r{i}", tokens=prompt, params=params, priority=-i))
     return made
 

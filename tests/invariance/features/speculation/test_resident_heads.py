@@ -25,14 +25,14 @@ from octavo.engine.loop import EngineLoop
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineLoop:
-    small = {"memory_bytes": 1 << 21, "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    small = {"memory_bytes": 1 << 21, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     return strict(build_core(tiny_config(**small | behind(monkeypatch) | settings), model_files(LLAMA))[0])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=[pytest.mark.slow] * (not GPU))])
 def test_a_head_changes_nothing_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loop = engine(monkeypatch, enforce_eager=True, async_scheduling=False)
-    asked = requests()[: None if GPU else 3]
+    asked = requests() if GPU else requests(7)[:2]  # an interpreted step takes a second
     expected = news_of(list(drive(loop, asked)))
     loop.close()
     replayed = recorded_graphs(monkeypatch)
@@ -41,6 +41,6 @@ def test_a_head_changes_nothing_on_a_device(kind: str, monkeypatch: pytest.Monke
     loop = engine(monkeypatch, speculative_config=drafts)
     check_same(news_of(list(drive(loop, asked))), expected)
     found = {one.name: sum(one.values.values()) for one in loop.stats().features}
-    assert found["spec_decode_num_draft_tokens"] > 20
+    assert found["spec_decode_num_draft_tokens"] > (20 if GPU else 8)
     assert replayed["forward"] > found["spec_decode_num_draft_tokens"] / 4, "the head's steps are recorded"
     loop.close()
