@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from serving import Server, serve_command, together, wait_until
 from tiny_adapters import merged, save_adapter
+from toy_engine import GPU
 from toy_models import save_decoder
 
 from octavo import LLM, LoRARequest, SamplingParams
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPT = "The quick brown fox jumps over"
 COUNT = 12
-BACKEND = "torch"
+BACKEND = "triton" if GPU else "torch"
 SETTINGS = (
     *("--dtype", "float32", "--threads", "1", "--max-model-len", "128", "--kv-cache-memory-bytes", "8M"),
     *("--attention-backend", BACKEND),

@@ -37,8 +37,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
     "depth 2": {"depth": 2},
     "chunked prefill": {"max_num_batched_tokens": 24, "max_num_seqs": 6},
-    "preemption": {"num_blocks": 10, "max_model_len": 128},
-    "preemption + depth 2": {"num_blocks": 10, "max_model_len": 128, "depth": 2},
+    "preemption": {"num_blocks": 9, "max_model_len": 128},
+    "preemption + depth 2": {"num_blocks": 9, "max_model_len": 128, "depth": 2},
     "no prefix cache": {"enable_prefix_caching": False},
     "torch attention": {"attention_backend": "torch"},
     "torch attention + chunked prefill": {
