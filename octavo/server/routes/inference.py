@@ -19,7 +19,7 @@ from octavo.server.openai.decide.protocol import DecisionBody
 from octavo.server.openai.decide.route import decisions
 from octavo.server.openai.protocol import ChatBatchBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.openai.respond.protocol import ResponseBody
-from octavo.server.openai.respond.route import Responses
+from octavo.server.openai.respond.route import KEPT, Responses
 from octavo.server.schema.document import describe
 from octavo.server.siblings.siblings import SiblingProcesses
 
@@ -142,16 +142,15 @@ def kept_responses(responses: Responses, siblings: SiblingProcesses | None) -> A
         async def endpoint(request: Request) -> Response:
             wanted = request.path_params["response_id"]
             if siblings is not None and not responses.keeps(wanted):
-                url = path.format(response_id=wanted) + ("?" + request.url.query if request.url.query else "")
-                found = await siblings.first(method, url, request.state.request_id)
-                if found is not None:
-                    return found
+                keeper = await siblings.having(f"{KEPT}/{wanted}", request.state.request_id)
+                if keeper is not None:
+                    return siblings.relayed(request, keeper)
             return await answer(request, wanted)
 
         router.add_api_route(path, endpoint, methods=[method], name=name, description=text)
 
     one = "/v1/responses/{response_id}"
-    made = "Return a stored response, complete or in progress."
+    made = "Return a stored response, complete or in progress, or stream its events."
     route(one, "GET", "retrieve_response", made, responses.retrieve)
     route(one, "DELETE", "delete_response", "Forget a response.", responses.delete)
     ended = "Cancel a background response."

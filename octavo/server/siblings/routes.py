@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
@@ -13,7 +14,7 @@ from octavo.server import errors
 from octavo.server.anthropic.errors import error_response
 from octavo.server.context import ServerContext
 from octavo.server.metrics.merge import encode
-from octavo.server.openai.respond.route import RECALLED, RECALLED_ITEMS, Responses
+from octavo.server.openai.respond.route import KEPT, RECALLED, RECALLED_ITEMS, Responses
 from octavo.server.routes.inference import kept_responses
 from octavo.server.siblings.crew import OWN_METRICS
 from octavo.server.siblings.siblings import SiblingProcesses
@@ -29,6 +30,10 @@ def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIR
     async def own_metrics(request: Request) -> Response:
         return Response(encode(ctx.metrics.own()))
 
+    async def kept(request: Request) -> Response:
+        has = responses.keeps(request.path_params["response_id"])
+        return Response(status_code=HTTPStatus.OK if has else HTTPStatus.NOT_FOUND)
+
     async def recalled(request: Request) -> Response:
         return responses.recalled(request.path_params["response_id"])
 
@@ -37,6 +42,7 @@ def private_app(ctx: ServerContext, responses: Responses, routers: Sequence[APIR
     async def recalled_item(request: Request) -> Response:
         return responses.recalled_item(request.path_params["item_id"])
 
+    app.add_api_route(KEPT + "/{response_id}", kept, methods=["GET"])
     app.add_api_route(RECALLED + "/{response_id}", recalled, methods=["GET"])
     app.add_api_route(RECALLED_ITEMS + "/{item_id}", recalled_item, methods=["GET"])
     for router in (kept_responses(responses, None), *routers):

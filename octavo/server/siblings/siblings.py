@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from pathlib import Path
 
 from starlette.requests import Request
@@ -35,9 +36,17 @@ class SiblingProcesses:
         """Return the socket file of a process."""
         return self._folder / f"api-{index}.sock"
 
-    def relayed(self, request: Request) -> Response:
-        """Return the leader's response to a request."""
-        return Relayed(self.path(0), request.state.request_id)
+    def relayed(self, request: Request, index: int = 0) -> Response:
+        """Return another process's response to a request."""
+        return Relayed(self.path(index), request.state.request_id)
+
+    async def having(self, url: str, request_id: str) -> int | None:
+        """Return the process that has something at a URL; None if none has."""
+        asked = (ask(self.path(number), "GET", url, request_id) for number in self.others)
+        for number, answer in zip(self.others, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, tuple) and answer[0] == HTTPStatus.OK:
+                return number
+        return None
 
     async def first(self, method: str, url: str, request_id: str) -> Response | None:
         """Ask the other processes. Return the first response other than "not found"; None if there is none."""

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from server_kit import TOKENIZER, VOCAB_SIZE, Answer, ask, ask_now, eventually, saying
+from server_kit import TOKENIZER, VOCAB_SIZE, Answer, Visitor, ask, ask_now, eventually, saying
 from test_tools import CALL, CLOCK_CALL, THINKING, WITH_TOOLS
 
 from octavo.config import ServerConfig
@@ -66,9 +66,10 @@ def followed(text: str) -> dict[str, Any]:
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    begun = ["created", *(["queued"] if events[0]["response"]["background"] else []), "in_progress"]
+    assert [event["type"] for event in events[: len(begun)]] == [f"response.{kind}" for kind in begun]
     items: list[dict[str, Any]] = []
-    for event in events[2:-1]:
+    for event in events[len(begun) : -1]:
         kind = event["type"]
         if kind == "response.output_item.added":
             assert event["output_index"] == len(items)
@@ -91,7 +92,7 @@ def followed(text: str) -> dict[str, Any]:
             assert event["item"] == item | {"status": event["item"]["status"]}
             items[-1] = event["item"]
     last: dict[str, Any] = events[-1]["response"]
-    assert events[-1]["type"] == f"response.{last['status']}"
+    assert events[-1]["type"] == f"response.{last['status']}".replace("cancelled", "incomplete")
     assert last["output"] == items
     return last
 
@@ -278,11 +279,17 @@ def test_input_items_are_told_in_pages() -> None:
     assert ask_now(place.app, f"{path}?limit=0", method="GET").error()["param"] == "limit"
 
 
-def test_a_stored_response_is_not_streamed() -> None:
-    place = Place("x")
-    path = f"{PATH}/{place.ask().json()['id']}"
-    assert ask_now(place.app, f"{path}?stream=true", method="GET").error()["param"] == "stream"
-    assert ask_now(place.app, f"{path}?stream=false", method="GET").status == 200
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}], ids=str)
+def test_only_what_streams_in_the_background_has_events_later(fields: dict[str, Any]) -> None:
+    async def visit() -> None:
+        place = Place("x")
+        made = await ask(place.app, PATH, {"input": "Hello"} | fields)
+        name = followed(made.body.decode())["id"] if "stream" in fields else made.json()["id"]
+        path = f"{PATH}/{name}"
+        assert (await ask(place.app, f"{path}?stream=true", method="GET")).error()["param"] == "stream"
+        assert (await ask(place.app, f"{path}?stream=false", method="GET")).status == 200
+
+    asyncio.run(visit())
 
 
 def test_responses_can_be_asked_for_and_forgotten() -> None:
@@ -331,6 +338,98 @@ def test_the_background_can_be_cancelled(begun: bool) -> None:
         assert (await ask(place.app, f"{PATH}/{first['id']}", method="GET")).json()["status"] == "cancelled"
 
     asyncio.run(visit())
+
+
+STREAMED = {"input": "Hello", "background": True, "stream": True}
+
+
+def named(body: bytes) -> str:
+    """The id of a response in its first event."""
+    name: str = json.loads(body.split(b"\n")[1].removeprefix(b"data: "))["response"]["id"]
+    return name
+
+
+def test_a_stream_in_the_background_goes_on_without_its_client() -> None:
+    """Whoever comes back gets what was missed, from any event on, and what follows."""
+
+    async def visit() -> None:
+        gate = asyncio.Event()
+        place = Place("Done.", pace=gate.wait)
+        client = Visitor(place.app, PATH, STREAMED)
+        await client.heard.wait()
+        client.leaves.set()
+        path = f"{PATH}/{named((await client.whole()).body)}"
+        readers = [Visitor(place.app, f"{path}?stream=true", method="GET") for _ in range(2)]
+        await readers[1].heard.wait()
+        gate.set()
+        bodies = [(await one.whole()).body for one in readers]
+        assert bodies[0] == bodies[1]
+        done = followed(bodies[0].decode())
+        assert (done["status"], said(done), done["background"]) == ("completed", "Done.", True)
+        assert (await ask(place.app, path, method="GET")).json() == done
+        frames = bodies[0].split(b"\n\n")
+        for number in (0, 3, len(frames) - 3):
+            found = await ask(place.app, f"{path}?stream=true&starting_after={number}", method="GET")
+            assert found.body.split(b"\n\n") == frames[number + 1 :]
+        for number in (len(frames) - 2, 10**9):
+            found = await ask(place.app, f"{path}?stream=true&starting_after={number}", method="GET")
+            assert (found.status, found.body) == (200, b"")
+
+    asyncio.run(visit())
+
+
+@pytest.mark.parametrize("ended", ["cancel", "delete"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_stream_in_the_background_ends_with_its_response(begun: bool, ended: str) -> None:
+    async def visit() -> None:
+        gate = asyncio.Event()
+        place = Place("Done.", pace=gate.wait)
+        client = Visitor(place.app, PATH, STREAMED)
+        await eventually(lambda: bool(place.engine.running) if begun else bool(client.answer.pieces))
+        path = f"{PATH}/{named(client.answer.body)}"
+        found = await (ask(place.app, f"{path}/cancel") if ended == "cancel" else ask(place.app, path, method="DELETE"))
+        assert found.status == 200
+        assert followed((await client.whole()).body.decode())["status"] == "cancelled"
+        await eventually(lambda: not place.engine.running)
+
+    asyncio.run(visit())
+
+
+def test_a_failure_in_the_background_is_the_end_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place("Hello")
+
+    async def dying(request: Any) -> Any:
+        raise EngineDeadError("The engine died.")
+        yield
+
+    monkeypatch.setattr(place.engine, "generate", dying)
+
+    async def visit() -> None:
+        body = (await ask(place.app, PATH, STREAMED)).body
+        text, error = body.decode().removesuffix("\n\n").rsplit("\n\n", 1)
+        failed = followed(text + "\n\n")
+        assert (failed["status"], failed["error"]["message"]) == ("failed", "The engine died.")
+        assert error.startswith("event: error\n")
+        again = await ask(place.app, f"{PATH}/{failed['id']}?stream=true", method="GET")
+        assert again.body == body
+
+    asyncio.run(visit())
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("stream=maybe", "stream"),
+        ("stream=true&starting_after=-1", "starting_after"),
+        ("stream=true&starting_after=x", "starting_after"),
+        ("starting_after=1", "starting_after"),
+    ],
+)
+def test_a_wrong_query_is_named(query: str, param: str) -> None:
+    place = Place("x")
+    path = f"{PATH}/{place.ask().json()['id']}?{query}"
+    answer = ask_now(place.app, path, method="GET")
+    assert (answer.status, answer.error()["param"]) == (400, param)
 
 
 @pytest.mark.features("grammar")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -91,6 +92,26 @@ def test_a_response_in_the_background_is_cancelled_from_another_process(short_pa
             cancelled = await ask(second, f"/v1/responses/{made['id']}/cancel")
             assert cancelled.json()["status"] == "cancelled"
             assert (await ask(first, f"/v1/responses/{made['id']}", method="GET")).json()["status"] == "cancelled"
+
+    played(scenario)
+
+
+def test_a_stream_in_the_background_is_followed_from_another_process(short_path: Path) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+        async with family(short_path, 3, pace=gate.wait) as apps:
+            made = Visitor(apps[1], "/v1/responses", {"input": "Hello", "background": True, "stream": True})
+            await made.heard.wait()
+            name = json.loads(made.answer.pieces[0].split(b"\n")[1].removeprefix(b"data: "))["response"]["id"]
+            later = Visitor(apps[2], f"/v1/responses/{name}?stream=true&starting_after=0", method="GET")
+            await later.heard.wait()
+            gone = Visitor(apps[0], f"/v1/responses/{name}?stream=true", method="GET")
+            await gone.heard.wait()
+            gone.leaves.set()
+            await gone.whole()
+            gate.set()
+            whole = (await made.whole()).body
+            assert (await later.whole()).body == whole.split(b"\n\n", 1)[1]
 
     played(scenario)
 

@@ -112,7 +112,6 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
     for name, called in _CALLED.items():
         value = (body.model_extra or {}).get(name)
         require(value is None, name, value, f"{name} is called {called} in the Responses API.")
-    require(not (body.background and body.stream), "background", True, "A background response can't be streamed.")
     format_ = (body.text or {}).get("format")
     both = format_ is not None and (body.model_extra or {}).get("structured_outputs") is not None
     require(not both, "text.format", format_, "Cannot specify both structured_outputs and text.format; choose one.")

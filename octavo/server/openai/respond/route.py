@@ -1,4 +1,4 @@
-"""`/v1/responses`: create a response, stream it, run it in the background, and retrieve it later."""
+"""`/v1/responses`: create a response, stream it, run it in the background, and retrieve or follow it later."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext, answer_id
@@ -22,19 +23,22 @@ from octavo.server.errors import ApiError, as_api_error, json_response
 from octavo.server.openai.chat import Chat, count_chat, prepare_chat
 from octavo.server.openai.generation import run
 from octavo.server.openai.logprobs import LogprobWriter
+from octavo.server.openai.respond.events import EventLog, Numbered, error_event
 from octavo.server.openai.respond.items import told_item
 from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, ResponseEvent, ResponseOutput
 from octavo.server.openai.respond.protocol import InputItems, ResponseBody, as_chat, in_own_names
-from octavo.server.openai.respond.store import ResponseStore, Stored
+from octavo.server.openai.respond.store import CANCELLED, QUEUED, ResponseStore, Stored
 from octavo.server.openai.unsupported import check_extras
 from octavo.server.page import ascends, page
-from octavo.server.stream import EventStream, named_event, until_disconnect
+from octavo.server.stream import EventStream, until_disconnect
 
+KEPT = "/own/kept"
+"""Path for other processes to learn whether this one keeps a response."""
 RECALLED = "/own/responses"
 """Path for other processes to retrieve a response and its input."""
 RECALLED_ITEMS = "/own/items"
 """Path for other processes to retrieve an output item."""
-_FAILED, _CANCELLED = "failed", "cancelled"
+_FAILED = "failed"
 _PREFIX = "resp_"
 _ITEM_ID = re.compile("[a-z]+_[0-9a-f]+")
 _CUT = {"length": "max_output_tokens", "repetition": "repetition", "abort": "abort"}
@@ -72,16 +76,17 @@ class Responses:
         text = "background can only be used when `store` is true; store the response, or wait for it."
         require(keep or not body.background, "background", True, text)
         making = await self._prepare(request, body)
+        if body.background:
+            stored = self._begin(making, EventLog() if body.stream else None)
+            return json_response(stored.response) if stored.log is None else self._follow(stored.log)
         if body.stream:
-            told = _Numbered()
+            told = Numbered()
             return EventStream(
                 self._stream(making, told, keep=keep),
                 closing=b"",
                 on_error=told.error,
                 keep_alive_s=self._ctx.config.sse_keep_alive_s,
             )
-        if body.background:
-            return self._begin(making)
         await until_disconnect(request.receive, self._drive(making))
         if keep:
             self._keep(making)
@@ -114,11 +119,22 @@ class Responses:
         return json_response(item)
 
     async def retrieve(self, request: Request, name: str) -> Response:
-        """Return a response in its current state."""
-        stream = request.query_params.get("stream", "false")
-        text = "A stored response can't be streamed; retrieve it without stream, again until it is complete."
-        require(stream.lower() in ("false", "0"), "stream", stream, text)
-        return json_response(self._store.get(name).response)
+        """Return a response in its current state, or the events of one that was created with `background` and `stream`:
+        those after the number `starting_after`, as they come."""
+        streams, after = _query(request)
+        stored = self._store.get(name)
+        if not streams:
+            return json_response(stored.response)
+        text = (
+            "This response has no events to stream: only one that was created with background and stream has. Retrieve "
+            "it without stream, again until it is complete."
+        )
+        if stored.log is None:
+            raise InvalidRequestError(text, param="stream", value=True)
+        return self._follow(stored.log, after)
+
+    def _follow(self, log: EventLog, after: int = -1) -> Response:
+        return EventStream(log.after(after), closing=b"", keep_alive_s=self._ctx.config.sse_keep_alive_s)
 
     async def delete(self, request: Request, name: str) -> Response:
         """Delete a response; abort it if it is in progress."""
@@ -143,8 +159,6 @@ class Responses:
         stored.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await stored.task
-        if stored.response["status"] in ("queued", IN_PROGRESS):  # it had not begun
-            stored.response["status"] = _CANCELLED
         return json_response(stored.response)
 
     async def _prepare(self, request: Request, body: ResponseBody) -> _Making:
@@ -199,7 +213,7 @@ class Responses:
         text = "previous_response_id must be the id of a response, which begins with 'resp_'."
         require(previous.startswith(_PREFIX), "previous_response_id", previous, text)
         before = await self._recall(previous, request)
-        busy = before.response["status"] in ("queued", IN_PROGRESS)
+        busy = before.response["status"] in (QUEUED, IN_PROGRESS)
         require(not busy, "previous_response_id", previous, "That response is not finished yet.")
         items: InputItems = before.input + before.response["output"]
         return items
@@ -241,8 +255,8 @@ class Responses:
         async for _ in self._events(making):
             pass
 
-    async def _stream(self, making: _Making, told: _Numbered, *, keep: bool) -> AsyncGenerator[bytes, None]:
-        opening = [{"type": f"response.{kind}", "response": dict(making.response)} for kind in ("created", IN_PROGRESS)]
+    async def _stream(self, making: _Making, told: Numbered, *, keep: bool) -> AsyncGenerator[bytes, None]:
+        opening = [_of_response(kind, making) for kind in ("created", IN_PROGRESS)]
         failure: ApiError | None = None
         try:
             async for events in self._events(making):
@@ -256,37 +270,67 @@ class Responses:
             yield b"".join(map(told, _fail(making, failure)))
         if keep:
             self._keep(making)
-        yield told({"type": f"response.{making.response['status']}", "response": making.response})
+        yield told(_of_response(making.response["status"], making))
         if failure is not None:
             raise failure
 
-    def _begin(self, making: _Making) -> Response:
-        stored = Stored(making.response, making.input)
-        making.response["status"] = "queued"
-        first = json_response(making.response)
-        stored.task = asyncio.create_task(self._work(making, stored))
+    def _begin(self, making: _Making, log: EventLog | None) -> Stored:
+        making.response["status"] = QUEUED
+        stored = Stored(making.response, making.input, log)
+        stored.tell(_of_response("created", making), _of_response(QUEUED, making))
+        stored.run(self._work(making, stored))
         self._store.put(stored)
-        return first
+        return stored
 
     async def _work(self, making: _Making, stored: Stored) -> None:
         """Run a background response; on shutdown the server waits for it."""
         with self._ctx.lifecycle.serving():
             making.response["status"] = IN_PROGRESS
+            stored.tell(_of_response(IN_PROGRESS, making))
+            failure: list[ResponseEvent] = []
             try:
-                await self._drive(making)
+                async for events in self._events(making):
+                    stored.tell(*events)
             except asyncio.CancelledError:
-                list(making.output.close(INCOMPLETE))
-                _complete(making, _CANCELLED)
+                stored.tell(*making.output.close(INCOMPLETE))
+                _complete(making, CANCELLED)
                 raise
             except Exception as exc:
-                _fail(making, as_api_error(exc, making.response["id"]))
+                error = as_api_error(exc, making.response["id"])
+                stored.tell(*_fail(making, error))
+                failure = [error_event(error)]
             finally:
+                stored.end(*failure)
                 with contextlib.suppress(ApiError):
                     self._store.get(making.response["id"])
                     self._store.put(stored)
 
     def _keep(self, making: _Making) -> None:
         self._store.put(Stored(making.response, making.input))
+
+
+def _query(request: Request) -> tuple[bool, int]:
+    """Return whether events are asked for, and the number of the event after which they begin; -1 for all.
+
+    Raises:
+        InvalidRequestError: a parameter has another form.
+    """
+    stream, after = (request.query_params.get(name) for name in ("stream", "starting_after"))
+    known = {None: False, "false": False, "0": False, "true": True, "1": True}
+    streams = known.get(stream if stream is None else stream.lower())
+    if streams is None:
+        raise InvalidRequestError("stream must be true or false.", param="stream", value=stream)
+    if after is None:
+        return streams, -1
+    text = "starting_after must be the sequence_number of an event: an integer from 0 on."
+    require(after.isascii() and after.isdigit(), "starting_after", after, text)
+    require(streams, "starting_after", after, "starting_after is for streams; set stream to true, or leave it out.")
+    return streams, int(after)
+
+
+def _of_response(kind: str, making: _Making) -> ResponseEvent:
+    """Return an event with the response as it is now."""
+    return {"type": f"response.{kind}", "response": dict(making.response)}
 
 
 def _begun(body: ResponseBody, params: SamplingParams, name: str, model: str) -> dict[str, Any]:
@@ -352,18 +396,3 @@ def _fail(making: _Making, error: ApiError) -> list[ResponseEvent]:
 def _raw(text: str, tokens: list[int]) -> dict[str, Any]:
     """Return a message in the form that the model reads or writes."""
     return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
-
-
-class _Numbered:
-    """Writes the events of one stream, each with its number."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def __call__(self, event: ResponseEvent) -> bytes:
-        number, self._next = self._next, self._next + 1
-        return named_event(event["type"], event | {"sequence_number": number})
-
-    def error(self, error: ApiError) -> bytes:
-        """Return the event for an error after the stream has begun."""
-        return self({"type": "error", "code": str(error.status), "message": error.message, "param": error.param})

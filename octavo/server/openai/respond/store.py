@@ -4,25 +4,61 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from octavo.server.errors import ApiError
+from octavo.server.openai.respond.events import EventLog
+from octavo.server.openai.respond.output import ResponseEvent
 
 MAX_KEPT = 4096
 MAX_KEPT_BYTES = 64 << 20
 
 
+QUEUED, CANCELLED = "queued", "cancelled"
+
+
 @dataclass(slots=True)
 class Stored:
-    """A response and its input. `task` runs it while it is in progress in the background."""
+    """A response and its input.
+
+    Attributes:
+        log: its events, if it is streamed in the background.
+        task: runs it in the background.
+        size: bytes, as they were when it was stored.
+    """
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
+    log: EventLog | None = None
     task: asyncio.Task[None] | None = None
     size: int = 0
+
+    def tell(self, *events: ResponseEvent) -> None:
+        if self.log is not None:
+            self.log.add(*events)
+
+    def end(self, *failure: ResponseEvent) -> None:
+        """Tell that the response has ended, as its status says. A cancelled one counts as incomplete: the API has no
+        event for it."""
+        status = self.response["status"]
+        kind = "incomplete" if status == CANCELLED else status
+        self.tell({"type": f"response.{kind}", "response": self.response}, *failure)
+        if self.log is not None:
+            self.log.end()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it in the background."""
+        self.task = asyncio.create_task(work)
+        self.task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if self.response["status"] == QUEUED:  # cancelled before it began
+            self.response["status"] = CANCELLED
+            self.end()
 
 
 class ResponseStore:
@@ -38,6 +74,7 @@ class ResponseStore:
         name = stored.response["id"]
         self._drop(name)
         stored.size = len(msgspec.json.encode([stored.response, stored.input]))
+        stored.size += 0 if stored.log is None else stored.log.size
         self._kept[name] = stored
         self._items |= {item["id"]: item for item in stored.response["output"]}
         self._size += stored.size
