@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from octavo.device.ahead import Ahead, target_of
 from octavo.features.lora import kernels
 from octavo.features.lora.delta import LateDelta
-from octavo.features.lora.gpu import LowRankDelta
+from octavo.features.lora.gpu import LowRankDelta, SplitDelta
 from octavo.features.lora.gpu_experts import KernelExperts
 from octavo.models.feed_forwards.spec import ExpertsSpec
 from octavo.models.spec import DecoderSpec
@@ -48,21 +48,23 @@ def compile_ahead(
     ahead = Ahead(target_of(device))
     one = torch.empty(16, dtype=dtype, device=device)
     added = [(layer, _of_tokens(delta)) for layer, delta in layers if isinstance(layer, Linear)]
-    for form in {delta.form for _, delta in added if delta is not None}:
+    for form in {delta.form for _, deltas in added for delta in deltas}:
         kernels.compile_ahead(form)
     with ahead.collecting():
-        for layer, delta in added:
-            if delta is not None:
-                _launch(layer, delta, one)
+        for layer, deltas in added:
+            if len(deltas) == 1:  # several are not fused with the product of one row
+                _launch(layer, deltas[0], one)
         for mixture, additions in {layer.form: additions for layer, additions in experts}.items():
             if isinstance(additions, KernelExperts):
                 _launch_experts(mixture, additions, _top_k(spec), one)
     log.info("compiled or loaded %d kernels of adapters in %.1f s", ahead.wait(), time.perf_counter() - began)
 
 
-def _of_tokens(delta: Delta | None) -> LowRankDelta | None:
+def _of_tokens(delta: Delta | None) -> Sequence[LowRankDelta]:
     made = delta.tokens if isinstance(delta, LateDelta) else delta
-    return made if isinstance(made, LowRankDelta) else None
+    if isinstance(made, SplitDelta):
+        return made.deltas
+    return [made] if isinstance(made, LowRankDelta) else []
 
 
 def _launch(layer: Linear, delta: LowRankDelta, one: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ product's own launch where a CUDA kernel computes it."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Sums(NamedTuple):
 
 
 class LowRankDelta(Delta):
-    """The additions of all adapters to one target.
+    """The additions of all adapters to one target, or to some of its parts.
 
     Attributes:
         rows: which adapter each row of the inputs has.
@@ -58,6 +59,7 @@ class LowRankDelta(Delta):
         index: int,
         max_rank: int,
         rows: Assigned,
+        own: slice = slice(None),
     ) -> None:
         """
         Args:
@@ -65,12 +67,15 @@ class LowRankDelta(Delta):
             target: one that `kernels.serves` accepts.
             index: of the target in `tables`.
             max_rank: the largest rank of a part.
+            own: the parts that it adds to, at most `kernels.MAX_PARTS`.
         """
+        parts = target.parts[own]
+        assert len(parts) <= kernels.MAX_PARTS
         self.rows = rows
-        self.form = Form.of(pool.dtype, tables.geometry, len(target.parts), max_rank)
-        self._pool, self._tables, self._meta = pool, tables, tables.meta[index]
-        self._inputs = target.parts[0].own_inputs
-        self._sizes = [part.own_outputs for part in target.parts]
+        self.form = Form.of(pool.dtype, tables.geometry, len(parts), max_rank)
+        self._pool, self._tables, self._meta = pool, tables, tables.meta[index, :, own]
+        self._inputs = parts[0].own_inputs
+        self._sizes = [part.own_outputs for part in parts]
         self._most_splits = cdiv(tables.geometry.row_tiles(self._inputs), kernels.WARPS)
         self._blocks = kernels.BLOCKS * multiprocessors(pool.device)
         self._fixed: dict[str, Any] = {
@@ -195,7 +200,7 @@ class LowRankDelta(Delta):
         return sums
 
     def expand(self, sums: Sums, y: Tensor) -> None:
-        """Add the result of `shrink`, times B, to y [T, out]."""
+        """Add the result of `shrink`, times B, to y [T, out], whose rows may be parts of longer ones."""
         self._expand(sums, y, y, gates=False)
 
     def gate(self, sums: Sums, y: Tensor) -> Tensor:
@@ -212,7 +217,7 @@ class LowRankDelta(Delta):
         room = most_tiles(sums.rows, self._tables.max_adapters)
         pieces = sum(cdiv(size, kernels.OUTPUTS) for size in (2 * self._sizes[:1] if gates else self._sizes))
         tiles = room + (cdiv(sums.rows, TILE_ROWS) if gates else 0)
-        numbers = [*self._pages(), sums.rows, sums.splits, room, *self._three_sizes]
+        numbers = [*self._pages(), sums.rows, sums.splits, room, y.stride(0), *self._three_sizes]
         kernel = kernels.expand(self.form, gates=gates)
         kernels.launch(kernel, min(self._blocks, cdiv(tiles * pieces, kernels.WARPS)), tensors, numbers)
 
@@ -221,7 +226,12 @@ class LowRankDelta(Delta):
 
     def _pages(self) -> list[int]:
         """Return the numbers of the pool and the tables that all kernels take first."""
-        return [self._pool.shape[1], self._tables.blocks.shape[1], self._meta.shape[1]]
+        return [self._pool.shape[1], self._tables.blocks.shape[1], self._tables.meta.shape[2]]
+
+    @property
+    def width(self) -> int:
+        """Outputs of all its parts."""
+        return sum(self._sizes)
 
     @property
     def _three_sizes(self) -> list[int]:
@@ -241,3 +251,39 @@ class Shrunk(Addition):
 
     def gated(self, y: Tensor) -> Tensor:
         return self._delta.gate(self._sums, y)
+
+
+class SplitDelta(Delta):
+    """The additions to a target with more parts than a launch adds to, such as the six projections of Qwen3-Next's
+    linear attention.
+
+    Attributes:
+        deltas: of consecutive parts.
+    """
+
+    def __init__(self, deltas: Sequence[LowRankDelta]) -> None:
+        self.deltas = deltas
+
+    def begin(self, x: Tensor) -> Addition:
+        return _Split([(delta, delta.shrink(x)) for delta in self.deltas])
+
+
+class _Split(Addition):
+    def __init__(self, begun: Sequence[tuple[LowRankDelta, Sums]]) -> None:
+        self._begun = begun
+
+    def add_to(self, y: Tensor) -> None:
+        widths = [delta.width for delta, _ in self._begun]
+        for (delta, sums), part in zip(self._begun, y.split(widths, dim=1), strict=True):
+            delta.expand(sums, part)
+
+
+def low_rank_delta(
+    pool: Tensor, tables: Tables, target: Target, index: int, max_rank: int, rows: Assigned
+) -> LowRankDelta | SplitDelta:
+    """Return the additions of all adapters to a target; see `LowRankDelta`."""
+    made = [
+        LowRankDelta(pool, tables, target, index, max_rank, rows, slice(first, first + kernels.MAX_PARTS))
+        for first in range(0, len(target.parts), kernels.MAX_PARTS)
+    ]
+    return made[0] if len(made) == 1 else SplitDelta(made)

@@ -28,7 +28,7 @@ OUTPUTS = 64
 _MATRIX_INPUTS = 32
 """Inputs that a warp multiplies in one step."""
 MAX_PARTS = 3
-"""Projections that share a product."""
+"""Projections of one product to which a launch adds."""
 _LANE = 8
 """Elements that a lane loads at once."""
 
@@ -67,7 +67,7 @@ class Form(NamedTuple):
 def serves(target: Target, geometry: Geometry, max_rank: int) -> bool:
     """Return whether the kernels can add to a target."""
     size, tile = geometry.element_size, geometry.tile_bytes
-    fits = tile >= max(_MATRIX_INPUTS, geometry.stride(max_rank)) * size and len(target.parts) <= MAX_PARTS
+    fits = tile >= max(_MATRIX_INPUTS, geometry.stride(max_rank)) * size
     return fits and all(part.own_inputs % _LANE == 0 and part.own_outputs % _LANE == 0 for part in target.parts)
 
 

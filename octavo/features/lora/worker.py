@@ -149,9 +149,9 @@ class LoraWorker(WorkerHook):
         if found:
             log.info(
                 "steps with adapters of %s are computed in torch, without CUDA graphs: sizes are no multiples of 8, "
-                "more than %d projections share a product, or rank %d is too large for tiles of %d bytes",
-                ", ".join(targets.targets[i].path for i in found[:_NAMED]) + (", ..." if len(found) > _NAMED else ""),
-                kernels.MAX_PARTS,
+                "or rank %d is too large for tiles of %d bytes",
+                ", ".join(targets.targets[i].name(0) for i in found[:_NAMED])
+                + (", ..." if len(found) > _NAMED else ""),
                 self._max_rank,
                 self._geometry.tile_bytes,
             )
@@ -286,12 +286,12 @@ class LoraWorker(WorkerHook):
 
     def _on_gpu(self, index: int, target: Target) -> Delta:
         """Return the kernels' addition to a layer."""
-        from octavo.features.lora.gpu import LowRankDelta  # needs triton, which machines without a GPU may lack
+        from octavo.features.lora.gpu import low_rank_delta  # needs triton, which machines without a GPU may lack
 
         return by_rows(
             target,
             self._batch,
-            lambda rows: LowRankDelta(self._memory, self._tables, target, index, self._max_rank, rows),
+            lambda rows: low_rank_delta(self._memory, self._tables, target, index, self._max_rank, rows),
         )
 
     @property

@@ -1,5 +1,5 @@
 // The second half of low-rank additions: the sums of shrink.cu times B, added to a product y [rows, sizes of all
-// parts].
+// parts], whose rows are `width` elements apart.
 //
 // A piece is 64 outputs of one part, or with GATES 32 of the first part and the 32 of their operand, of a tile of rows.
 // A warp multiplies on its own; all warps take about the same cost, in adjacent pieces. The outputs are the rows of the
@@ -198,10 +198,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
 expand(const float* sums, const unsigned char* __restrict__ pool, const int* __restrict__ blocks,
        const int* __restrict__ meta, const int* __restrict__ tiles, const int* __restrict__ ends,
        const int* __restrict__ rest, const int* __restrict__ adapters, unsigned char* y, unsigned char* out,
-       int num_blocks, int max_blocks, int meta_parts, int rows, int splits, int room, int size_0, int size_1,
+       int num_blocks, int max_blocks, int meta_parts, int rows, int splits, int room, int width, int size_0, int size_1,
        int size_2) {
   extern __shared__ __align__(128) unsigned char memory[];
-  const int each = GATES ? OUTPUTS : 2 * OUTPUTS, width = size_0 + size_1 + size_2, apart = GATES ? size_0 : OUTPUTS;
+  const int each = GATES ? OUTPUTS : 2 * OUTPUTS, apart = GATES ? size_0 : OUTPUTS;
   const int first = (size_0 + each - 1) / each, second = first + (size_1 + each - 1) / each;
   const u32 pieces = GATES ? first : second + (size_2 + each - 1) / each;
   const int plain = GATES ? (rows + TILE_ROWS - 1) / TILE_ROWS : 0, within = (int)(threadIdx.x % 32) / 4 * EACH;

@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 from adapter_kit import load
+from cuda_on_cpu import EmulatedKernel
 from safetensors.torch import save_file
 from tiny import FAMILIES, make_checkpoint, model_files, reference_of
 from tiny_adapters import PREFIX
 from tiny_families import DENSE, HYBRID, MOE
 from torch import Tensor
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import GPU, drive, tiny_config, tokens_of
+from toy_models import behind
 from transformers.pytorch_utils import Conv1D
 
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
+from octavo.features.lora import kernels
 from octavo.features.lora.payload import NAME, LoraStep
 from octavo.features.lora.requests import Part, encode
 
@@ -121,9 +124,47 @@ def test_recurrent_layers_give_the_tokens_of_merged_weights(family: str, tmp_pat
     assert expected[0] != expected[1]
 
 
-def greedy(theirs: torch.nn.Module, prompt: list[int]) -> list[int]:
+@pytest.mark.parametrize("recorded", [pytest.param(GPU, marks=[pytest.mark.slow] * (not GPU))])
+def test_six_projections_of_one_product_on_a_device(
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels add to them: nothing is left to torch, so a GPU records such steps."""
+    pytest.importorskip("triton")
+    theirs = make_checkpoint("qwen3-next", tmp_path, {"linear_num_value_heads": 8, "vocab_size": 200})
+    prompt = torch.randint(1, 199, (9,), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = [greedy(theirs, prompt, 3)]
+    with torch.no_grad():
+        adapter = adapt(theirs, tmp_path / "adapter", rank=6, seed=1)
+    expected.append(greedy(theirs, prompt, 3))
+    if not GPU:
+        EmulatedKernel.folder = tmp_path
+        monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
+        monkeypatch.setattr(kernels, "_kernel", kernels._kernel.__wrapped__)
+    settings: dict[str, Any] = {
+        "memory_bytes": 1 << 25,
+        "num_blocks": 100,
+        "max_num_seqs": 2,
+        "max_model_len": 32,
+        "max_lora_rank": 8,
+    }
+    settings |= {"load_format": "auto", "lora_modules": (f"a={adapter}",), "enforce_eager": not recorded}
+    with caplog.at_level("INFO"):
+        loop, _ = build_core(tiny_config(**settings, **behind(monkeypatch)), model_files(tmp_path))
+    assert "computed in torch" not in caplog.text
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    asked = [
+        GenerateRequest(id="base", tokens=prompt, params=params),
+        GenerateRequest(id="adapted", tokens=prompt, params=params, options={NAME: encode((Part("a"),))}),
+    ]
+    found = tokens_of(drive(loop, asked, at_once=2))
+    loop.close()
+    assert [found["base", 0], found["adapted", 0]] == expected
+    assert expected[0] != expected[1]
+
+
+def greedy(theirs: torch.nn.Module, prompt: list[int], count: int = 6) -> list[int]:
     tokens = list(prompt)
     with torch.no_grad():
-        for _ in range(6):
+        for _ in range(count):
             tokens.append(int(theirs(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
     return tokens[len(prompt) :]

@@ -19,7 +19,7 @@ from launches_ahead import collected
 from torch import Tensor
 
 from octavo.features.lora import ahead, kernels
-from octavo.features.lora.gpu import LowRankDelta
+from octavo.features.lora.gpu import LowRankDelta, low_rank_delta
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
@@ -109,6 +109,25 @@ def test_an_addition_is_gated_with_its_product(dtype: torch.dtype) -> None:
     got = delta.begin(x.to(DEVICE)).gated(y.to(DEVICE))
     assert got.dtype == dtype
     assert off(got, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 13])
+def test_more_parts_than_a_launch_adds_to(rows: int) -> None:
+    """Of a product that six projections share, each half gets its additions, where its outputs are."""
+    chosen = seed()
+    rng, generator = random.Random(chosen), torch.Generator().manual_seed(chosen)
+    sizes, ranks = [72, 8, 40, 136, 16, 8], [[4, 0, 16, 1, 20, 3], [0, 0, 0, 8, 0, 0], [17, 2, 0, 0, 0, 0]]
+    dtype = torch.bfloat16
+    made = World(72, sizes, ranks, dtype=dtype, device=DEVICE, seed=chosen, slice_bytes=1536, by_output=True)
+    adapters = some(rng, rows)
+    delta = low_rank_delta(made.pool, made.tables, made.target, made.index, 20, made.assigned(adapters, 64))
+    x, y = (torch.randn(rows, size, generator=generator).to(dtype) for size in (72, sum(sizes)))
+    got = y.to(DEVICE, copy=True)
+    assert delta.fused_rows == 0
+    delta.begin(x.to(DEVICE)).add_to(got)
+    assert off(got, y.double() + made.addition(x, adapters)) < TOLERANCE[dtype]
+    unchanged = [row for row in range(rows) if adapters[row] < 0]
+    assert torch.equal(got.cpu()[unchanged], y[unchanged])
 
 
 def test_a_rows_addition_does_not_depend_on_the_other_rows() -> None:
