@@ -144,7 +144,11 @@ class ResidentSampler:
     """
 
     def __init__(self, table: ParamTable, vocab_size: int, max_rows: int | None = None) -> None:
-        """`max_rows`: rows of logits of a step, by default one for each slot."""
+        """
+        Args:
+            vocab_size: tokens of the widest logits.
+            max_rows: rows of logits of a step, by default one for each slot.
+        """
         self._table = table
         self._allowed = ResidentAllowed(max_rows or len(table.length), vocab_size, table.length.device)
         self._counts: Tensor | None = None
@@ -330,8 +334,8 @@ class ResidentSampler:
             return
         count, vocab = work.shape
         table = self._table
-        if self._counts is None or self._counts.shape[0] < count:
-            self._counts = torch.zeros(count, vocab, dtype=torch.int32, device=work.device)
+        if self._counts is None or self._counts.numel() < work.numel():
+            self._counts = torch.zeros(work.numel(), dtype=torch.int32, device=work.device)
         grid = (count, cdiv(max(lengths), _COUNT_BLOCK))
         read = (table.tokens, table.length, self._counts)
         stride = table.tokens.stride(0)

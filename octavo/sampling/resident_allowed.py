@@ -40,7 +40,9 @@ class ResidentAllowed:
         """
         rows = [] if allowed is None else list(allowed.rows)
         if allowed is not None and rows:
-            self._lane.send(allowed.words, self.words[: len(rows)])
+            lacking = self.words.shape[1] - allowed.words.shape[1]  # those of added tokens
+            words = np.pad(allowed.words, ((0, 0), (0, lacking))) if lacking else allowed.words
+            self._lane.send(words, self.words[: len(rows)])
         if rows != self._rows:
             self.which.copy_(upload(places_of(rows, len(self.which)), self.which.device))
             self._rows = rows

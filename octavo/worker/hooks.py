@@ -104,7 +104,7 @@ class WorkerHook:
     """It takes part only where tokens are sampled: other stages of a pipeline go without it."""
     added_tokens: int = 0
     """Most columns of logits beyond the model's vocabulary, in steps with rows that have `NewRow.added_tokens`. The
-    hook computes them, with minus infinity for other rows. Only on a CPU, and without ranks or drafts."""
+    hook computes them, with minus infinity for other rows. Only without ranks or drafts."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         """Load what the feature needs besides the model, before the memory that is left becomes the KV cache.

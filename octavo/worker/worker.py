@@ -454,17 +454,15 @@ class Worker:
         if not attention.follows_table_rows:
             raise AssertionError(f"attention backend {attention.name} does not support `table_rows`")
         slots = DeviceSlots(
-            room.num_slots,
-            room.max_model_len,
-            self.block_size,
-            self.spec.vocab_size,
+            *(room.num_slots, room.max_model_len, self.block_size, self.spec.vocab_size),
             device.torch_device,
             self.config.logprobs_mode,
             self.cache_groups,
             drafts=room.max_drafts > 0,
+            added_tokens=hooks.added_tokens,
         )
-        most = sampled_rows(own, room.num_slots)
-        sampler = ResidentSampler(slots.table, self.spec.vocab_size, most)
+        widest, most = self.spec.vocab_size + hooks.added_tokens, sampled_rows(own, room.num_slots)
+        sampler = ResidentSampler(slots.table, widest, most)
         most_rows = most_results(room.num_slots, room.max_step_tokens, room.max_drafts)
         drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
         drawing = DeviceSampler(slots, sampler, drafted)

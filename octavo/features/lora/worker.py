@@ -449,9 +449,7 @@ def _check_extensible(layers: nn.Module, site: Site) -> None:
     """Raise ConfigError where adapters can't add tokens to the vocabulary."""
     mesh, room = site.build.mesh, site.room
     reason = None
-    if site.device.resident:
-        reason = "samplers on a GPU have the model's vocabulary"
-    elif not isinstance(layers, CausalLM) or not layers.is_whole or mesh.size > 1 or mesh.context is not None:
+    if not isinstance(layers, CausalLM) or not layers.is_whole or mesh.size > 1 or mesh.context is not None:
         reason = "the model is divided over ranks"
     elif room is not None and room.max_drafts:
         reason = "drafters have the model's vocabulary, so turn speculative decoding off"

@@ -84,8 +84,13 @@ class DeviceSlots:
         groups: Sequence[CacheGroup] = FULL,
         *,
         drafts: bool = False,
+        added_tokens: int = 0,
     ) -> None:
-        """Allocate the tables; those for drafts only if a feature `drafts`."""
+        """Allocate the tables; those for drafts only if a feature `drafts`.
+
+        Args:
+            added_tokens: most tokens beyond the vocabulary that a request can have.
+        """
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -100,7 +105,7 @@ class DeviceSlots:
         self.computed = zeros(num_slots + 1)
         self.block_tables = zeros(len(groups), num_slots + 1, max_blocks)
         self.params = zeros(num_slots + 1, NUM_PARAMS)
-        self.vocab_size = vocab_size
+        self.vocab_size, self._columns = vocab_size, vocab_size + added_tokens
         self._logprobs_mode: LogprobsMode = logprobs_mode
         full = [number for number, group in enumerate(groups) if group.kind is GroupKind.FULL]
         self.tables = BlockTables(num_slots, max_blocks, full[0] if full else 0)
@@ -324,7 +329,7 @@ class DeviceSlots:
         offset = headers.size
         longest = 1
         for header, row in zip(headers, new, strict=True):
-            params = PreparedParams.of(row, self.vocab_size, self._logprobs_mode)
+            params = PreparedParams.of(row, self.vocab_size, self._logprobs_mode, self._columns)
             self._held[row.slot] = Held(params, row.num_prompt)
             self._computed[row.slot] = row.num_computed
             if self.drafts is not None:

@@ -12,18 +12,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from cuda_on_cpu import EmulatedKernel
 from rank_kit import TWO_RANKS, ranks_in_threads
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
 from tiny_adapters import PREFIX, merged, save_adapter
 from torch import Tensor
-from toy_engine import drive, tiny_config
+from toy_engine import GPU, drive, tiny_config
+from toy_graphs import recorded_graphs
+from toy_models import behind
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
+from octavo.features.lora import kernels
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import Part, encode
 from octavo.sampling.allowed import Allowed, num_words, words_of
@@ -174,9 +178,55 @@ def test_tokens_are_those_of_the_extended_model(backend: str, base: Path, adapte
     assert len(seen) > 3, "added tokens are hardly generated"
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+def on_a_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """Return settings for slots on the device, whose kernels may be interpreted and so are slow."""
+    pytest.importorskip("triton")
+    if not GPU:
+        EmulatedKernel.folder = folder
+        monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
+        monkeypatch.setattr(kernels, "_kernel", kernels._kernel.__wrapped__)
+    return behind(monkeypatch) | {"max_model_len": 32, "max_num_seqs": 7, "num_blocks": 200}
+
+
+@pytest.mark.parametrize("base", [{}], indirect=True, ids=["own head"])
+def test_slots_on_the_device(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched ahead: added tokens stay on the device from one step to the next. Draws are that device's own."""
+    few = on_a_device(monkeypatch, tmp_path)
+    size, form = config_of(base)["vocab_size"], "saved"
+    adapter = with_added(base, tmp_path / form, form, 1)
+    count = FORMS[form]
+    prompt = [3, 50, *range(size, size + count), 7]
+
+    def asked(name: str, **options: Any) -> list[GenerateRequest]:
+        shorter = [msgspec.structs.replace(one, max_tokens=4) for one in ways(size + count, [3, size + count - 1])]
+        return [GenerateRequest(id=f"{name}{i}", tokens=prompt, params=one, **options) for i, one in enumerate(shorter)]
+
+    replayed = recorded_graphs(monkeypatch)
+    eager = {"enforce_eager": not GPU}  # recording takes the interpreter minutes
+    loop = engine(base, {form: adapter}, lora_extra_vocab_size=MOST, async_scheduling=True, **few, **eager)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    plain = GenerateRequest(id="base", tokens=[3, 50, 7], params=params)
+    options = {NAME: encode((Part(form),))}
+    together = found(loop, [*asked("a", options=options), plain])
+    loop.close()
+    assert not GPU or replayed["sample"] > 0, "steps without requests of the adapter"
+    few["enforce_eager"] = True
+    alone = engine(tmp_path / form / "merged", {}, async_scheduling=False, **few)
+    expected = found(alone, asked("a"))
+    alone.close()
+    unadapted = engine(base, {}, **few)
+    expected |= found(unadapted, [plain])
+    unadapted.close()
+    for name, (tokens, logprobs, ids) in expected.items():
+        assert together[name][0] == tokens, name
+        assert together[name][1] == pytest.approx(logprobs, abs=1e-3), name
+        assert together[name][2] == ids, name
+    assert any(token >= size for name in together for token in together[name][0])
+
+
+@pytest.mark.parametrize("backend", ["torch", "native", "slots on the device"])
 def test_masks_of_features_leave_added_tokens_out(
-    backend: str, base: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    backend: str, base: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They have bits for the model's vocabulary, and any bits after it in the last word."""
     size = config_of(base)["vocab_size"]
@@ -186,7 +236,9 @@ def test_masks_of_features_leave_added_tokens_out(
         return Allowed(range(len(slots)), np.tile(words, (len(slots), 1)))
 
     monkeypatch.setattr(Hooks, "allowed", allowed)
-    loop = engine(base, adapters, lora_extra_vocab_size=MOST, attention_backend=backend)
+    on_device = backend == "slots on the device"
+    settings = on_a_device(monkeypatch, tmp_path) if on_device else {"attention_backend": backend}
+    loop = engine(base, adapters, lora_extra_vocab_size=MOST, enforce_eager=on_device, **settings)
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
     asked = [
         GenerateRequest(id=f"{form} {i}", tokens=[3 + i, size], params=params, options={NAME: encode((Part(form),))})
