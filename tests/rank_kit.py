@@ -45,17 +45,21 @@ class ThreadCollectives:
         return self.all_gather(x).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self._given[self._rank] = x.clone()
-        self._barrier.wait(_PATIENCE_S)
-        found = torch.stack(self._given)
-        self._barrier.wait(_PATIENCE_S)
-        return found
+        return torch.stack(self._exchanged(x))
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         counts = [one.tolist() for one in self.all_gather(torch.tensor(sent))]
-        rows = [one.split(count)[self._rank] for one, count in zip(self.all_gather(x), counts, strict=True)]
+        rows = [one.split(count)[self._rank] for one, count in zip(self._exchanged(x), counts, strict=True)]
         assert [len(one) for one in rows] == list(received)
         return rows
+
+    def _exchanged(self, x: Tensor) -> list[Tensor]:
+        """Return what all threads gave, of any shapes."""
+        self._given[self._rank] = x.clone()
+        self._barrier.wait(_PATIENCE_S)
+        found = list(self._given)
+        self._barrier.wait(_PATIENCE_S)
+        return found
 
 
 class ThreadLink:
