@@ -83,7 +83,7 @@ class Planner:
         self.at = None
         left = 0 if self._quarantine.current is not None else len(self._requests.waiting) - len(self.deferred)
         head = self._requests.waiting.peek() if left else None
-        tokens = self._budget(step, head) if head else step.budget
+        tokens = 0 if step.rank_is_full else self._budget(step, head) if head else step.budget
         self._counters.left(left, self._requests.num_free_slots, tokens)
         return step
 
@@ -175,6 +175,7 @@ class Planner:
         shared = request.num_computed
         if step.left_for(request) <= 0:
             self._kv.unshare(request)
+            step.rank_is_full = True
             return AdmitResult.FULL
         num_tokens = self._allowed(step, request)
         if num_tokens <= 0 or not self._fits(request):

@@ -26,6 +26,8 @@ class StepBuilder:
     budget: int
     of_ranks: list[int] = field(default_factory=list)
     """The remaining budget of each rank whose requests are its own; empty if each rank computes all requests."""
+    rank_is_full: bool = False
+    """The first waiting request's rank has no budget left."""
     draft: PlanDraft = field(default_factory=PlanDraft)
     rows: list[Request] = field(default_factory=list)
     prompts: set[Request] = field(default_factory=set)

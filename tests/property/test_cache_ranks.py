@@ -14,6 +14,8 @@ from world_kit import BLOCK, FULL, LAYOUTS, World, random_requests, worlds
 
 from octavo.cache.cache import KVCache
 from octavo.cache.table import BlockTable
+from octavo.core.params import SamplingParams
+from octavo.core.request import GenerateRequest
 
 
 def bounded(world: World) -> World:
@@ -80,3 +82,21 @@ def test_a_request_goes_where_its_prefix_is_or_where_least_is_held():
     assert cache.free_for(full) == cache.least_free
     cache.release(full)
     cache.check()
+
+
+def test_who_waits_for_the_budget_of_a_rank_is_told_so():
+    """Prompts with a prefix that one rank has go there, until its part of the step is full."""
+    world = World(
+        rng=random.Random(1), depth=0, num_drafts=0, num_blocks=30, budget=16, policy="fcfs", share=True, ranks=2
+    )
+    prefix = list(range(8, 20))
+    known = GenerateRequest(id="known", tokens=[*prefix, 1], params=SamplingParams(max_tokens=1))
+    world.loop.add(known)
+    while world.loop.busy:
+        world.loop.step()
+    for i in range(3):
+        tokens = [*prefix, *range(20 + 9 * i, 29 + 9 * i)]
+        world.loop.add(GenerateRequest(id=f"{i}", tokens=tokens, params=SamplingParams(max_tokens=4)))
+    world.loop.step()
+    waits = world.scheduler.stats()
+    assert (waits.num_waiting, waits.waits_for) == (1, "step_tokens")
