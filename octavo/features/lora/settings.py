@@ -78,7 +78,7 @@ class LoraSettings(FeatureSettings):
     )
     lora_extra_vocab_size: int = setting(
         0,
-        "most tokens that an adapter may add to the vocabulary; only on a CPU, with one rank, and without drafts",
+        "most tokens that an adapter may add to the vocabulary; only with one rank, and without drafts",
         read=quantities.natural,
         metavar="N",
     )
