@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.device.compiler import NoDriver
 from octavo.nn.experts_spec import ClampedGate, ExpertsForm, RoutingSpec
-from octavo.nn.ops import expert_rows, packed_expert_tiles, words
+from octavo.nn.ops import expert_rows, packed_expert_rows, packed_expert_tiles, words
 from octavo.nn.ops.expert_products import mix_stacked, route_on_device
 from octavo.nn.ops.expert_weights import Kind, PackedMatrices, StackedWeights
 from octavo.nn.ops.packed import FEW_WORDS
@@ -208,7 +208,8 @@ def main() -> None:
     driver.set_active(NoDriver(GPUTarget("cuda", 90, 32)))
     torch.cuda.get_device_capability = lambda *args: (9, 0)
     CompiledKernel._init_handles = lambda self: None  # there is no GPU to load it
-    packed_expert_tiles.usable = lambda device: False  # else few of these kernels would be launched
+    for module in (packed_expert_rows, packed_expert_tiles):
+        module.usable = lambda device: False  # else few of these kernels would be launched
     for tokens, kernel, args, options in variants(launches_of(sys.argv[1])).values():
         compiled = kernel.run(*args, grid=(1,), warmup=True, **options)
         print(json.dumps({"kernel": kernel.__name__, "tokens": tokens, **resources(compiled)}), flush=True)

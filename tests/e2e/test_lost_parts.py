@@ -73,7 +73,7 @@ def lose_replica(server: Server, blow: signal.Signals, said: str, tokens: int, *
         assert events in broken or events[-1]["choices"][0]["finish_reason"] == "length", events[-1]
     assert len(broken) <= STREAMS - 1, "no stream of the other replica went on"
     assert server.http.get("/health").status_code == 200
-    assert ended(victim)
+    wait_until(lambda: ended(victim), "its end")
     wait_until(lambda: server.output().count("is back") > back, "the replica's return")
 
 
