@@ -26,7 +26,8 @@ class SchedulerConfig:
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "most tokens computed in one step; longer prompts are computed in chunks",
+        "most tokens computed in one step (with data-parallel attention, by each rank); longer prompts are computed in "
+        "chunks",
         shown="2048; on a GPU of 60 GiB or more 8192",
         read=quantities.count,
         metavar="TOKENS",
