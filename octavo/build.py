@@ -135,7 +135,7 @@ def _with_worker(
         num_blocks, limits = 0, encoder_limits(config, files, worker.facts)
     else:
         num_blocks, limits = sizes_of(config, worker.facts, loaded)
-    sizes = _cache_sizes(num_blocks, limits, hooks)
+    sizes = _cache_sizes(num_blocks, limits, hooks, config.parallel.cache_ranks)
     port = worker.allocate(sizes)
     num_blocks *= config.parallel.cache_ranks
     scheduler = Scheduler(
@@ -172,7 +172,7 @@ def _with_worker(
 def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: Limits, *, keeps: bool) -> KVCache:
     if not keeps:
         return KVCache(0, 1, groups=())
-    in_flight = limits.max_ahead * limits.request_tokens
+    in_flight = limits.max_ahead * limits.max_num_batched_tokens
     return KVCache(num_blocks, loaded.block_size, loaded.groups, in_flight, config.parallel.cache_ranks)
 
 
@@ -209,7 +209,7 @@ def _info(
         block_size=loaded.block_size,
         **_kv_facts(loaded, limits),
         max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_batched_tokens=limits.max_num_batched_tokens * config.parallel.cache_ranks,
         memory={"weights": loaded.weight_bytes} | cache,
         phases={},
         weights=loaded.weight_form,
@@ -229,7 +229,7 @@ def _kv_facts(loaded: LoadedFacts, limits: Limits) -> dict[str, Any]:
     facts = {"kv_bytes_per_token": size * sum(group.grows for group in groups), "kv_groups": len(groups)}
     if all(group.kind is GroupKind.FULL for group in groups):
         return facts
-    in_flight = limits.max_ahead * limits.request_tokens
+    in_flight = limits.max_ahead * limits.max_num_batched_tokens
     layer = size // max(len(group.layers) for group in groups)
     reads: Counter[int] = Counter()
     for group in groups:
@@ -260,12 +260,12 @@ def _recorder(config: EngineConfig, path: str, facts: WorkerFacts, sizes: CacheS
     return PlanRecorder(Path(path).expanduser(), config.device.record_steps_limit, header, PlanCodec(payload_types()))
 
 
-def _cache_sizes(num_blocks: int, limits: Limits, hooks: Sequence[EngineHook]) -> CacheSizes:
+def _cache_sizes(num_blocks: int, limits: Limits, hooks: Sequence[EngineHook], ranks: int) -> CacheSizes:
     return CacheSizes(
         num_blocks=num_blocks,
         num_slots=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        max_step_tokens=limits.max_num_batched_tokens,
+        max_step_tokens=limits.max_num_batched_tokens * ranks,
         max_drafts=most_drafts(hooks),
     )
 

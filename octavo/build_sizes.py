@@ -21,21 +21,20 @@ def sizes_of(config: EngineConfig, facts: WorkerFacts, loaded: LoadedFacts) -> t
     Raises:
         ConfigError: a step has fewer tokens than sequences, or the cache is too small.
     """
-    num_seqs, rank_tokens = config.scheduler.limits(*facts.default_limits)
-    if rank_tokens < num_seqs:
+    num_seqs, step_tokens = config.scheduler.limits(*facts.default_limits)
+    if step_tokens < num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens {rank_tokens} is less than --max-num-seqs "
+            f"--max-num-batched-tokens {step_tokens} is less than --max-num-seqs "
             f"{num_seqs}, so not every running sequence could decode in each step. Raise the first or "
             "lower the second."
         )
     max_ahead = steps_ahead(config, facts) + 1
-    num_blocks, max_model_len = _fit(config, facts, loaded, num_seqs, max_ahead * rank_tokens)
+    num_blocks, max_model_len = _fit(config, facts, loaded, num_seqs, max_ahead * step_tokens)
     limits = Limits(
         max_num_seqs=num_seqs,
-        max_num_batched_tokens=config.step_limits(facts.default_limits)[1],
+        max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
         max_ahead=max_ahead,
-        rank_tokens=rank_tokens if config.parallel.divides_requests else 0,
         share_prefixes=config.cache.enable_prefix_caching,
         watermark=config.scheduler.watermark,
         paced_tokens=facts.balanced_tokens,

@@ -384,8 +384,8 @@ class DecoderBuild:
         check_drafts(worker.cache_groups, max_drafts, worker.device, worker.stage)
         if wanted is None:
             return
-        _, rank_tokens = self._config.scheduler.limits(*self.facts.default_limits)
-        in_flight = (steps_ahead(self._config, self.facts) + 1) * rank_tokens
+        _, step_tokens = self._config.scheduler.limits(*self.facts.default_limits)
+        in_flight = (steps_ahead(self._config, self.facts) + 1) * step_tokens
         size, block = worker.block_size, worker.block_size * worker.kv_bytes_per_token
         room = worker.most_kv if cache.memory_bytes is None else cache.memory_bytes
         if cache.num_blocks is not None:

@@ -39,6 +39,20 @@ ALL_FORMS_NIGHTLY = pytest.mark.parametrize(
 )
 
 
+def kernels_on_any_machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Without a GPU, compile the adapters' CUDA kernels for the CPU, in a folder."""
+    if torch.cuda.is_available():
+        return
+    pytest.importorskip("triton")  # which their module imports
+    from cuda_on_cpu import EmulatedKernel
+
+    from octavo.features.lora import kernels
+
+    EmulatedKernel.folder = folder
+    monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
+    monkeypatch.setattr(kernels, "_kernel", kernels._kernel.__wrapped__)
+
+
 class ByOutput(LoraWorker):
     """Has B in the form of GPUs, which torch can read on any device."""
 

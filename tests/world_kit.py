@@ -108,8 +108,7 @@ class World:
         self.hook.opt_in = self.rng.random() < 0.7
         limits = Limits(
             max_num_seqs=6,
-            max_num_batched_tokens=self.budget * self.ranks,
-            rank_tokens=self.budget if self.ranks > 1 else 0,
+            max_num_batched_tokens=self.budget,
             max_model_len=MAX_LEN,
             max_ahead=1 if self.depth > 1 and self.rng.random() < 0.5 else self.depth + 1,
             share_prefixes=self.share,

@@ -24,7 +24,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: rows of the output head; token ids are below it.
         max_model_len: prompt plus output of one request.
         max_num_seqs: requests that run at once.
-        max_num_batched_tokens: tokens of a step.
+        max_num_batched_tokens: tokens of a step, of all ranks together.
         eos_token_ids: tokens that end a sequence unless `ignore_eos`.
         num_blocks, block_size: blocks of the KV cache, and tokens per block.
         kv_bytes_per_token: over all layers whose memory grows with a sequence.

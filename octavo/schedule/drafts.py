@@ -27,7 +27,7 @@ class DraftBounds:
         self.writes_ahead = any(hook.writes_ahead for hook in hooks if hook.max_drafts)
         self._hooks = [hook for hook in hooks if type(hook).drafts is not EngineHook.drafts]
         self._readers = [hook for hook in hooks if type(hook).on_drafts is not EngineHook.on_drafts]
-        self._step_tokens = limits.request_tokens
+        self._step_tokens = limits.max_num_batched_tokens
         self._cache = cache
 
     def wanted(self, request: Request) -> int:

@@ -15,14 +15,13 @@ class Limits:
     """Bounds of a step and of a request.
 
     Attributes:
-        max_num_batched_tokens: tokens of a step, of all ranks together.
+        max_num_batched_tokens: tokens of a step; of each rank, if ranks have requests of their own (`KVCache.ranks`).
         max_ahead: steps in flight that may hold a row of one request: the loop's depth + 1.
         share_prefixes: whether requests may reuse each other's blocks.
         watermark: fraction of the KV cache (0 to 1) kept free when a request is admitted while others run.
         paced_tokens: under a policy that spreads prompts, prompts that can wait are not added to a step beyond this
             many tokens; 0 if prompts never wait.
         whole_prompts: compute each prompt in one step, as bidirectional attention requires.
-        rank_tokens: tokens of a step for each rank that computes its own requests; 0 if each rank computes all.
         turns: steps that the running requests are divided over. With more than one, a request is not planned while a
             token of it is being sampled, so that several steps, each of other requests, can be computed at once.
     """
@@ -35,13 +34,7 @@ class Limits:
     watermark: float = 0.0
     paced_tokens: int = 0
     whole_prompts: bool = False
-    rank_tokens: int = 0
     turns: int = 1
-
-    @property
-    def request_tokens(self) -> int:
-        """Most tokens of one request in a step."""
-        return self.rank_tokens or self.max_num_batched_tokens
 
 
 def checked_max_tokens(

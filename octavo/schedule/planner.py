@@ -64,8 +64,7 @@ class Planner:
             in_flight: some launched steps are not committed yet.
         """
         self.at = None
-        of_ranks = [self._limits.rank_tokens] * self._cache.ranks if self._limits.rank_tokens else []
-        step = StepBuilder(self._limits.max_num_batched_tokens, of_ranks)
+        step = StepBuilder.empty(self._limits.max_num_batched_tokens, self._cache.ranks)
         alone = self._quarantine.current is not None
         try:
             if alone:
@@ -205,7 +204,7 @@ class Planner:
         """Return the tokens that the step has left for a request of any rank; a prompt that can wait may get fewer."""
         if step.pace is None or request.uncomputed <= 1 + request.num_drafts:
             return step.budget
-        return step.pace.allowed(request, self._limits.max_num_batched_tokens - step.budget, step.budget)
+        return step.pace.allowed(request, step.num_tokens, step.budget)
 
     def _allowed(self, step: StepBuilder, request: Request) -> int:
         """Return how many tokens the request computes in this step. Drafts that do not fit the budget are dropped."""

@@ -33,8 +33,9 @@ class StepBuilder:
     prompts: set[Request] = field(default_factory=set)
     """Requests whose prompt blocks this step may still have to write: it computes part of the prompt, or admits the
     request. Their blocks can't be copied, since copies come before all writes of the step."""
+    num_tokens: int = 0
     num_prompt_tokens: int = 0
-    """Prompt tokens of the step."""
+    """All tokens of the step, and those of prompts."""
     starved: Rank | None = None
     """The best rank that got no blocks. Free blocks are kept for it: no request that ranks after it gets a row."""
     yielding: set[Request] = field(default_factory=set)
@@ -43,6 +44,15 @@ class StepBuilder:
     """Limits the prompt tokens of the step; None for no limit."""
     deferred: list[Request] = field(default_factory=list)
     """Taken from the queue, and to go back to it: they wait for something else than room."""
+
+    @classmethod
+    def empty(cls, tokens: int, ranks: int) -> StepBuilder:
+        """Return a step without rows.
+
+        Args:
+            tokens: budget; of each rank, if several have requests of their own.
+        """
+        return cls(tokens * ranks, [tokens] * ranks if ranks > 1 else [])
 
     def left_for(self, request: Request) -> int:
         """Return the tokens left for a request whose rank is chosen."""
@@ -59,6 +69,7 @@ class StepBuilder:
             draft.copies.extend(growth.copies)
             draft.block_writes.extend((request.slot, *write) for write in growth.writes)
         self.rows.append(request)
+        self.num_tokens += num_tokens
         self.budget -= num_tokens
         if self.of_ranks:
             self.of_ranks[request.table.rank] -= num_tokens

@@ -265,17 +265,16 @@ class SplitDelta(Delta):
         self.deltas = deltas
 
     def begin(self, x: Tensor) -> Addition:
-        return _Split([(delta, delta.shrink(x)) for delta in self.deltas])
+        return _Split([delta.begin(x) for delta in self.deltas], [delta.width for delta in self.deltas])
 
 
 class _Split(Addition):
-    def __init__(self, begun: Sequence[tuple[LowRankDelta, Sums]]) -> None:
-        self._begun = begun
+    def __init__(self, parts: Sequence[Addition], widths: list[int]) -> None:
+        self._parts, self._widths = parts, widths
 
     def add_to(self, y: Tensor) -> None:
-        widths = [delta.width for delta, _ in self._begun]
-        for (delta, sums), part in zip(self._begun, y.split(widths, dim=1), strict=True):
-            delta.expand(sums, part)
+        for part, outputs in zip(self._parts, y.split(self._widths, dim=1), strict=True):
+            part.add_to(outputs)
 
 
 def low_rank_delta(

@@ -31,8 +31,9 @@ def sampled_rows(own: OwnRows | None, max_rows: int) -> int:
 
 
 def own_sizes(ranks: int, max_rows: int) -> list[int]:
-    """Return the rows of whole steps to record, ascending multiples of `ranks`: no more than tokens of a step, since
-    each rank may compute a token of each request.
+    """Return the rows of whole steps to record, ascending multiples of `ranks`.
+
+    Padding included, these are no more than a step may have tokens: each rank may have one for each request.
 
     Args:
         max_rows: limit of a step.

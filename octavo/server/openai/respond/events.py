@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from octavo.server.errors import ApiError
 from octavo.server.openai.respond.output import ResponseEvent
@@ -23,7 +22,7 @@ class Numbered:
 
     def error(self, error: ApiError) -> bytes:
         """Return the event for an error after the stream has begun."""
-        return self(error_event(error))
+        return self(event_of_error(error))
 
 
 class EventLog:
@@ -67,5 +66,6 @@ class EventLog:
         self._changed = asyncio.Event()
 
 
-def error_event(error: ApiError) -> dict[str, Any]:
+def event_of_error(error: ApiError) -> ResponseEvent:
+    """Return the event that follows `response.failed`."""
     return {"type": "error", "code": str(error.status), "message": error.message, "param": error.param}

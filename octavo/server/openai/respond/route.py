@@ -23,7 +23,7 @@ from octavo.server.errors import ApiError, as_api_error, json_response
 from octavo.server.openai.chat import Chat, count_chat, prepare_chat
 from octavo.server.openai.generation import run
 from octavo.server.openai.logprobs import LogprobWriter
-from octavo.server.openai.respond.events import EventLog, Numbered, error_event
+from octavo.server.openai.respond.events import EventLog, Numbered, event_of_error
 from octavo.server.openai.respond.items import told_item
 from octavo.server.openai.respond.output import COMPLETED, IN_PROGRESS, INCOMPLETE, ResponseEvent, ResponseOutput
 from octavo.server.openai.respond.protocol import InputItems, ResponseBody, as_chat, in_own_names
@@ -298,7 +298,7 @@ class Responses:
             except Exception as exc:
                 error = as_api_error(exc, making.response["id"])
                 stored.tell(*_fail(making, error))
-                failure = [error_event(error)]
+                failure = [event_of_error(error)]
             finally:
                 stored.end(*failure)
                 with contextlib.suppress(ApiError):
@@ -323,7 +323,7 @@ def _query(request: Request) -> tuple[bool, int]:
     if after is None:
         return streams, -1
     text = "starting_after must be the sequence_number of an event: an integer from 0 on."
-    require(after.isascii() and after.isdigit(), "starting_after", after, text)
+    require(re.fullmatch("[0-9]{1,18}", after) is not None, "starting_after", after, text)
     require(streams, "starting_after", after, "starting_after is for streams; set stream to true, or leave it out.")
     return streams, int(after)
 

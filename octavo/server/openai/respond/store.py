@@ -16,8 +16,6 @@ from octavo.server.openai.respond.output import ResponseEvent
 
 MAX_KEPT = 4096
 MAX_KEPT_BYTES = 64 << 20
-
-
 QUEUED, CANCELLED = "queued", "cancelled"
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_kit import load
-from cuda_on_cpu import EmulatedKernel
+from adapter_kit import kernels_on_any_machine, load
 from safetensors.torch import save_file
 from tiny import FAMILIES, make_checkpoint, model_files, reference_of
 from tiny_adapters import PREFIX
@@ -23,7 +22,6 @@ from transformers.pytorch_utils import Conv1D
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.features.lora import kernels
 from octavo.features.lora.payload import NAME, LoraStep
 from octavo.features.lora.requests import Part, encode
 
@@ -136,10 +134,7 @@ def test_six_projections_of_one_product_on_a_device(
     with torch.no_grad():
         adapter = adapt(theirs, tmp_path / "adapter", rank=6, seed=1)
     expected.append(greedy(theirs, prompt, 3))
-    if not GPU:
-        EmulatedKernel.folder = tmp_path
-        monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
-        monkeypatch.setattr(kernels, "_kernel", kernels._kernel.__wrapped__)
+    kernels_on_any_machine(monkeypatch, tmp_path)
     settings: dict[str, Any] = {
         "memory_bytes": 1 << 25,
         "num_blocks": 100,

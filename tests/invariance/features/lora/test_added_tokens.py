@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import EmulatedKernel
+from adapter_kit import kernels_on_any_machine
 from rank_kit import TWO_RANKS, ranks_in_threads
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
@@ -27,7 +27,6 @@ from octavo.core.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
-from octavo.features.lora import kernels
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import Part, encode
 from octavo.sampling.allowed import Allowed, num_words, words_of
@@ -181,10 +180,7 @@ def test_tokens_are_those_of_the_extended_model(backend: str, base: Path, adapte
 def on_a_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
     """Return settings for slots on the device, whose kernels may be interpreted and so are slow."""
     pytest.importorskip("triton")
-    if not GPU:
-        EmulatedKernel.folder = folder
-        monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
-        monkeypatch.setattr(kernels, "_kernel", kernels._kernel.__wrapped__)
+    kernels_on_any_machine(monkeypatch, folder)
     return behind(monkeypatch) | {"max_model_len": 32, "max_num_seqs": 7, "num_blocks": 200}
 
 

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cuda_on_cpu import EmulatedKernel
+from adapter_kit import kernels_on_any_machine
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, model_files
 from tiny_adapters import merged, save_adapter
@@ -27,7 +27,6 @@ from toy_models import behind
 from octavo.build import build_core
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.features.lora import kernels
 from octavo.features.lora.payload import NAME
 from octavo.features.lora.requests import Part, encode
 
@@ -88,10 +87,7 @@ def test_tokens_are_those_of_merged_experts(family: str, tmp_path: Path, monkeyp
         asked.append(asking("magnitudes", 3, base=False))
         alone = asking("magnitudes", 3, base=True)
         expected |= tokens(folder, [alone], device="cpu", attention_backend="torch")
-    if not GPU:
-        EmulatedKernel.folder = tmp_path
-        monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
-        monkeypatch.setattr(kernels, "_kernel", kernels._kernel.__wrapped__)
+    kernels_on_any_machine(monkeypatch, tmp_path)
     chosen = behind(monkeypatch)
     lora: dict[str, Any] = {"lora_modules": tuple(modules), "max_lora_rank": 8}
     assert tokens(tmp_path / "base", asked, **chosen, **lora, enforce_eager=True) == expected

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from adapter_kit import kernels_on_any_machine
 from adapters_in_blocks import World
 from cuda_on_cpu import EmulatedKernel
 from launches_ahead import collected
@@ -40,13 +41,9 @@ RANKS = {
 
 @pytest.fixture(autouse=True)
 def kernels_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    if GPU:
-        return
-    if shutil.which("g++") is None:
+    if not GPU and shutil.which("g++") is None:
         pytest.skip("needs a compiler")
-    EmulatedKernel.folder = tmp_path_factory.getbasetemp()
-    monkeypatch.setattr(kernels, "Kernel", EmulatedKernel)
-    monkeypatch.setattr(kernels, "_kernel", kernels._kernel.__wrapped__)
+    kernels_on_any_machine(monkeypatch, tmp_path_factory.getbasetemp())
 
 
 def seed() -> int:
