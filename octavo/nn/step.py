@@ -41,7 +41,7 @@ class StepInput:
 
     Attributes:
         input_ids: [T] int64, token ids.
-        positions: [T] int64, each token's position in its own sequence.
+        positions: [T] int64, each token's position in its own sequence: its place in the cache, unless drafts branch.
         query_start: [R + 1] int32, index of each row's first token in the batch; the last entry is T.
         seq_lens: [R] int32, tokens of each sequence after this step (context plus this step's).
         block_tables: [R, B] int32, KV block ids; entries past a sequence's end are arbitrary valid ids.
@@ -56,6 +56,9 @@ class StepInput:
         token_types: [T] int64, each token's text in a sequence of several texts; None if all are of the first.
         query_lens: each row's tokens in this step, on the host, to avoid reading them from the device.
         past_lens: each row's tokens before this step, on the host.
+        unseen: [T] int32, not negative: if bit b is set, the token does not attend to the key b places before its own,
+            which is a draft on another path. None: all attend to all keys before them. Without windows and linear
+            biases only, since positions then differ from places in the cache.
         shared: common prefixes of rows with one token each; None if there are none worth sharing. Backends may ignore
             it.
         exchange: with the ranks that have the other tokens of the step; None if this one has all.
@@ -77,6 +80,7 @@ class StepInput:
     past_lens: Sequence[int] | None = None
     token_types: Tensor | None = None
     hidden_rows: Tensor | None = None
+    unseen: Tensor | None = None
     shared: SharedContexts | None = None
     exchange: TokenExchange | None = None
     others: Sequence[StepInput] = ()
@@ -127,6 +131,7 @@ class StepInput:
             past_lens=past_lens,
             max_query_len=max(query_lens),
             token_types=None if self.token_types is None else _at(self.token_types, tokens),
+            unseen=None if self.unseen is None else _at(self.unseen, tokens),
             hidden_rows=None,
             shared=None,
             attn=None,

@@ -94,6 +94,24 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
+class BranchingBackend(AttentionBackend, Protocol):
+    """A backend for drafts that branch: it reads `StepInput.unseen`, for layers without windows and linear biases."""
+
+    def widen(self, queries: int) -> None:
+        """Prepare for rows with this many queries, at most 31, that are as frequent as decoding ones."""
+        ...
+
+    def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy keys and values of some tokens to other cells, in all layers. All are read before any is written.
+
+        Args:
+            caches: [layers, *cache_shape], of all layers.
+            sources, targets: [n] int64, cells: block id x block size + offset. A cell may be its own target.
+        """
+        ...
+
+
+@runtime_checkable
 class FusedBackend(AttentionBackend, Recordable, Protocol):
     """A backend that does all operations between a layer's two projections, and supports FP8 caches. On a GPU, unlike
     other backends, it can be recorded in a graph."""
@@ -180,3 +198,8 @@ class BackendFactory(Protocol):
         ...
 
     def make(self, request: BackendRequest) -> AttentionBackend: ...
+
+
+def seen(unseen: Tensor, back: Tensor) -> Tensor:
+    """Return whether queries attend to keys `back` places before them, by `StepInput.unseen`. They broadcast."""
+    return (unseen >> back.clamp(0, 31)) & 1 == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.base import AttentionSpec, seen
 from octavo.nn.attention.kv_int8 import SCALE_BYTES, pack, unpack
 from octavo.nn.step import StepInput
 
@@ -53,17 +53,26 @@ class ReferenceAttention:
             if self.int8:
                 context = unpack(context, torch.float64)
             queries = slice(starts[row], starts[row + 1])
-            out[queries] = attend_dense(q[queries], context[:, 0], context[:, 1], spec, sinks).to(q.dtype)
+            unseen = None if step.unseen is None else step.unseen[queries]
+            out[queries] = attend_dense(q[queries], context[:, 0], context[:, 1], spec, sinks, unseen).to(q.dtype)
         return out
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+def attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    unseen: Tensor | None = None,
+) -> Tensor:
     """Return softmax(mask(cap(scale · q kᵀ) + bias)) v of one sequence, in float64.
 
     Args:
         q: [n, num_heads, head_dim], the queries of the sequence's last n positions.
         k, v: [length, num_kv_heads, head_dim], the whole sequence.
         sinks: [num_heads], scores of a last key, whose value is 0.
+        unseen: [n], as `StepInput.unseen`.
 
     Returns:
         [n, num_heads, head_dim] float64.
@@ -75,6 +84,8 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Te
     visible = keys <= positions
     if spec.window is not None:
         visible &= keys >= spec.first_visible(positions)
+    if unseen is not None:
+        visible &= seen(unseen[:, None], positions - keys)
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for head in range(spec.num_heads):
         keys_of_head = k[:, head // group].double()
