@@ -17,7 +17,7 @@ MOST_DRAFTS = 30
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Drafts of one row, which are stored one after the other; each follows the row's last known token or another draft.
+    """Drafts of one row, stored one after the other. Each follows the row's last known token or another draft.
 
     Drafts after the same token differ. The first `chain` drafts are a chain, the longest one of the tree: so a row with
     at most `chain` drafts has a chain, and a row with more has the whole tree.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.core.draft_tree import DraftTree
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec
 from octavo.nn.attention.kv_int8 import pack, unpack
 from octavo.nn.attention.reference import attend_dense
@@ -52,6 +53,7 @@ class Case:
     sequences: list[Sequence]
     label: str
     sinks: Tensor | None = None
+    unseen: Tensor | None = None
 
     def q(self, seed: int) -> Tensor:
         count = sum(s.queries for s in self.sequences)
@@ -62,7 +64,9 @@ class Case:
         outs, start = [], 0
         for s in self.sequences:
             k, v = (unpack(pack(x), torch.float64) if int8 else x for x in (s.k, s.v))
-            outs.append(attend_dense(q[start : start + s.queries], k, v, self.spec, self.sinks))
+            mine = slice(start, start + s.queries)
+            unseen = None if self.unseen is None else self.unseen[mine]
+            outs.append(attend_dense(q[mine], k, v, self.spec, self.sinks, unseen))
             start += s.queries
         return torch.cat(outs)
 
@@ -80,9 +84,10 @@ def make_case(
     biased: bool = False,
     chunked: bool = False,
     sinks: bool = False,
+    branched: bool = False,
 ) -> Case:
     """A case drawn from `seed`, with what is given held fixed. `rows` are (length, queries) pairs; `biased`: heads have
-    linear biases; `chunked`, `sinks`: as in `AttentionSpec`."""
+    linear biases; `chunked`, `sinks`: as in `AttentionSpec`; `branched`: the last tokens of rows are trees of drafts."""
     rng = random.Random(seed)
     kv_heads, group = heads or rng.choice([(3, 3), (1, 8), (4, 1), (2, 4), (1, 1)])
     head_dim = head_dim or rng.choice([32, 64, 96, 128, 256])
@@ -94,7 +99,19 @@ def make_case(
     needed = max(max(s.blocks) for s in sequences) + 1
     label = f"seed={seed} {dtype} {spec} block_size={block_size} rows={rows}"
     scores = torch.tensor([rng.choice([-200.0, -3.0, 0.0, 4.0, 30.0, 200.0]) for _ in range(spec.num_heads)])
-    return Case(spec, dtype, block_size, needed + rng.randint(0, 3), sequences, label, scores if sinks else None)
+    unseen = torch.cat([_unseen(rng, s.queries) for s in sequences]) if branched else None
+    count = needed + rng.randint(0, 3)
+    return Case(spec, dtype, block_size, count, sequences, label, scores if sinks else None, unseen)
+
+
+def _unseen(rng: random.Random, queries: int) -> Tensor:
+    """`StepInput.unseen` of a row whose last tokens, up to 30 of them, are a random tree."""
+    words = torch.zeros(queries, dtype=torch.int32)
+    drafts = rng.randint(0, min(queries - 1, 30))
+    if drafts:
+        tree = DraftTree(tuple(rng.randint(-1, i - 1) for i in range(drafts)))
+        words[-drafts:] = torch.from_numpy(tree.unseen)
+    return words
 
 
 def _row(rng: random.Random) -> tuple[int, int]:
@@ -182,6 +199,7 @@ def prepared(
         [slot for s in case.sequences for slot in _slots(s, case.block_size)[s.length - s.queries :]],
         device,
     )
+    step.unseen = None if case.unseen is None else case.unseen.to(device)
     step.attn = backend.prepare(step, case.block_size)
     # As in a model, q, k and v are strided views of one fused projection's output.
     k = torch.cat([s.k[s.length - s.queries :] for s in case.sequences])
