@@ -87,7 +87,7 @@ def make_case(
     branched: bool = False,
 ) -> Case:
     """A case drawn from `seed`, with what is given held fixed. `rows` are (length, queries) pairs; `biased`: heads have
-    linear biases; `chunked`, `sinks`: as in `AttentionSpec`; `branched`: the last tokens of rows are trees of drafts."""
+    linear biases; `chunked`, `sinks`: as in `AttentionSpec`; `branched`: rows end with trees of drafts."""
     rng = random.Random(seed)
     kv_heads, group = heads or rng.choice([(3, 3), (1, 8), (4, 1), (2, 4), (1, 1)])
     head_dim = head_dim or rng.choice([32, 64, 96, 128, 256])
