@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import ragged
@@ -18,6 +19,7 @@ from octavo.native.program import Pool
 from octavo.nn.attention.cpu import TorchAttention
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.reference import ReferenceAttention
+from octavo.nn.step import StepInput
 
 
 def native(isa, **options):
@@ -157,3 +159,81 @@ def test_int8_long_contexts(int8_backend):
         ragged.make_case(fresh_seed(), torch.float32, rows=rows, heads=(1, 3), head_dim=32, block_size=size),
         int8_backend,
     )
+
+
+BRANCHED = [(1, 1), (9, 9), (40, 8), (600, 5), (520, 16), (700, 31), (64, 1), (300, 40)]
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0, "sinks": True}], ids=["plain", "capped"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drafts_that_branch(backend, dtype, options):
+    size = block_size(backend)
+    check(ragged.make_case(fresh_seed(), dtype, rows=BRANCHED, block_size=size, branched=True, **options), backend)
+
+
+def test_int8_drafts_that_branch(int8_backend):
+    size = block_size(int8_backend)
+    check(
+        ragged.make_case(fresh_seed(), torch.float32, rows=BRANCHED, block_size=size, branched=True),
+        int8_backend,
+    )
+
+
+def test_a_backend_that_sees_all_drafts_is_found():
+    class Blind(TorchAttention):
+        def attend(self, q, cache, step, spec, sinks=None):
+            return super().attend(q, cache, replace(step, unseen=None), spec, sinks)
+
+    with pytest.raises(AssertionError, match="off by"):
+        check(ragged.make_case(fresh_seed(), torch.float32, rows=BRANCHED, branched=True), Blind())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_moved_cells(backend, dtype):
+    if isinstance(backend, ReferenceAttention):
+        pytest.skip("only backends that serve move cells")
+    check_moved(backend, dtype, dtype)
+
+
+def test_int8_moved_cells(int8_backend):
+    if isinstance(int8_backend, ReferenceAttention):
+        pytest.skip("only backends that serve move cells")
+    check_moved(int8_backend, torch.float32, torch.int8)
+
+
+def check_moved(backend, dtype, stored) -> None:
+    """Moved keys and values are those that would have been written there."""
+    rng = random.Random(fresh_seed())
+    layers, blocks, size = 3, 6, block_size(backend) or 16
+    count = blocks * size
+    case = ragged.make_case(rng.random(), dtype, rows=[(count, 1)], block_size=size)
+    shape = (layers, *backend.cache_shape(case.spec, blocks, size))
+    moved, written = torch.zeros(shape, dtype=stored), torch.zeros(shape, dtype=stored)
+    sources, targets = (torch.tensor(rng.sample(range(count), 20)) for _ in range(2))
+    k, v = case.sequences[0].k, case.sequences[0].v
+    for layer in moved:
+        _fill(backend, k, v, layer, size)
+    backend.move(moved, sources, targets)
+    for one in (k, v):
+        one[targets] = one[sources]
+    for layer in written:
+        _fill(backend, k, v, layer, size)
+    assert torch.equal(moved.view(torch.int8), written.view(torch.int8))
+
+
+def _fill(backend, k, v, cache, size) -> None:
+    """Write a token to each cell of the cache."""
+    count = len(k)
+    step = StepInput(
+        input_ids=torch.zeros(count, dtype=torch.long),
+        positions=torch.arange(count),
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        block_tables=torch.arange(count // size, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(count),
+        logit_rows=torch.tensor([], dtype=torch.long),
+        max_query_len=count,
+        max_seq_len=count,
+    )
+    step.attn = backend.prepare(step, size)
+    backend.write(k, v, cache, step)

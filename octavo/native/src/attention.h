@@ -164,11 +164,22 @@ struct Work {
         const int stop = (high + kStep - 1) / kStep * kStep;
         for (int j = 0; (low > 0 || high < stop) && j < stop; j += W)
             if (j < low || j + W > high) store(s + j, hide(load(s + j), low - j, high - j));
+        if (step.unseen != nullptr) hide_others(m, begin, high, s);
         if (stop < kTile)
             weigh_columns<D, kStep>(m, scale, s, to);
         else
             weigh_columns<D, kTile>(m, scale, s, to);
         for (int j = stop; j < kTile; j += W) store(to + j, Vec{});
+    }
+
+    // Hides the drafts on other paths than row m's. Each tile has others: a tile that ends before a query is longer than
+    // any tree.
+    void hide_others(int m, int begin, int high, float* s) const {
+        const int own = visible_end(m) - 1 - begin;
+        for (uint32_t word = (uint32_t)step.unseen[token(m / group)]; word != 0; word &= word - 1) {
+            const int j = own - __builtin_ctz(word);
+            if (j >= 0 && j < high) s[j] = kNegInf;
+        }
     }
 
     // Multiplies scores with `scale` and adds the linear bias: the head's slope times the key's distance.

@@ -184,7 +184,7 @@ struct TileReader : Reader<bf16, TileReader> {
     // Converts the scores of rows [first, last) to weights, in place. If all rows attend to the whole tile, which is
     // the usual case, bounds are not checked per row.
     void weigh_block(int first, int last, int begin, int end) {
-        const bool plain = op.soft_cap <= 0 && op.window <= 0 && op.second == nullptr &&
+        const bool plain = op.soft_cap <= 0 && op.window <= 0 && op.second == nullptr && step.unseen == nullptr &&
                            std::min(visible_end(first), end) >= begin + kTile;
         const float scale = op.scale * kLog2E;
         float* s = scores;

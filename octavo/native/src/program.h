@@ -52,6 +52,7 @@ struct OctavoOp {
 struct OctavoStep {
     const int64_t *input_ids, *positions, *slots;
     const int32_t *query_start, *seq_lens, *block_tables;
+    const int32_t* unseen;  // or null
     void* external[3];
     int64_t table_stride;
     int64_t group_tables, group_slots;  // entries from one cache group's to the next one's

@@ -58,11 +58,18 @@ class TorchAttention:
         cells[:, 0].index_copy_(0, step.slot_mapping, k)
         cells[:, 1].index_copy_(0, step.slot_mapping, v)
 
+    def widen(self, queries: int) -> None:
+        """Do nothing: rows of any length are computed alike."""
+
+    def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:
+        cells = caches.flatten(1, 2)
+        cells[:, targets] = cells[:, sources]
+
     def attend(
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        if spec.slopes is not None or spec.chunked:
-            return _attend_rows(q, cache, step.attn, spec, sinks)
+        if spec.slopes is not None or spec.chunked or step.unseen is not None:
+            return _attend_rows(q, cache, step.attn, spec, sinks, step.unseen)
         plan = step.attn.plan(spec.window)
         out = torch.empty_like(q)
         if plan.decode is not None:
@@ -72,7 +79,9 @@ class TorchAttention:
         return out
 
 
-def _attend_rows(q: Tensor, cache: Tensor, layout: HostLayout, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+def _attend_rows(
+    q: Tensor, cache: Tensor, layout: HostLayout, spec: AttentionSpec, sinks: Tensor | None, unseen: Tensor | None
+) -> Tensor:
     """Attend with what the fused kernel lacks."""
     out = torch.empty_like(q)
     starts = layout.query_start
@@ -80,7 +89,8 @@ def _attend_rows(q: Tensor, cache: Tensor, layout: HostLayout, spec: AttentionSp
         blocks = layout.tables[row, : -(-length // layout.block_size)].astype("int64")
         cells = _plain(cache[torch.from_numpy(blocks)].flatten(0, 1)[:length], q.dtype)
         rows = slice(starts[row], starts[row + 1])
-        out[rows] = attend_row(q[rows], cells[:, 0], cells[:, 1], spec, sinks).to(q.dtype)
+        hidden = None if unseen is None else unseen[rows]
+        out[rows] = attend_row(q[rows], cells[:, 0], cells[:, 1], spec, sinks, hidden).to(q.dtype)
     return out
 
 

@@ -86,6 +86,25 @@ class NativeAttention(NativeBackend):
         self._run(builder, step, q, out)
         return out
 
+    def widen(self, queries: int) -> None:
+        """Do nothing: rows of any length are computed alike."""
+
+    def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:
+        *_, size, width = caches.shape
+        dim = width - (SCALE_BYTES if self.int8 else 0)
+        word = 4 // caches.element_size()
+        heads = caches.flatten(3)  # [layers, blocks, kv heads, keys, values, and their scales]
+        # As attention.h has them: keys in panels of tokens, values in panels of channels with several tokens in a word.
+        keys = heads[..., : size * dim].unflatten(-1, (size // PANEL, dim // word, PANEL, word))
+        values = heads[..., size * dim : 2 * size * dim].unflatten(-1, (dim // PANEL, size // word, PANEL, word))
+        scales = heads[..., 2 * size * dim :].unflatten(-1, (2, size, -1)) if self.int8 else None
+        block, place = sources // size, sources % size
+        into, at = targets // size, targets % size
+        keys[:, into, :, at // PANEL, :, at % PANEL] = keys[:, block, :, place // PANEL, :, place % PANEL]
+        values[:, into, :, :, at // word, :, at % word] = values[:, block, :, :, place // word, :, place % word]
+        if scales is not None:
+            scales[:, into, :, :, at] = scales[:, block, :, :, place]
+
     def emit(
         self,
         b: ProgramBuilder,
@@ -179,6 +198,7 @@ def native_step(step: StepInput, block_size: int) -> StepArgs:
         query_start=step.query_start.data_ptr(),
         seq_lens=step.seq_lens.data_ptr(),
         block_tables=step.block_tables.data_ptr(),
+        unseen=None if step.unseen is None else step.unseen.data_ptr(),
         table_stride=step.block_tables.stride(0),
         group_tables=group_tables,
         group_slots=group_slots,
@@ -209,6 +229,7 @@ def _require_layout(step: StepInput) -> None:
         ("seq_lens", step.seq_lens, torch.int32),
         ("block_tables", step.block_tables, torch.int32),
         ("slot_mapping", step.slot_mapping, torch.int64),
+        *([] if step.unseen is None else [("unseen", step.unseen, torch.int32)]),
     ):
         if tensor.dtype != dtype or tensor.stride(-1) != 1 or tensor.device.type != "cpu":
             raise TypeError(f"StepInput.{name} must be {dtype} on cpu with adjacent entries, not {tensor.dtype}.")

@@ -1,24 +1,32 @@
 """Attention on a CPU row by row, with what fused kernels lack: linear biases (ALiBi, Press et al. 2022,
-https://arxiv.org/abs/2108.12409), and windows that begin at multiples of their size."""
+https://arxiv.org/abs/2108.12409), windows that begin at multiples of their size, and drafts that branch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from octavo.nn.attention.base import AttentionSpec
+from octavo.nn.attention.base import AttentionSpec, seen
 
 _QUERIES = 128
 """Queries that are computed together, which bounds the memory for scores."""
 
 
-def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+def attend_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    unseen: Tensor | None = None,
+) -> Tensor:
     """Return causal attention of one sequence, in float32.
 
     Args:
         q: [n, num_heads, head_dim], the queries of the sequence's last n positions.
         k, v: [length, num_kv_heads, head_dim], the whole sequence.
         sinks: [num_heads], scores of a last key, whose value is 0.
+        unseen: [n], as `StepInput.unseen`.
 
     Returns:
         [n, num_heads, head_dim] float32.
@@ -37,6 +45,8 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tens
         visible = places <= positions
         if spec.window is not None:
             visible &= places >= spec.first_visible(positions)
+        if unseen is not None:
+            visible &= seen(unseen[begin : begin + _QUERIES, None], positions - places)
         scores = queries @ keys.transpose(1, 2)
         if spec.soft_cap is not None:
             scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
