@@ -91,6 +91,10 @@ class DraftTree:
         """[N]: how many places each draft is stored behind its position."""
         return np.arange(1, 1 + len(self)) - self.depths
 
+    def ahead(self, drafts: int) -> list[int]:
+        """Return for the first `drafts` drafts, and for none before them, how many lead to each: [1 + drafts]."""
+        return [0, *self.depths[:drafts].tolist()]
+
     def branches(self, plan: StepPlan) -> bool:
         """Return whether a row of the plan has a tree of drafts."""
         return max(plan.num_drafts, default=0) > self.chain

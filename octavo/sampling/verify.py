@@ -34,3 +34,30 @@ def verify(drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor) -> Ten
     places = (starts[:, None] + order).clamp_(max=len(drawn) - 1)
     agrees = (drawn[places] == drafts) & (order < counts[:, None])
     return 1 + agrees.long().cumprod(1).sum(1)
+
+
+def verify_branches(
+    drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor, parents: Tensor, depths: Tensor, precedes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Verify drafts that may branch (SpecInfer, https://arxiv.org/abs/2305.09781): one is accepted if it is the token
+    drawn after the one before it, and that one is accepted. Drafts after the same token differ.
+
+    Nothing is read back from the device.
+
+    Args:
+        drawn: as for `verify`, but of each row the token drawn after no draft, then the one after each draft.
+        drafts, counts, starts: as for `verify`.
+        parents, depths: [N] int64, N >= K, of `DraftTree`.
+        precedes: [N, N] float32, of `DraftTree`.
+
+    Returns:
+        How many drawn tokens each row keeps, [R] int64; and their places among the row's, in order, [R, 1 + K] int64.
+    """
+    count = drafts.shape[1]
+    order = torch.arange(1, 1 + count, device=drafts.device)
+    places = (starts[:, None] + 1 + parents[:count]).clamp_(max=len(drawn) - 1)
+    agrees = (drawn[places] == drafts) & (order <= counts[:, None])
+    accepted = (~agrees).float() @ precedes[:count, :count].T == 0
+    paths = starts.new_zeros(len(starts), 1 + count)
+    paths.scatter_reduce_(1, depths[:count].expand(len(starts), count), torch.where(accepted, order, 0), "amax")
+    return 1 + accepted.sum(1), paths

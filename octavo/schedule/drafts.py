@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.cache.cache import KVCache
+from octavo.core.params import SamplingParams
 from octavo.core.worker_info import MOST_DRAFTED
 from octavo.schedule.hooks import EngineHook, hooks_of, most_drafts
 from octavo.schedule.limits import Limits
@@ -16,6 +17,7 @@ class DraftBounds:
 
     Attributes:
         most: most drafts of a row; 0 if no feature drafts.
+        chain: more drafts than these are a tree, which is drafted whole, where nothing reads what precedes a token.
         rewinds: a layer keeps a recurrent state, from which rejected tokens can't be removed: if some of a row's are,
             the sequence goes back to the state before the row, and the next one computes the accepted tokens again.
         writes_ahead: drafts need KV blocks as soon as they are proposed.
@@ -23,6 +25,7 @@ class DraftBounds:
 
     def __init__(self, hooks: Sequence[EngineHook], limits: Limits, cache: KVCache) -> None:
         self.most = most_drafts(hooks)
+        self.chain = min((hook.max_chain for hook in hooks if hook.max_chain), default=self.most)
         self.rewinds = self.most > 0 and not all(group.grows for group in cache.groups)
         self.writes_ahead = any(hook.writes_ahead for hook in hooks if hook.max_drafts)
         self._hooks = [hook for hook in hooks if type(hook).drafts is not EngineHook.drafts]
@@ -51,7 +54,9 @@ class DraftBounds:
         most = min(self.most, left, share)
         if most <= 0:
             return 0
-        return min(most, self.wanted(request) if wanted is None else wanted)
+        most = min(most, self.wanted(request) if wanted is None else wanted)
+        whole = most == self.most and not self.reads(request) and not _reads_tokens(request.params)
+        return most if whole else min(most, self.chain)
 
     def reads(self, request: Request) -> bool:
         """Return whether a feature must see the request's drafts before they are verified."""
@@ -75,3 +80,10 @@ class DraftBounds:
         request.num_computed -= rejected
         request.pending -= 1 + num_drafts
         request.unsure -= num_drafts
+
+
+def _reads_tokens(params: SamplingParams) -> bool:
+    """Return whether a token depends on those before it other than by logits, or reports something besides itself."""
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
+    reports = params.logprobs is not None or params.logprob_token_ids is not None
+    return any(penalties) or bool(params.bad_token_ids) or reports

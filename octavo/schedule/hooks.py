@@ -89,6 +89,9 @@ class EngineHook:
     """`admit` never delays a request that computes single tokens, so it is not called for each of them."""
     max_drafts: int = 0
     """Most draft tokens that the worker half proposes after one sampled token; 0 for none. Buffers are sized by it."""
+    max_chain: int = 0
+    """Drafts after one another, at most; 0 means `max_drafts`. If it is less, more drafts than it are a tree, of which
+    a request gets all or none (`WorkerHook.tree`)."""
     writes_ahead: bool = False
     """The worker half writes to the KV blocks of the tokens that it proposes, so they are reserved with the drafts."""
 

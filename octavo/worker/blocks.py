@@ -60,6 +60,11 @@ class Blocks:
         cells.index_copy_(1, pairs[1], cells.index_select(1, pairs[0]))
 
     @property
+    def caches(self) -> Tensor:
+        """The caches of all layers of a group, [layers, blocks, ...]."""
+        return self._cache
+
+    @property
     def count(self) -> int:
         """Number of blocks."""
         return self._cache.shape[1]

@@ -1,7 +1,8 @@
 """Draft tokens in a worker: a drafter's input and output, and the rows of logits of a batch with drafts.
 
 Drafts are stored in a slot's row of tokens after the known ones, so that layout, penalties and bans read them like
-other tokens; a count per slot gives their number.
+other tokens; a count per slot gives their number. If they branch (`branches.py`), only the first ones, a chain, can be
+read so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.draft_tree import DraftTree
 from octavo.core.plan import StepPlan
 
 Ints = NDArray[np.int64]
@@ -110,7 +112,7 @@ class DraftRows:
         drafts: [R] int64, number of drafts in each row.
         starts: [R] int64, index of each row's first token among the S.
         tokens: [S] int64, indices into the batch.
-        ahead: [S] int64, number of the row's drafts up to and including each token.
+        ahead: [S] int64, number of the row's drafts that lead to each token, itself included.
     """
 
     slots: Ints
@@ -120,11 +122,15 @@ class DraftRows:
     ahead: Ints
 
     @classmethod
-    def of(cls, plan: StepPlan) -> DraftRows:
+    def of(cls, plan: StepPlan, tree: DraftTree | None = None) -> DraftRows:
+        """`tree`: the shape of drafts that branch."""
         rows = np.flatnonzero(plan.samples)
         drafts = np.array(plan.num_drafts)[rows]
         sizes = 1 + drafts
         starts = sizes.cumsum() - sizes
         ahead = np.arange(sizes.sum()) - np.repeat(starts, sizes)
         ends = np.array(plan.num_tokens).cumsum()[rows]
-        return cls(np.array(plan.slots)[rows], drafts, starts, np.repeat(ends - sizes, sizes) + ahead, ahead)
+        tokens = np.repeat(ends - sizes, sizes) + ahead
+        if tree is not None:
+            ahead = np.concatenate([[0], tree.depths])[ahead]
+        return cls(np.array(plan.slots)[rows], drafts, starts, tokens, ahead)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from torch import Tensor
 
+from octavo.core.draft_tree import DraftTree
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.core.futures import done, mapped
 from octavo.core.output import StepOutput
@@ -105,6 +106,10 @@ class WorkerHook:
     added_tokens: int = 0
     """Most columns of logits beyond the model's vocabulary, in steps with rows that have `NewRow.added_tokens`. The
     hook computes them, with minus infinity for other rows. Only without ranks or drafts."""
+
+    tree: DraftTree | None = None
+    """The shape of drafts that branch: a row with more than `tree.chain` of them, which only the engine half allows,
+    has all of the tree."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         """Load what the feature needs besides the model, before the memory that is left becomes the KV cache.
@@ -269,6 +274,7 @@ class Hooks:
         self.preparing = _with_own(hooks, "prepare")
         """The hooks that load weights besides the model's."""
         self.added_tokens = max((hook.added_tokens for hook in hooks), default=0)
+        self.tree = next((hook.tree for hook in hooks if hook.tree is not None), None)
         self._laying_out = _with_own(hooks, "lay_out")
         self._varying = _with_own(hooks, "variant")
         self._narrowing = _with_own(hooks, "only_row")

@@ -10,6 +10,7 @@ from octavo.models.model import Model
 from octavo.models.native import NativeDecoder
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import AnyBackend
+from octavo.worker.branches import Branches
 from octavo.worker.hooks import Capacity, Variant
 from octavo.worker.native_replay import NativeReplay
 from octavo.worker.parts import NoReplay, Replay, Sampler
@@ -27,16 +28,18 @@ def host_parts(
     logprobs_mode: LogprobsMode,
     variants: Sequence[Variant],
     added_tokens: int = 0,
+    branches: Branches | None = None,
 ) -> tuple[HostSlots, Sampler, Replay]:
     """Return slots, sampler and replay.
 
     Args:
         groups: cache groups of the model.
         variants, added_tokens: of the hooks.
+        branches: see `HostSlots`.
     """
     rewinds = not all(group.grows for group in groups)
     sizes = room.num_slots, room.max_model_len, block_size, vocab_size
-    slots = HostSlots(*sizes, logprobs_mode, len(groups), rewinds=rewinds, added_tokens=added_tokens)
+    slots = HostSlots(*sizes, logprobs_mode, len(groups), rewinds=rewinds, added_tokens=added_tokens, branches=branches)
     sampler = NativeSampler(slots, attention.pool) if isinstance(attention, NativeBackend) else TorchSampler(slots)
     replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
     return slots, sampler, replay

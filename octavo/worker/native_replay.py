@@ -85,6 +85,8 @@ class NativeReplay:
         count, results = len(plan.slots), plan.total_tokens
         if results != count + sum(plan.num_drafts) or (self.draws and not self._draws_all(plan)):
             return False
+        if self._slots.tree is not None and self._slots.tree.branches(plan):
+            return False
         self._rows[:count], self._drafts[:count] = plan.slots, plan.num_drafts
         self._drafted = results > count
         self._make_room(results)

@@ -86,6 +86,10 @@ class Slots(Protocol):
         """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""
         ...
 
+    def tables_of(self, slots: Tensor) -> Tensor:
+        """Return the block tables of these slots [D] int64 in the first group, [D, blocks] int32, on the device."""
+        ...
+
     def known(self) -> tuple[Tensor, Tensor]:
         """Return the tokens [slots, max_model_len] and their number [slots], on the device; not to be changed."""
         ...

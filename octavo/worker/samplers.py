@@ -48,13 +48,14 @@ class TorchSampler:
     def sample(self, logits: Tensor, step: Step, allowed: Allowed | None) -> Drawn:
         plan = step.plan
         drafted = any(plan.num_drafts)
-        result = self.choose(logits, step.rows, allowed, DraftRows.of(plan).ahead if drafted else None)
+        ahead = DraftRows.of(plan, self._slots.tree).ahead if drafted else None
+        result = self.choose(logits, step.rows, allowed, ahead)
         if not drafted:
             self._slots.append(step.rows, result.tokens.numpy())
-        tokens = result.tokens.tolist()
-        for row in result.bad_rows:
-            tokens[row] = -1
-        return DrawnHere(tokens, result.logprobs, self._slots.accept(plan, np.array(tokens)) if drafted else None)
+        tokens = result.tokens.numpy().astype(np.int64)
+        tokens[list(result.bad_rows)] = -1
+        kept = self._slots.accept(plan, tokens) if drafted else None
+        return DrawnHere(tokens.tolist(), result.logprobs, kept)
 
     def num_candidates(self, step: Step) -> int:
         counts = [0 if one is None else one.num_candidates for one in self._slots.params(step.rows)]

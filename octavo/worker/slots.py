@@ -18,6 +18,7 @@ from octavo.nn.step import StepInput
 from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
 from octavo.sampling.verify import verify
+from octavo.worker.branches import Branches, kept_first
 from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, StoredDrafts
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
@@ -39,6 +40,7 @@ class HostSlots:
         computed: [slots] int64, positions whose keys and values are in the cache.
         block_tables: [groups, slots, blocks] int32.
         sampling: [slots] of `STRUCT`, parameters for the native kernels.
+        tree: the shape of drafts that branch; None if none do.
         rewinds: see `__init__`.
     """
 
@@ -53,9 +55,11 @@ class HostSlots:
         *,
         rewinds: bool = False,
         added_tokens: int = 0,
+        branches: Branches | None = None,
     ) -> None:
         """
         Args:
+            branches: verifies drafts that branch; None if none do.
             added_tokens: most tokens beyond the vocabulary that a request can have.
             rewinds: a row with a rejected draft is computed again, as recurrent states require; see `KVCache.settle`.
         """
@@ -71,6 +75,8 @@ class HostSlots:
         self._vocab_size, self._columns = vocab_size, vocab_size + added_tokens
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self.rewinds = rewinds
+        self._branches = branches
+        self.tree = None if branches is None else branches.tree
         self._held: list[Held | None] = [None] * num_slots
         self._reporting: set[int] = set()
 
@@ -98,13 +104,13 @@ class HostSlots:
         counts.cumsum(out=query_start[1:])
         max_query_len, max_seq_len = int(counts.max()), int(seq_lens.max())
         if max_query_len == 1:
-            slot_of_token, positions = rows, computed
+            slot_of_token, places = rows, computed
         else:
             row_of_token = np.repeat(np.arange(len(rows)), counts)
             slot_of_token = rows[row_of_token]
-            positions = computed[row_of_token] + np.arange(len(row_of_token)) - query_start[row_of_token]
-        places = [self._places(table, rows, slot_of_token, positions, max_seq_len) for table in self.block_tables]
-        tables, cells = places[0]
+            places = computed[row_of_token] + np.arange(len(row_of_token)) - query_start[row_of_token]
+        of_groups = [self._cells(table, rows, slot_of_token, places, max_seq_len) for table in self.block_tables]
+        tables, cells = of_groups[0]
         logit_rows = query_start[1:].astype(np.int64) - 1
         sampled = plan.slots
         if any(plan.num_drafts):
@@ -113,8 +119,8 @@ class HostSlots:
             chosen = np.flatnonzero(plan.samples)
             logit_rows, sampled = logit_rows[chosen], rows[chosen].tolist()
         batch = StepInput(
-            input_ids=torch.from_numpy(self.tokens[slot_of_token, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
+            input_ids=torch.from_numpy(self.tokens[slot_of_token, places].astype(np.int64)),
+            positions=torch.from_numpy(places),
             query_start=torch.from_numpy(query_start),
             seq_lens=torch.from_numpy(seq_lens),
             block_tables=torch.from_numpy(tables),
@@ -123,16 +129,19 @@ class HostSlots:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        if len(places) > 1:
-            batch.divide(*(torch.from_numpy(np.stack(of_groups)) for of_groups in zip(*places, strict=True)))
+        if len(of_groups) > 1:
+            batch.divide(*(torch.from_numpy(np.stack(parts)) for parts in zip(*of_groups, strict=True)))
+        if self.tree is not None and self.tree.branches(plan):
+            batch.positions = torch.from_numpy(places - self.tree.spread(self.tree.behind, plan))
+            batch.unseen = torch.from_numpy(self.tree.spread(self.tree.unseen, plan))
         return Layout(batch, sampled, (rows, counts))
 
-    def _places(
-        self, table: NDArray[np.int32], rows: Ints, slot_of_token: Ints, positions: Ints, max_seq_len: int
+    def _cells(
+        self, table: NDArray[np.int32], rows: Ints, slot_of_token: Ints, places: Ints, max_seq_len: int
     ) -> tuple[NDArray[np.int32], Ints]:
         """Return a batch's block tables [R, blocks] in one group, and each token's cell [T] in the group's caches."""
         size = self.block_size
-        cells = table[slot_of_token, positions // size] * np.int64(size) + positions % size
+        cells = table[slot_of_token, places // size] * np.int64(size) + places % size
         return table[rows, : -(-max_seq_len // size)], cells
 
     def prompt_rows(self, plan: StepPlan) -> list[PromptRow]:
@@ -156,18 +165,26 @@ class HostSlots:
         """Verify a step's drafts and append the tokens that are kept.
 
         Args:
-            drawn: [S], the tokens drawn after each number of drafts; -1 where none could be drawn.
+            drawn: [S], the tokens drawn after no draft and after each one; -1 where none could be drawn. Reordered in
+                place, so that each row's tokens that are kept come first.
 
         Returns:
             The number of tokens appended for each sampling row.
         """
         rows = DraftRows.of(plan)
         slots, most = rows.slots, int(rows.drafts.max())
-        places = np.minimum(self.length[slots, None] + np.arange(1 + most), self.tokens.shape[1] - 1)
+        length = self.length[slots]
+        places = np.minimum(length[:, None] + np.arange(1 + most), self.tokens.shape[1] - 1)
         drafts = self.tokens[slots[:, None], places[:, :most]]
         counts = np.minimum(self.num_drafts[slots], rows.drafts)
-        parts = (drawn, drafts, counts, rows.starts)
-        kept = verify(*(torch.from_numpy(part) for part in parts)).numpy()
+        parts = [torch.from_numpy(part) for part in (drawn, drafts, counts, rows.starts)]
+        if self._branches is not None and self._branches.tree.branches(plan):
+            verified, paths = self._branches.verify(*parts)
+            self._branches.settle(verified, paths, torch.from_numpy(length), self.tables_of(torch.from_numpy(slots)))
+            drawn[:] = kept_first(parts[0], parts[3], verified, paths).numpy()
+        else:
+            verified = verify(*parts)
+        kept = verified.numpy()
         row, order = np.nonzero(np.arange(1 + most) < kept[:, None])
         self.tokens[slots[row], places[row, order]] = np.maximum(drawn[rows.starts[row] + order], 0)
         self.length[slots] += kept
@@ -203,6 +220,10 @@ class HostSlots:
     def follow(self, where: Following) -> None:
         """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""
         where.write(*(torch.from_numpy(part) for part in (self.tokens, self.length, self.computed)))
+
+    def tables_of(self, slots: Tensor) -> Tensor:
+        """Return the block tables of these slots [D] in the first group, [D, blocks] int32."""
+        return torch.from_numpy(self.block_tables[0, slots.numpy()])
 
     def known(self) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `length` as tensors on the device, which must not be changed."""

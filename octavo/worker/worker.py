@@ -50,6 +50,7 @@ from octavo.parallel.stage import Stage
 from octavo.worker import states
 from octavo.worker.attention import choose_attention
 from octavo.worker.blocks import Blocks
+from octavo.worker.branches import branches_of
 from octavo.worker.context_parallel import chosen_alike, forward_of
 from octavo.worker.division import with_experts
 from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, WorkerHook
@@ -383,9 +384,9 @@ class Worker:
         if not device.resident:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
             mode, sizes = self.config.logprobs_mode, (self.block_size, self.spec.vocab_size)
-            host = host_parts(
-                model, self.attention, room, *sizes, groups, mode, together.variants(), together.added_tokens
-            )
+            added, branches = together.added_tokens, branches_of(together.tree, self.attention, blocks)
+            variants = together.variants()
+            host = host_parts(model, self.attention, room, *sizes, groups, mode, variants, added, branches)
             forward = forward_of(model, self.attention, self.block_size, self.parallel, self.mesh)
             return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
@@ -460,6 +461,7 @@ class Worker:
             self.cache_groups,
             drafts=room.max_drafts > 0,
             added_tokens=hooks.added_tokens,
+            branches=branches_of(hooks.tree, attention, blocks),
         )
         widest, most = self.spec.vocab_size + hooks.added_tokens, sampled_rows(own, room.num_slots)
         sampler = ResidentSampler(slots.table, widest, most)

@@ -86,8 +86,17 @@ class CompanionDrafter(WorkerHook):
         """Return a new row of the plan in the form that the model's slots take."""
         raise NotImplementedError
 
-    def _compute(self, slots: list[int], counts: list[int], *, samples: bool = False, repeats: bool = False) -> Step:
-        """Run a step of the model for these slots and numbers of tokens; append the tokens drawn if it `samples`."""
+    def _compute(
+        self,
+        slots: list[int],
+        counts: list[int],
+        *,
+        samples: bool = False,
+        draws: bool = True,
+        repeats: bool = False,
+    ) -> Step:
+        """Run a step of the model for these slots and numbers of tokens. If it `samples`, it has the hidden states of
+        each slot's last token; unless that is all, append the tokens drawn from them."""
         plan = StepPlan(
             id=0,
             new=[],
@@ -99,7 +108,7 @@ class CompanionDrafter(WorkerHook):
             copies=[],
             repeats=repeats,
         )
-        return self._runner.run(plan)
+        return self._runner.run(plan) if draws else self._runner.forward(plan)
 
     def _drafts(self, drafting: Drafting, chosen: list[int], tokens: Tensor) -> Drafts:
         """Return drafts of the `chosen` ones of the drafting rows, and none of the others; `tokens` [D, K]."""

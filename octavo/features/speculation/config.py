@@ -6,6 +6,7 @@ import ast
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from octavo.core.draft_tree import DraftTree
 from octavo.core.errors import ConfigError
 
 Method = Literal["auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa"]
@@ -21,6 +22,7 @@ MODEL_METHODS = ("draft_model", *HEAD_METHODS, "medusa")
 """Those in which a model or a head drafts."""
 _LOOKUP, _VOTES = ("auto", "ngram", "suffix"), ("auto", "suffix")
 _READ_BY = {
+    "speculative_token_tree": HEAD_METHODS,
     "revision": ("draft_model", "eagle", "eagle3", "medusa"),
     "prompt_lookup_min": _LOOKUP,
     "prompt_lookup_max": _LOOKUP,
@@ -61,6 +63,9 @@ class DraftConfig:
     adaptive: bool = _option(True, "choose the number of drafts by what they gain, 0 included")
     prompt_lookup_min: int = _option(2, "least tokens that must match an earlier place")
     prompt_lookup_max: int = _option(16, "most tokens that are compared")
+    speculative_token_tree: tuple[tuple[int, ...], ...] | None = _option(
+        None, "shape of drafts that branch: a list of paths, as in [(0,), (1,), (0, 0)]; only of heads"
+    )
     suffix_decoding_max_cached_requests: int = _option(0, "outputs of earlier requests that `suffix` searches, too")
     suffix_decoding_max_spec_factor: float = _option(1.0, "most drafts of `suffix` for each token that matches")
     suffix_decoding_min_token_prob: float = _option(0.1, "least frequency of a draft of `suffix`")
@@ -82,7 +87,7 @@ class DraftConfig:
                 else f"leave out model={self.model!r}"
             )
             raise ConfigError(f"speculative_config: method={self.method} needs a change: {needs}.")
-        if self.num_speculative_tokens is not None:
+        if self.num_speculative_tokens is not None and self.tree is None:
             self._whole("num_speculative_tokens", 1, MOST_DRAFTS)
         self._whole("prompt_lookup_min", 1, _LONGEST)
         self._whole("prompt_lookup_max", 1, _LONGEST)
@@ -95,6 +100,12 @@ class DraftConfig:
         self._number("suffix_decoding_max_spec_factor", MOST_DRAFTS)
         self._number("suffix_decoding_min_token_prob", 1)
         self._check_effect()
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """The shape of drafts that branch; None for chains."""
+        paths = self.speculative_token_tree
+        return None if paths is None else DraftTree.of(paths)
 
     @property
     def most_drafts(self) -> int:
@@ -161,7 +172,7 @@ def draft_config(
     if merged.get("model") is not None:
         merged = {"method": "draft_model"} | merged
     if (tree := merged.pop("speculative_token_tree", None)) is not None:
-        merged["num_speculative_tokens"] = _chain_length(tree, merged.get("num_speculative_tokens"))
+        merged |= _shape(tree, merged.get("num_speculative_tokens"))
     odd = next((key for key in merged if key not in KEYS), None)
     if odd is not None:
         raise ConfigError(f"speculative_config: {odd!r} is not a known key; there are {', '.join(KEYS)}.")
@@ -177,24 +188,26 @@ def draft_config(
     return None
 
 
-def _chain_length(tree: Any, count: Any) -> int:
-    """Return the length of a tree of drafts (vLLM's list of paths, or its text) without branches.
+def _shape(given: Any, count: Any) -> dict[str, Any]:
+    """Return the settings of a tree of drafts, which is vLLM's list of paths, or its text.
 
     Raises:
-        ConfigError: it has branches, or another length than the given `count`.
+        ConfigError: it is no tree, or has another number of drafts than the given `count`.
     """
     try:
-        paths = sorted(tuple(path) for path in (ast.literal_eval(tree) if isinstance(tree, str) else tree))
-    except (ValueError, SyntaxError, TypeError):
-        paths = []
-    if not paths or paths != [(0,) * depth for depth in range(1, len(paths) + 1)]:
+        paths = [tuple(path) for path in (ast.literal_eval(given) if isinstance(given, str) else given)]
+        if not all(type(i) is int and i >= 0 for path in paths for i in path) or () in paths:
+            raise ValueError("a path is a list of numbers from 0 on")
+        tree = DraftTree.of(paths)
+    except (ValueError, SyntaxError, TypeError) as error:
         raise ConfigError(
-            f"speculative_config: speculative_token_tree={tree!r} is not supported: drafts are chains, one token after "
-            "another, such as [(0,), (0, 0)]. Leave it out, and set num_speculative_tokens."
-        )
+            f"speculative_config: speculative_token_tree={given!r} is not a tree of drafts: {error}. Set paths such as "
+            "[(0,), (1,), (0, 0)], where (0, 0) is the likeliest token after the likeliest one; or leave it out."
+        ) from None
     if count not in (None, len(paths)):
         raise ConfigError(
             f"speculative_config: speculative_token_tree has {len(paths)} drafts, but num_speculative_tokens={count}. "
             "Leave one of them out."
         )
-    return len(paths)
+    shape = {"num_speculative_tokens": len(paths)}
+    return shape if tree.chain == len(tree) else shape | {"speculative_token_tree": tuple(paths)}

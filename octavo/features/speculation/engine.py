@@ -86,7 +86,9 @@ class SpeculationEngine(EngineHook):
     admits_for_good = True
 
     def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
-        self.max_drafts = config.most_drafts
+        self.max_drafts, tree = config.most_drafts, config.tree
+        self.max_chain = self.max_drafts if tree is None else tree.chain
+        self._trial_drafts = TRIAL if tree is None else self.max_drafts
         facts = DraftInfo(config.method, config.most_drafts, config.adaptive)
         self.info = msgspec.Raw(msgspec.msgpack.encode(facts))
         self.writes_ahead = config.method in MODEL_METHODS and config.method != "medusa"
@@ -186,7 +188,7 @@ class SpeculationEngine(EngineHook):
         if size not in self._together:
             larger = min((other for other in self._together if other > size), default=0)
             paid = self._together[larger].paying if larger else 0  # with fewer rows, drafts gain more
-            self._together[size] = Together(self.max_drafts, paid)
+            self._together[size] = Together(self.max_chain, paid)
         return self._together[size]
 
     def _note_misses(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
@@ -218,17 +220,17 @@ class SpeculationEngine(EngineHook):
         if one.asked and one.misses >= _PATIENCE:  # the search before has probably found nothing, too
             return 0
         if trials.resume:
-            return TRIAL
+            return self._trial_drafts
         best = self._best(one.acceptance.share)
         if not best and self._best(_HOPE * one.acceptance.share):
-            best = 1
+            best = 1 if self.max_chain == self.max_drafts else self.max_drafts
         if not best:
             trials.resume = place + trials.pause
         return best if most is None else min(best, most)
 
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._counters.verified(num_drafts, num_accepted)
-        self._overall.add(num_drafts, num_accepted)
+        self._overall.add(min(num_drafts, self.max_chain), num_accepted)
         self._again.drafted(num_drafts)
         self._verified += num_drafts
         self._accepted += num_accepted
@@ -237,7 +239,7 @@ class SpeculationEngine(EngineHook):
         one.rejected += num_drafts - num_accepted
         if self._adaptive and one.trials.resume and not one.trials.tried:
             one.acceptance.fade()
-        one.acceptance.add(num_drafts, num_accepted)
+        one.acceptance.add(min(num_drafts, self.max_chain), num_accepted)
         if self._adaptive:
             self._judge(one.acceptance.share, one.trials, self._place(request))
 
@@ -265,7 +267,8 @@ class SpeculationEngine(EngineHook):
         Args:
             share: chance that a draft is accepted if those before it are.
 
-        A draft that is accepted saves a token's share of a step without drafts.
+        A draft that is accepted saves a token's share of a step without drafts. Of a tree, one draft of each depth can
+        be, so the share is that of depths, and the whole tree or nothing is drafted.
         """
         share = min(share, 1.0)
         if self._rows >= _MANY:
@@ -273,6 +276,9 @@ class SpeculationEngine(EngineHook):
         if self._prices is None:
             return self.max_drafts
         value, overhead, cost = self._prices
+        if self.max_chain < self.max_drafts:
+            gain = value * sum(share**depth for depth in range(1, self.max_chain + 1))
+            return self.max_drafts if gain > _MARGIN * (overhead + cost * self.max_drafts) else 0
         best, most, gain, chance = 0, 0.0, 0.0, 1.0
         for count in range(1, self.max_drafts + 1):
             chance *= share

@@ -66,6 +66,9 @@ class PromptSlots:
     def follow(self, where: Following) -> None:
         raise AssertionError("an encoder keeps no tokens")
 
+    def tables_of(self, slots: Tensor) -> Tensor:
+        raise AssertionError("an encoder keeps no blocks")
+
     def known(self) -> tuple[Tensor, Tensor]:
         raise AssertionError("an encoder keeps no tokens")
 

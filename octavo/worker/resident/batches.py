@@ -158,6 +158,7 @@ class _LayoutArrays(Generic[A]):
         sample_slots: [T], slots of these tokens.
         single: [T], rows with one query.
         tiles: [2 n], tiles of the other rows.
+        behind, unseen: [T] each if drafts branch, else empty; see `DeviceBatch` and `StepInput`.
     """
 
     slots: A
@@ -167,22 +168,25 @@ class _LayoutArrays(Generic[A]):
     sample_slots: A
     single: A
     tiles: A
+    behind: A
+    unseen: A
 
     @classmethod
-    def of(cls, packed: A, tokens: int, tiles: int) -> _LayoutArrays[A]:
+    def of(cls, packed: A, tokens: int, tiles: int, *, branched: bool) -> _LayoutArrays[A]:
         """Return views of the beginning of `packed`; each part starts at a multiple of 16 bytes."""
-        ends = _ends(tokens, tiles)
+        ends = _ends(tokens, tiles, branched=branched)
         return cls(*(packed[begin:end] for begin, end in ends))
 
     @staticmethod
-    def room(tokens: int, tiles: int) -> int:
+    def room(tokens: int, tiles: int, *, branched: bool) -> int:
         """Return the length of `packed`."""
-        return -(-_ends(tokens, tiles)[-1][1] // 4) * 4
+        return -(-_ends(tokens, tiles, branched=branched)[-1][1] // 4) * 4
 
 
-def _ends(tokens: int, tiles: int) -> list[tuple[int, int]]:
+def _ends(tokens: int, tiles: int, *, branched: bool) -> list[tuple[int, int]]:
     """Return the (begin, end) indices of the parts."""
-    lengths = (tokens + 2, tokens + 3, tokens, tokens, tokens, tokens, 2 * tiles)
+    of_drafts = tokens if branched else 0
+    lengths = (tokens + 2, tokens + 3, tokens, tokens, tokens, tokens, 2 * tiles, of_drafts, of_drafts)
     starts = itertools.accumulate((-(-length // 4) * 4 for length in lengths), initial=0)
     return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
@@ -197,6 +201,8 @@ class Ragged:
         counts: recorded numbers of tokens, ascending.
     """
 
+    _takes_branches = False
+
     def __init__(
         self, slots: DeviceSlots, attention: Recordable, counts: list[int], *, every_token: bool = False
     ) -> None:
@@ -205,13 +211,17 @@ class Ragged:
         self._every_token = every_token
         self._slots = slots
         self._attention = attention
+        self._branched = self._takes_branches and slots.tree is not None
         if not self.counts:
             return
         device, largest = slots.device, self.counts[-1]
         self._tiles = {count: self._most_tiles(count) for count in self.counts}
-        room = _LayoutArrays.room(largest, self._tiles[largest])
+        room = _LayoutArrays.room(largest, self._tiles[largest], branched=self._branched)
         self._packed = torch.empty(room, dtype=torch.int32, device=device)
-        self._parts = {count: _LayoutArrays.of(self._packed, count, self._tiles[count]) for count in self.counts}
+        self._parts = {
+            count: _LayoutArrays.of(self._packed, count, self._tiles[count], branched=self._branched)
+            for count in self.counts
+        }
         self._buffers = empty_step(largest + 2, largest, device)
         self._cells = slots.cells(largest)
 
@@ -220,12 +230,14 @@ class Ragged:
 
     def bucket(self, plan: StepPlan) -> int:
         """Return the recorded number of tokens for the plan; 0 if no recording fits."""
+        if self._slots.tree is not None and self._slots.tree.branches(plan):
+            return 0
         prompts = sum(count > 1 for count in plan.num_tokens)
         return least(self.counts, plan.total_tokens) if prompts <= _MAX_PROMPTS else 0
 
     def batch(self, size: int) -> DeviceBatch:
         parts = self._parts[size]
-        return DeviceBatch(parts.slots, parts.query_start, parts.row_of_token)
+        return DeviceBatch(parts.slots, parts.query_start, parts.row_of_token, parts.behind if self._branched else None)
 
     def sample_slots(self, size: int) -> Tensor:
         """Return the slots of the tokens that get logits, padded: [size] int32."""
@@ -243,6 +255,7 @@ class Ragged:
             hidden_rows=None if self._every_token else parts.logit_rows,
             max_query_len=size,
             max_seq_len=slots.max_model_len,
+            unseen=parts.unseen if self._branched else None,
         )
         slots.divide(step, None if self._cells is None else self._cells[:, :size])
         return step
@@ -254,8 +267,8 @@ class Ragged:
 
     def send(self, plan: StepPlan | None, size: int) -> None:
         """Send the plan's layout; None sends a batch of padding only."""
-        host = np.zeros(_LayoutArrays.room(size, self._tiles[size]), dtype=np.int32)
-        into = _LayoutArrays.of(host, size, self._tiles[size])
+        host = np.zeros(_LayoutArrays.room(size, self._tiles[size], branched=self._branched), dtype=np.int32)
+        into = _LayoutArrays.of(host, size, self._tiles[size], branched=self._branched)
         into.slots.fill(self._slots.num_slots)
         into.query_start[1:].fill(size)
         into.sample_slots.fill(self._slots.num_slots)
@@ -276,6 +289,11 @@ class Ragged:
             logit_rows, sample_slots = DraftRows.of(plan).tokens, plan.logit_slots
             into.logit_rows[: len(logit_rows)] = logit_rows
             into.sample_slots[: len(logit_rows)] = sample_slots
+            if self._branched and self._slots.tree is not None:
+                tree = self._slots.tree
+                into.behind[:tokens], into.unseen[:tokens] = (
+                    tree.spread(values, plan) for values in (tree.behind, tree.unseen)
+                )
         else:
             sampled = np.flatnonzero(plan.samples)
             into.logit_rows[: len(sampled)] = into.query_start[1 + sampled] - 1
@@ -292,6 +310,8 @@ class Ragged:
 class Drafted(Ragged):
     """Batches of rows with few tokens each, as rows with drafts and those of a drafting model have. Attention reads a
     row's context once, in parts if there are few rows, as in decoding."""
+
+    _takes_branches = True
 
     def _most_tiles(self, tokens: int) -> int:
         return 0

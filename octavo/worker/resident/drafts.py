@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.core.plan import SampledRow, StepPlan
 from octavo.device.transfer import download, upload_parts
 from octavo.sampling.verify import verify
+from octavo.worker.branches import Branches, kept_first
 from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints, StoredDrafts
 
 if TYPE_CHECKING:
@@ -29,9 +30,11 @@ class DeviceDrafts:
             the rejected positions among a slot's computed ones.
     """
 
-    def __init__(self, slots: DeviceSlots) -> None:
+    def __init__(self, slots: DeviceSlots, branches: Branches | None = None) -> None:
+        """`branches`: verifies drafts that branch; None if none do."""
         self.unsure = np.zeros(slots.num_slots + 1, dtype=np.int64)
         self._slots = slots
+        self._branches = branches
         self._counts = torch.zeros_like(slots.length)
 
     def drafting(self, plan: StepPlan) -> Drafting:
@@ -59,31 +62,37 @@ class DeviceDrafts:
         sent = download(counts)
         return lambda: StoredDrafts(dict(zip(drafting.rows, sent.wait().tolist(), strict=True)))
 
-    def accept(self, plan: StepPlan, drawn: Tensor) -> tuple[Tensor, Callable[[list[int]], None]]:
+    def accept(self, plan: StepPlan, drawn: Tensor) -> tuple[Tensor, Tensor, Callable[[list[int]], None]]:
         """Verify a step's drafts and append the tokens that are kept.
 
         Args:
-            drawn: [S] int32, the tokens drawn after each number of drafts; -1 where none could be drawn.
+            drawn: [S] int32, the tokens drawn after no draft and after each one; -1 where none could be drawn.
 
         Returns:
-            The number of tokens appended for each sampling row, [R] int64, and a function to be called with these
-            numbers once they have arrived on the host.
+            The tokens, of each row those that are kept first, [S] int32; their number for each sampling row, [R] int64;
+            and a function to be called with these numbers once they have arrived on the host.
         """
-        table = self._slots
+        table, branches = self._slots, self._branches
         rows = DraftRows.of(plan)
-        parts = [part.astype(np.int32) for part in (rows.slots, rows.drafts, rows.starts)]
-        slots, room, starts = (part.long() for part in upload_parts(parts, table.device))
+        sent = [part.astype(np.int32) for part in (rows.slots, rows.drafts, rows.starts)]
+        slots, room, starts = (part.long() for part in upload_parts(sent, table.device))
         width = int(rows.drafts.max()) + 1
         order = torch.arange(width, device=table.device)
-        length = table.length[slots]
+        length = table.length[slots].long()
         places = (length[:, None] + order[:-1]).clamp_(max=table.max_model_len - 1)
         drafts = table.tokens[slots[:, None], places]
-        kept = verify(drawn, drafts, torch.minimum(self._counts[slots].long(), room), starts)
+        parts = [drawn, drafts, torch.minimum(self._counts[slots].long(), room), starts]
+        if branches is not None and branches.tree.branches(plan):
+            kept, paths = branches.verify(*parts)
+            branches.settle(kept, paths, length, table.tables_of(slots))
+            drawn = kept_first(drawn, starts, kept, paths)
+        else:
+            kept = verify(*parts)
         appended = drawn[(starts[:, None] + order).clamp_(max=len(drawn) - 1)].clamp(min=0)
         self._write(slots, length, appended, kept)
         table.length[slots] = (length + kept).int()
         table.computed[slots] += (kept - 1 - room).int()
-        return kept, lambda counts: self._settle(rows, np.array(counts))
+        return drawn, kept, lambda counts: self._settle(rows, np.array(counts))
 
     def learn(self, sampled: Sequence[SampledRow]) -> None:
         """Take in tokens that another rank kept, and the drafts after them."""

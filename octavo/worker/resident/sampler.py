@@ -43,13 +43,13 @@ class DeviceSampler:
     ) -> Drawn:
         """Sample rows that have drafts to verify, or whose lengths the host does not know."""
         plan = step.plan
-        ahead = upload(DraftRows.of(plan).ahead.astype(np.int32), logits.device)
+        ahead = upload(DraftRows.of(plan, self._slots.tree).ahead.astype(np.int32), logits.device)
         with sampler.allowing(allowed):
             tokens, logprobs = sampler.sample_drafted(logits, step.rows, ahead, rows)
         if not any(plan.num_drafts) or self._slots.drafts is None:
             self._slots.append(step.rows, tokens)
             return PendingTokens(download(tokens), logprobs)
-        kept, settle = self._slots.drafts.accept(plan, tokens)
+        tokens, kept, settle = self._slots.drafts.accept(plan, tokens)
         return Verified(download(tokens), logprobs, download(kept), settle)
 
     def num_candidates(self, step: Step) -> int:

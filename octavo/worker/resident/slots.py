@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
+from octavo.core.draft_tree import DraftTree
 from octavo.core.params import LogprobsMode
 from octavo.core.plan import NewRow, SampledRow, StepPlan
 from octavo.device.launch_sizes import cdiv
@@ -22,6 +23,7 @@ from octavo.sampling.parameters import NUM_PARAMS, packed_words
 from octavo.sampling.resident import ParamTable, ResidentRow
 from octavo.sampling.resident_drafts import DraftRow
 from octavo.sampling.state import PreparedParams
+from octavo.worker.branches import Branches
 from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, StoredDrafts
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
@@ -51,11 +53,13 @@ class DeviceBatch:
         slots: [R] int32; `num_slots` marks a row of padding.
         query_start: [R + 1] int32.
         row_of_token: [T] int32.
+        behind: [T] int32, places that each token is stored behind its position; None if drafts don't branch.
     """
 
     slots: Tensor
     query_start: Tensor
     row_of_token: Tensor
+    behind: Tensor | None = None
 
 
 class DeviceSlots:
@@ -71,6 +75,7 @@ class DeviceSlots:
         tables: the host's copy of the block tables of one group, used to find contexts with a common beginning: the
             first FULL group if there is one. All FULL groups share and copy blocks alike.
         drafts: stores drafts; None if no feature drafts.
+        tree: the shape of drafts that branch; None if none do.
     """
 
     def __init__(
@@ -85,10 +90,12 @@ class DeviceSlots:
         *,
         drafts: bool = False,
         added_tokens: int = 0,
+        branches: Branches | None = None,
     ) -> None:
         """Allocate the tables; those for drafts only if a feature `drafts`.
 
         Args:
+            branches: verifies drafts that branch; None if none do.
             added_tokens: most tokens beyond the vocabulary that a request can have.
         """
 
@@ -114,7 +121,8 @@ class DeviceSlots:
         self._reporting: set[int] = set()
         self._plain_from = np.zeros(num_slots, dtype=np.int64)
         """Per slot: the number of known tokens from which on it is sampled plainly; see `ResidentRow.plain`."""
-        self.drafts = DeviceDrafts(self) if drafts else None
+        self.drafts = DeviceDrafts(self, branches) if drafts else None
+        self.tree = None if branches is None else branches.tree
         self._indices: tuple[Sequence[int], NDArray[np.int64]] = [], np.zeros(0, dtype=np.int64)
 
     @property
@@ -146,7 +154,7 @@ class DeviceSlots:
         )
 
     def lay_out(self, plan: StepPlan) -> Layout[DeviceBatch]:
-        batch, logit_rows, sample_slots = make_batch(plan, self.device)
+        batch, logit_rows, sample_slots, unseen = make_batch(plan, self.device, self.tree)
         past = self.past(plan)
         sure = self.drafts is None or not self.drafts.unsure[plan.slots].any()
         step = StepInput(
@@ -159,6 +167,7 @@ class DeviceSlots:
             max_seq_len=int((past + plan.num_tokens).max()),
             query_lens=plan.num_tokens,
             past_lens=past.tolist() if sure else None,
+            unseen=unseen,
         )
         self.divide(step, self.cells(plan.total_tokens))
         self.write_step(batch, step)
@@ -227,9 +236,9 @@ class DeviceSlots:
                 if held is None:
                     raise AssertionError(f"slot {slot} is sampled but empty")
                 least = int(self._computed[slot]) - unsure
-                start, most = len(rows), unsure - drafts
-                for ahead in range(1 + drafts):
-                    rows.append(DraftRow(start + ahead, held.params, held.num_prompt, least + ahead, most))
+                most = unsure - drafts
+                for ahead in range(1 + drafts) if self.tree is None else self.tree.ahead(drafts):
+                    rows.append(DraftRow(len(rows), held.params, held.num_prompt, least + ahead, most))
         return rows
 
     def drafting(self, plan: StepPlan) -> Drafting:
@@ -248,6 +257,10 @@ class DeviceSlots:
             self._computed[rows] = where.most_length - where.most_counts
         if self.drafts is not None:
             self.drafts.unsure[rows] = where.most_length - where.least_length
+
+    def tables_of(self, slots: Tensor) -> Tensor:
+        """Return the block tables of these slots [D] in the first group, [D, blocks] int32."""
+        return self.block_tables[0].index_select(0, slots)
 
     def known(self) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `length`, which must not be changed."""
@@ -279,6 +292,7 @@ class DeviceSlots:
             batch.slots,
             batch.query_start,
             batch.row_of_token,
+            batch.row_of_token if batch.behind is None else batch.behind,
             self.tokens,
             self.computed,
             self.block_tables,
@@ -291,6 +305,7 @@ class DeviceSlots:
             self.num_slots,
             self.tokens.stride(0),
             self.block_tables.stride(1),
+            BRANCHES=batch.behind is not None,
             PAGE=self.block_size,
             BLOCK=_BLOCK,
         )
@@ -380,11 +395,13 @@ class DeviceSlots:
             self._reporting.add(slot)
 
 
-def make_batch(plan: StepPlan, device: torch.device) -> tuple[DeviceBatch, Tensor, Tensor]:
+def make_batch(
+    plan: StepPlan, device: torch.device, tree: DraftTree | None
+) -> tuple[DeviceBatch, Tensor, Tensor, Tensor | None]:
     """Send the plan's layout to the device, in one transfer.
 
     Returns:
-        The batch; the indices of the tokens that get logits, [S] int32; and their slots, [S] int32.
+        The batch; the indices of the tokens that get logits, [S] int32; their slots, [S] int32; and `StepInput.unseen`.
     """
     counts = np.asarray(plan.num_tokens, dtype=np.int32)
     slots = np.asarray(plan.slots, dtype=np.int32)
@@ -397,8 +414,11 @@ def make_batch(plan: StepPlan, device: torch.device) -> tuple[DeviceBatch, Tenso
         logit_rows, sampled = rows.tokens.astype(np.int32), np.array(plan.logit_slots, dtype=np.int32)
     row_of_token = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     parts = [slots, start, row_of_token, logit_rows, sampled]
+    if tree is not None and tree.branches(plan):
+        parts += [tree.spread(tree.behind, plan), tree.spread(tree.unseen, plan)]
     sent = upload_parts(parts, device)
-    return DeviceBatch(*sent[:3]), sent[3], sent[4]
+    behind, unseen = sent[5:] if len(sent) > 5 else (None, None)
+    return DeviceBatch(sent[0], sent[1], sent[2], behind), sent[3], sent[4], unseen
 
 
 class StepBuffers(TypedDict):

@@ -60,6 +60,7 @@ def layout_kernel(
     slots,
     query_start,
     row_of_token,
+    behind,
     tokens,
     computed,
     tables,
@@ -72,23 +73,27 @@ def layout_kernel(
     num_slots,
     token_stride,
     table_stride,
+    BRANCHES: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the batch's tokens, positions, cells and lengths. Rows of slot `num_slots` are padding: length 0, cell
-    -1."""
+    -1. With BRANCHES, positions are `behind` [T] places before the tokens' own."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = t < num_tokens
     row = tl.load(row_of_token + t, mask=valid, other=0)
     slot = tl.load(slots + row, mask=valid, other=0).to(tl.int64)
     held = valid & (slot < num_slots)
     offset = t - tl.load(query_start + row, mask=valid, other=0)
-    position = tl.where(held, tl.load(computed + slot, mask=held, other=0) + offset, 0)
-    token = tl.load(tokens + slot * token_stride + position, mask=held, other=0)
-    block = tl.load(tables + slot * table_stride + position // PAGE, mask=held, other=0)
+    place = tl.where(held, tl.load(computed + slot, mask=held, other=0) + offset, 0)
+    token = tl.load(tokens + slot * token_stride + place, mask=held, other=0)
+    block = tl.load(tables + slot * table_stride + place // PAGE, mask=held, other=0)
+    position = place
+    if BRANCHES:
+        position = place - tl.load(behind + t, mask=held, other=0)
     tl.store(input_ids + t, token.to(tl.int64), mask=valid)
     tl.store(positions + t, position.to(tl.int64), mask=valid)
-    cell = block.to(tl.int64) * PAGE + position % PAGE
+    cell = block.to(tl.int64) * PAGE + place % PAGE
     tl.store(slot_mapping + t, tl.where(held, cell, -1), mask=valid)
     is_row = t < num_rows
     row_slot = tl.load(slots + t, mask=is_row, other=0).to(tl.int64)

@@ -11,7 +11,8 @@ import torch
 from chi_square import chi_square
 from torch import Tensor
 
-from octavo.sampling.verify import verify
+from octavo.core.draft_tree import DraftTree
+from octavo.sampling.verify import verify, verify_branches
 
 VOCAB, TRIALS, LENGTH = 5, 100_000, 3
 
@@ -36,6 +37,69 @@ def test_the_longest_prefix_that_agrees_and_one_more() -> None:
         starts = [sum(size + 1 for size in sizes[:row]) for row in range(len(sizes))]
         flat = torch.tensor([token for mine in drawn for token in mine])
         assert verify(flat, torch.tensor(drafts), torch.tensor(counts), torch.tensor(starts)).tolist() == expected
+
+
+TREE = DraftTree.of([(0,), (0, 0), (1,), (0, 1), (1, 0), (2,)])
+SHAPE = (torch.tensor(TREE.parents), torch.from_numpy(TREE.depths), torch.from_numpy(TREE.precedes).float())
+
+
+def test_the_path_that_agrees_and_one_more() -> None:
+    """Trees and chains of several lengths, against a walk from the root."""
+    rng = random.Random(3)
+    for _ in range(300):
+        sizes = [rng.choice([0, 1, 2, len(TREE)]) for _ in range(rng.randrange(1, 6))]
+        width = max([*sizes, 1])
+        drawn = [[rng.randrange(-1, 4) for _ in range(size + 1)] for size in sizes]
+        drafts = [_distinct(rng)[:width] for _ in sizes]
+        expected = []
+        for mine, proposed, count in zip(drawn, drafts, sizes, strict=True):
+            path, at = [0], -1
+            while True:
+                after = [i for i in range(count) if TREE.parents[i] == at and proposed[i] == mine[1 + at]]
+                if not after:
+                    break
+                at = after[0]
+                path.append(1 + at)
+            expected.append(path)
+        starts = [sum(size + 1 for size in sizes[:row]) for row in range(len(sizes))]
+        flat = torch.tensor([token for mine in drawn for token in mine])
+        kept, paths = verify_branches(flat, torch.tensor(drafts), torch.tensor(sizes), torch.tensor(starts), *SHAPE)
+        assert [path[:count] for path, count in zip(paths.tolist(), kept.tolist(), strict=True)] == expected
+
+
+def _distinct(rng: random.Random) -> list[int]:
+    """Drafts of which those after the same token differ."""
+    tokens: list[int] = []
+    for i, parent in enumerate(TREE.parents):
+        taken = [tokens[j] for j in range(i) if TREE.parents[j] == parent]
+        tokens.append(rng.choice([token for token in range(4) if token not in taken]))
+    return tokens
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["", "a path that was not drawn"])
+def test_outputs_of_trees_follow_the_target(fault: bool) -> None:
+    """Two tokens, by the tree of a drafter that knows the target a little, against the target's distribution."""
+    torch.manual_seed(0)
+    chain = torch.rand(VOCAB, VOCAB).pow(3)
+    chain /= chain.sum(1, keepdim=True)
+    likely = chain.argsort(1, descending=True)
+    drafts = torch.zeros(TRIALS, len(TREE), dtype=torch.long)
+    for i, parent in enumerate(TREE.parents):
+        before = torch.zeros(TRIALS, dtype=torch.long) if parent < 0 else drafts[:, parent]
+        drafts[:, i] = likely[before, sum(other == parent for other in TREE.parents[:i])]
+    befores = torch.cat([torch.zeros(TRIALS, 1, dtype=torch.long), drafts], 1)
+    drawn = torch.multinomial(chain[befores.view(-1)], 1).view(TRIALS, -1)
+    counts, starts = torch.full((TRIALS,), len(TREE)), (1 + len(TREE)) * torch.arange(TRIALS)
+    kept, paths = verify_branches(drawn.view(-1), drafts, counts, starts, *SHAPE)
+    first = drawn[:, 0]
+    second = drawn.gather(1, paths[:, 1:2]).squeeze(1)
+    late = kept < 2
+    second[late] = drawn[late, 1] if fault else torch.multinomial(chain[first[late]], 1).squeeze(1)
+    observed = torch.bincount(first * VOCAB + second, minlength=VOCAB**2)
+    chances = chain[0][:, None] * chain
+    found = chi_square(observed.tolist(), (chances.double().view(-1) * TRIALS).tolist())
+    freedom = VOCAB**2 - 1
+    assert (found > freedom + 6 * math.sqrt(2 * freedom)) == fault
 
 
 def misfit(check: Verify, *, redraws: bool = False, seed: int = 0) -> float:

@@ -31,7 +31,7 @@ def device() -> Any:
 def accept(slots: Any, plan: StepPlan, drawn: list[int]) -> list[int]:
     if isinstance(slots, HostSlots):
         return slots.accept(plan, torch.tensor(drawn).numpy())
-    kept, settle = slots.drafts.accept(plan, torch.tensor(drawn, dtype=torch.int32, device=slots.device))
+    _, kept, settle = slots.drafts.accept(plan, torch.tensor(drawn, dtype=torch.int32, device=slots.device))
     settle(kept.tolist())
     found: list[int] = kept.tolist()
     return found

@@ -9,8 +9,8 @@ that were decoded wait until something is drafted (`waiting.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -20,12 +20,15 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.plan import NewRow, StepPlan
+from octavo.features import FeatureContext
 from octavo.features.speculation.companion_drafter import CompanionDrafter, first_part, without_reports
+from octavo.features.speculation.config import DraftConfig
 from octavo.features.speculation.draft_files import check_layers, draft_files
 from octavo.features.speculation.heads.layers import HeadLayers
 from octavo.features.speculation.heads.model import HeadModel
 from octavo.features.speculation.heads.pairs import LastPairs
 from octavo.features.speculation.heads.spec import HeadSpec, Kind
+from octavo.features.speculation.heads.tree import TreeDrafter
 from octavo.features.speculation.heads.waiting import MOST_WAITING, Waiting
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
@@ -34,6 +37,7 @@ from octavo.models.model import EncoderModel, Model
 from octavo.models.native import NativeDecoder
 from octavo.models.spec import DecoderSpec
 from octavo.nn.taps import Taps
+from octavo.worker.branches import check_branches
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
 from octavo.worker.hooks import Reserved, Site
@@ -41,8 +45,31 @@ from octavo.worker.step import Step
 from octavo.worker.worker import Worker
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """D rows that get drafts.
+
+    Attributes:
+        rows, slots: their indices in the plan, and their slots.
+        limits: the most drafts of each.
+        index: [D] int64, the slots.
+        known: [D] int64, known tokens of the target.
+    """
+
+    drafting: Drafting
+    rows: list[int]
+    slots: list[int]
+    limits: list[int]
+    index: Tensor
+    known: Tensor
+
+
 class HeadDrafter(CompanionDrafter):
     """A head and its slots, which have the target's tokens but the first."""
+
+    def __init__(self, config: DraftConfig, context: FeatureContext) -> None:
+        super().__init__(config, context)
+        self.tree = config.tree
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         model, spec = worker.model, worker.spec
@@ -52,6 +79,8 @@ class HeadDrafter(CompanionDrafter):
                 "implementation does not keep. Choose another method."
             )
         check_layers(self._config, worker.cache_groups)
+        if self.tree is not None:
+            check_branches(worker, "speculative_config: speculative_token_tree")
         files = self._files(worker)
         random = worker.load_format == "dummy" and not files.weights
         device = worker.device.torch_device.type
@@ -64,6 +93,8 @@ class HeadDrafter(CompanionDrafter):
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
         self._companion.prepare_kernels()
         self._companion.load()
+        if self.tree is not None:
+            check_branches(self._companion, "speculative_config: speculative_token_tree")
         self._dtype = worker.dtype
         self._rewinds = not all(group.grows for group in worker.cache_groups)
         tokens = max(limits) + 2
@@ -111,6 +142,9 @@ class HeadDrafter(CompanionDrafter):
         self._pairs = LastPairs(site.room.num_slots, site.device)
         self._waiting = None if site.device.resident else Waiting(rewinds=self._rewinds)
         self._most_tokens = site.room.max_step_tokens
+        if self.tree is not None:
+            companion = self._companion
+            self._branches = TreeDrafter(self.tree, self._head, companion.attention, companion.block_size)
 
     def detach(self) -> None:
         if self._running is not None:
@@ -149,8 +183,10 @@ class HeadDrafter(CompanionDrafter):
         if sampled:
             self._follow([plan.slots[row] for row in sampled], index, known, tokens, 1, 0)
 
-    def _catch_up(self, slots: list[int], tokens: Tensor, length: Tensor, *, samples: bool = False) -> Step | None:
-        """Compute what waits; return the last step. With `samples`, it draws a token of each slot."""
+    def _catch_up(
+        self, slots: list[int], tokens: Tensor, length: Tensor, *, samples: bool = False, draws: bool = True
+    ) -> Step | None:
+        """Compute what waits; return the last step, which samples and draws as `_compute` says."""
         waiting, step = self._waiting, None
         assert waiting is not None
         index = torch.tensor(slots)
@@ -164,8 +200,8 @@ class HeadDrafter(CompanionDrafter):
             states = waiting.take(slots, part)
             self._head.given[: len(states)].copy_(self._head.states(states, cast("CausalLM", self._target)))
             left = [all_of - done for all_of, done in zip(left, part, strict=True)]
-            draws = samples and not sum(left)
-            step = self._compute([slots[row] for row in rows], [part[row] for row in rows], samples=draws)
+            last = samples and not sum(left)
+            step = self._compute([slots[row] for row in rows], [part[row] for row in rows], samples=last, draws=draws)
         return step
 
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
@@ -174,29 +210,58 @@ class HeadDrafter(CompanionDrafter):
         chosen = [i for i, row in enumerate(drafting.rows) if plan.slots[row] not in self._off]
         if not chosen:
             return None
-        rows = [drafting.rows[i] for i in chosen]
-        slots, most = [plan.slots[row] for row in rows], [limits[i] for i in chosen]
-        index = drafting.slots if len(chosen) == len(limits) else self._device.upload(np.array(slots))
-        known = drafting.length[index].long()
-        step = self._first(drafting, rows, slots, index, known)
-        self._go_on(slots, most, step)
-        tokens, _ = self._runner.slots.known()
-        places = drafting.length[drafting.slots].long()[:, None] - 1 + torch.arange(max(most), device=tokens.device)
-        found = tokens[drafting.slots[:, None], places.clamp_(max=tokens.shape[1] - 1)].clone()
-        self._follow(slots, index, known, drafting.tokens, 1, 0)
+        found = torch.zeros(len(limits), max(limits), dtype=torch.int64, device=drafting.tokens.device)
+        trees = [i for i in chosen if self.tree is not None and limits[i] > self.tree.chain]
+        chains = [i for i in chosen if i not in trees] if trees else chosen
+        for part, draft in ((trees, self._tree), (chains, self._chain)):
+            if part:
+                self._draft(drafting, part, limits, found, draft)
         return self._drafts(drafting, chosen, found)
 
-    def _first(self, drafting: Drafting, rows: list[int], slots: list[int], index: Tensor, known: Tensor) -> Step:
-        """Draw the first draft of these rows of the plan."""
+    def _draft(
+        self, drafting: Drafting, chosen: list[int], limits: list[int], found: Tensor, draft: Callable[[_Rows], Tensor]
+    ) -> None:
+        """Write the drafts of the chosen ones of the drafting rows to `found` [D, K]."""
+        whole = len(chosen) == len(drafting.rows)
+        rows = [drafting.rows[i] for i in chosen]
+        slots = [drafting.plan.slots[row] for row in rows]
+        index = drafting.slots if whole else self._device.upload(np.array(slots))
+        one = _Rows(drafting, rows, slots, [limits[i] for i in chosen], index, drafting.length[index].long())
+        drafts = draft(one)
+        if whole:
+            found[:, : drafts.shape[1]] = drafts
+        else:
+            found[self._device.upload(np.array(chosen)), : drafts.shape[1]] = drafts
+        self._follow(slots, index, one.known, drafting.tokens, 1, 0)
+
+    def _chain(self, rows: _Rows) -> Tensor:
+        """Return drafts that the head draws one after the other, [D, K]."""
+        step = self._first(rows, draws=True)
+        self._go_on(rows.slots, rows.limits, step)
+        tokens, _ = self._runner.slots.known()
+        places = rows.known[:, None] - 1 + torch.arange(max(rows.limits), device=tokens.device)
+        return tokens[rows.index[:, None], places.clamp_(max=tokens.shape[1] - 1)].long()
+
+    def _tree(self, rows: _Rows) -> Tensor:
+        """Return the most likely drafts in the shape of the tree, [D, N]."""
+        step = self._first(rows, draws=False)
+        assert step.hidden is not None
+        tables = self._runner.slots.tables_of(rows.index)
+        most, _, _ = self._reach.of(rows.slots)
+        return self._branches.draft(step.hidden, tables, rows.known - 1, int(most.max()) - 1)
+
+    def _first(self, rows: _Rows, *, draws: bool) -> Step:
+        """Compute these rows' last known tokens, and draw their first drafts if it `draws`."""
+        drafting, slots = rows.drafting, rows.slots
         if self._waiting is not None:
-            step = self._catch_up(slots, drafting.tokens, drafting.length, samples=True)
+            step = self._catch_up(slots, drafting.tokens, drafting.length, samples=True, draws=draws)
             assert step is not None, "the step's own tokens wait"
             return step
-        self._follow(slots, index, known, drafting.tokens, 1, 1)
-        whole = len(rows) == len(drafting.plan.slots)
-        last = self._last if whole else self._last[self._device.upload(np.array(rows))]
-        self._head.given[: len(rows)].copy_(self._head.given.index_select(0, last))
-        return self._compute(slots, [1] * len(slots), samples=True)
+        self._follow(slots, rows.index, rows.known, drafting.tokens, 1, 1)
+        whole = len(rows.rows) == len(drafting.plan.slots)
+        last = self._last if whole else self._last[self._device.upload(np.array(rows.rows))]
+        self._head.given[: len(slots)].copy_(self._head.given.index_select(0, last))
+        return self._compute(slots, [1] * len(slots), samples=True, draws=draws)
 
     def _go_on(self, slots: list[int], most: list[int], step: Step) -> None:
         """Draw the drafts after the first ones, which this step drew; each slot has its own number."""
