@@ -6,6 +6,8 @@ tokens but the last; position p pairs h[p] with the token at p + 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -74,26 +76,29 @@ def draft(
     table: Tensor,
     *,
     normed: bool = False,
+    ranks: Sequence[int] = (),
 ) -> list[int]:
-    """Return `count` greedy drafts after `tokens`.
+    """Return `count` drafts after `tokens`, each the likeliest one.
 
     Args:
         h: [len(tokens) - 1, size], the states that the head reads; for EAGLE-3 [len(tokens) - 1, 3 size].
         table: the target's embedding [vocab, size].
         normed: see `eagle3`.
+        ranks: how many likelier ones there are than each draft, if not none.
     """
     if kind == "eagle3":
         h = rms(h, w["input_norm.weight"]) if "input_norm.weight" in w else h
         h = F.linear(h, w["fc.weight"])
     following, drafts = list(tokens[1:]), []
-    for _ in range(count):
+    for rank in ranks or [0] * count:
         embedded = table[torch.tensor(following)]
         known = (w, embedded, h, heads, kv_heads)
         out = (eagle(*known) if kind == "eagle" else eagle3(*known, normed=normed))[-1:]
         if kind == "eagle":
-            token = int(F.linear(out, w["lm_head.weight"])[0].argmax())
+            token = int(F.linear(out, w["lm_head.weight"])[0].topk(1 + rank).indices[-1])
         else:
-            token = int(F.linear(rms(out, w["norm.weight"]), w["lm_head.weight"])[0].argmax())
+            logits = F.linear(rms(out, w["norm.weight"]), w["lm_head.weight"])[0]
+            token = int(logits.topk(1 + rank).indices[-1])
             token += int(w["d2t"][token])
         drafts.append(token)
         following.append(token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,9 +33,7 @@ class TreeEngine(DrafterEngine):
 
 
 class TreeWorker(DrafterWorker):
-    def __init__(
-        self, texts: Sequence[Sequence[int]], vocab: int, tree: DraftTree = TREE, right: float = 0.85
-    ) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], vocab: int, tree: DraftTree = TREE, right: float = 0.85) -> None:
         super().__init__(texts, vocab, right)
         self.tree = tree
 
@@ -56,7 +53,7 @@ class TreeWorker(DrafterWorker):
         """Return drafts with the right tokens on the path to one of them, and others elsewhere."""
         assert self.tree is not None
         chosen, tokens = self._random.randrange(len(self.tree)), [-1] * len(self.tree)
-        for i, parent in enumerate(self.tree.parents):
+        for i in range(len(tokens)):
             if self.tree.precedes[chosen, i]:
                 tokens[i] = right[self.tree.depths[i] - 1]
         for i, parent in enumerate(self.tree.parents):

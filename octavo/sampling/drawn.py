@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from octavo.core.output import TokenLogprobs
 from octavo.device.transfer import Event
 
 
 class Drawn(Protocol):
-    """Tokens of S rows, and their log-probabilities."""
+    """Tokens of S rows, and their log-probabilities. Of a row with drafts, those that are kept come first.
+
+    Attributes:
+        order: [T] int64, on the device, if drafts branched: the step's tokens in an order in which those that each row
+            keeps come first, by their positions. None: they are in it.
+    """
+
+    order: Tensor | None
 
     @property
     def arrived(self) -> Event | None:
@@ -37,6 +46,7 @@ class DrawnHere:
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     counts: list[int] | None = None
+    order: Tensor | None = None
     arrived: None = None
 
     def token_list(self) -> list[int]:

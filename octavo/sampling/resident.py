@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -99,6 +99,7 @@ class PendingTokens:
 
     tokens: Download
     logprobs: Logprobs
+    order: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def arrived(self) -> Event | None:

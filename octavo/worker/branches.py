@@ -71,19 +71,27 @@ class Branches:
         return (blocks * self._size + places % self._size).flatten()
 
 
-def kept_first(drawn: Tensor, starts: Tensor, kept: Tensor, paths: Tensor) -> Tensor:
-    """Return the drawn tokens [S] with those that each row keeps first, in order; what follows them is arbitrary.
+def kept_first(count: int, starts: Tensor, kept: Tensor, paths: Tensor) -> Tensor:
+    """Return the order of drawn tokens [S] in which those that each row keeps come first, by their positions; of the
+    others nothing is used.
 
     Args:
+        count: S.
         starts: [R] int64, where the rows' tokens begin.
         kept, paths: the results of `Branches.verify`.
     """
-    order = torch.arange(paths.shape[1], device=drawn.device)
-    sources = (starts[:, None] + paths).clamp_(max=len(drawn) - 1)
-    targets = torch.where(order < kept[:, None], starts[:, None] + order, len(drawn))
-    room = drawn.new_zeros(len(drawn) + 1)
-    room[targets] = drawn[sources]
-    return room[:-1]
+    places = torch.arange(count + 1, device=starts.device)
+    order = torch.arange(paths.shape[1], device=starts.device)
+    targets = torch.where(order < kept[:, None], starts[:, None] + order, count)
+    places[targets] = starts[:, None] + paths
+    return places[:-1]
+
+
+def in_batch(order: Tensor, tokens: Tensor, total: int) -> Tensor:
+    """Return an order of a batch's tokens in which those with logits, `tokens` [S] int64, are in `order` [S]."""
+    whole = torch.arange(total, device=order.device)
+    whole[tokens] = tokens[order]
+    return whole
 
 
 def branches_of(tree: DraftTree | None, attention: AnyBackend, blocks: Blocks) -> Branches | None:

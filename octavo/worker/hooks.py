@@ -201,10 +201,11 @@ class WorkerHook:
         """
         return {}
 
-    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
+    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor, order: Tensor | None) -> None:
         """Follow a plan's tokens, which were drawn and appended. Must not wait for the device.
 
         Args:
+            order: [T] int64, the step's tokens in the order of their positions, if drafts branched; see `Drawn`.
             tokens: [slots, max_model_len], the tokens of each slot, on the device; not to be changed.
             length: [slots], number of known tokens, likewise.
         """
@@ -378,9 +379,9 @@ class Hooks:
             failed.update(hook.apply(logits, slots, payload[hook.name]))
         return failed
 
-    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
+    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor, order: Tensor | None) -> None:
         for hook in self.drawing:
-            hook.drawn(plan, tokens, length)
+            hook.drawn(plan, tokens, length, order)
 
     def propose(self, drafting: Drafting, payload: Mapping[str, Any]) -> Drafts | None:
         """The drafts of the first hook that proposes some."""

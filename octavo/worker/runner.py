@@ -179,7 +179,8 @@ class Runner:
             self._sample(step, payload)
         if self.hooks.drawing and step.plan.slots:
             with torch.inference_mode():
-                self.hooks.drawn(step.plan, *self.slots.known())
+                order = None if step.drawn is None else step.drawn.order
+                self.hooks.drawn(step.plan, *self.slots.known(), order)
         if step.plan.proposals:
             self._propose(step, payload)
 

@@ -54,8 +54,8 @@ class TorchSampler:
             self._slots.append(step.rows, result.tokens.numpy())
         tokens = result.tokens.numpy().astype(np.int64)
         tokens[list(result.bad_rows)] = -1
-        kept = self._slots.accept(plan, tokens) if drafted else None
-        return DrawnHere(tokens.tolist(), result.logprobs, kept)
+        kept, order = self._slots.accept(plan, tokens) if drafted else (None, None)
+        return DrawnHere(tokens.tolist(), result.logprobs, kept, order)
 
     def num_candidates(self, step: Step) -> int:
         counts = [0 if one is None else one.num_candidates for one in self._slots.params(step.rows)]

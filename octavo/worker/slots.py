@@ -18,7 +18,7 @@ from octavo.nn.step import StepInput
 from octavo.sampling.parameters import STRUCT, packed
 from octavo.sampling.state import PreparedParams, SampleRow
 from octavo.sampling.verify import verify
-from octavo.worker.branches import Branches, kept_first
+from octavo.worker.branches import Branches, in_batch, kept_first
 from octavo.worker.drafts import Drafting, DraftRows, Drafts, Following, StoredDrafts
 from octavo.worker.held import Held, prompt_rows
 from octavo.worker.parts import Layout
@@ -161,7 +161,7 @@ class HostSlots:
         self.tokens[slots, np.minimum(lengths, self.tokens.shape[1] - 1)] = tokens
         self.length[slots] = lengths + 1
 
-    def accept(self, plan: StepPlan, drawn: Ints) -> list[int]:
+    def accept(self, plan: StepPlan, drawn: Ints) -> tuple[list[int], Tensor | None]:
         """Verify a step's drafts and append the tokens that are kept.
 
         Args:
@@ -169,7 +169,7 @@ class HostSlots:
                 place, so that each row's tokens that are kept come first.
 
         Returns:
-            The number of tokens appended for each sampling row.
+            The number of tokens appended for each sampling row, and `Drawn.order`.
         """
         rows = DraftRows.of(plan)
         slots, most = rows.slots, int(rows.drafts.max())
@@ -178,10 +178,13 @@ class HostSlots:
         drafts = self.tokens[slots[:, None], places[:, :most]]
         counts = np.minimum(self.num_drafts[slots], rows.drafts)
         parts = [torch.from_numpy(part) for part in (drawn, drafts, counts, rows.starts)]
+        in_order: Tensor | None = None
         if self._branches is not None and self._branches.tree.branches(plan):
             verified, paths = self._branches.verify(*parts)
             self._branches.settle(verified, paths, torch.from_numpy(length), self.tables_of(torch.from_numpy(slots)))
-            drawn[:] = kept_first(parts[0], parts[3], verified, paths).numpy()
+            first = kept_first(len(drawn), parts[3], verified, paths)
+            drawn[:] = drawn[first.numpy()]
+            in_order = in_batch(first, torch.from_numpy(rows.tokens), plan.total_tokens)
         else:
             verified = verify(*parts)
         kept = verified.numpy()
@@ -192,8 +195,7 @@ class HostSlots:
         if self.rewinds:
             rejected[rejected > 0] = np.array(plan.num_tokens)[np.flatnonzero(plan.samples)][rejected > 0]
         self.computed[slots] -= rejected
-        accepted: list[int] = kept.tolist()
-        return accepted
+        return kept.tolist(), in_order
 
     def drafting(self, plan: StepPlan) -> Drafting:
         rows = list(plan.proposals)

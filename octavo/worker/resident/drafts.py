@@ -6,20 +6,36 @@ Until a step's tokens have arrived, the host's counts are upper bounds, as if al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.plan import SampledRow, StepPlan
-from octavo.device.transfer import download, upload_parts
+from octavo.device.transfer import download, upload, upload_parts
 from octavo.sampling.verify import verify
-from octavo.worker.branches import Branches, kept_first
+from octavo.worker.branches import Branches, in_batch, kept_first
 from octavo.worker.drafts import Drafting, DraftRows, Drafts, Ints, StoredDrafts
 
 if TYPE_CHECKING:
     from octavo.worker.resident.slots import DeviceSlots
+
+
+class Accepted(NamedTuple):
+    """What the rows of a step keep of the tokens drawn.
+
+    Attributes:
+        tokens: [S] int32, of each row those that are kept first.
+        kept: [R] int64, their number for each sampling row.
+        settle: to be called with these numbers once they have arrived on the host.
+        order: see `Drawn`.
+    """
+
+    tokens: Tensor
+    kept: Tensor
+    settle: Callable[[list[int]], None]
+    order: Tensor | None
 
 
 class DeviceDrafts:
@@ -62,15 +78,12 @@ class DeviceDrafts:
         sent = download(counts)
         return lambda: StoredDrafts(dict(zip(drafting.rows, sent.wait().tolist(), strict=True)))
 
-    def accept(self, plan: StepPlan, drawn: Tensor) -> tuple[Tensor, Tensor, Callable[[list[int]], None]]:
+    def accept(self, plan: StepPlan, drawn: Tensor) -> Accepted:
         """Verify a step's drafts and append the tokens that are kept.
 
         Args:
             drawn: [S] int32, the tokens drawn after no draft and after each one; -1 where none could be drawn.
 
-        Returns:
-            The tokens, of each row those that are kept first, [S] int32; their number for each sampling row, [R] int64;
-            and a function to be called with these numbers once they have arrived on the host.
         """
         table, branches = self._slots, self._branches
         rows = DraftRows.of(plan)
@@ -82,17 +95,20 @@ class DeviceDrafts:
         places = (length[:, None] + order[:-1]).clamp_(max=table.max_model_len - 1)
         drafts = table.tokens[slots[:, None], places]
         parts = [drawn, drafts, torch.minimum(self._counts[slots].long(), room), starts]
+        order_in_batch: Tensor | None = None
         if branches is not None and branches.tree.branches(plan):
             kept, paths = branches.verify(*parts)
             branches.settle(kept, paths, length, table.tables_of(slots))
-            drawn = kept_first(drawn, starts, kept, paths)
+            first = kept_first(len(drawn), starts, kept, paths)
+            drawn, tokens = drawn[first], upload(rows.tokens, table.device)
+            order_in_batch = in_batch(first, tokens, plan.total_tokens)
         else:
             kept = verify(*parts)
         appended = drawn[(starts[:, None] + order).clamp_(max=len(drawn) - 1)].clamp(min=0)
         self._write(slots, length, appended, kept)
         table.length[slots] = (length + kept).int()
         table.computed[slots] += (kept - 1 - room).int()
-        return drawn, kept, lambda counts: self._settle(rows, np.array(counts))
+        return Accepted(drawn, kept, lambda counts: self._settle(rows, np.array(counts)), order_in_batch)
 
     def learn(self, sampled: Sequence[SampledRow]) -> None:
         """Take in tokens that another rank kept, and the drafts after them."""

@@ -49,8 +49,8 @@ class DeviceSampler:
         if not any(plan.num_drafts) or self._slots.drafts is None:
             self._slots.append(step.rows, tokens)
             return PendingTokens(download(tokens), logprobs)
-        tokens, kept, settle = self._slots.drafts.accept(plan, tokens)
-        return Verified(download(tokens), logprobs, download(kept), settle)
+        found = self._slots.drafts.accept(plan, tokens)
+        return Verified(download(found.tokens), logprobs, download(found.kept), found.settle, order=found.order)
 
     def num_candidates(self, step: Step) -> int:
         """Return 0: to find out whether some tokens suffice, the host would have to wait for the device."""

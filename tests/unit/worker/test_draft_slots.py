@@ -30,8 +30,8 @@ def device() -> Any:
 
 def accept(slots: Any, plan: StepPlan, drawn: list[int]) -> list[int]:
     if isinstance(slots, HostSlots):
-        return slots.accept(plan, torch.tensor(drawn).numpy())
-    _, kept, settle = slots.drafts.accept(plan, torch.tensor(drawn, dtype=torch.int32, device=slots.device))
+        return slots.accept(plan, torch.tensor(drawn).numpy())[0]
+    _, kept, settle, _ = slots.drafts.accept(plan, torch.tensor(drawn, dtype=torch.int32, device=slots.device))
     settle(kept.tolist())
     found: list[int] = kept.tolist()
     return found

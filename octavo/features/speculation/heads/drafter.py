@@ -151,14 +151,15 @@ class HeadDrafter(CompanionDrafter):
             self._target.taps = None
         super().detach()
 
-    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
+    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor, order: Tensor | None) -> None:
         """Compute the plan's tokens in the head, or keep their states."""
         taps = self._target.taps
         assert taps is not None
+        states = taps.states[: plan.total_tokens] if order is None else taps.states.index_select(0, order)
         if self._waiting is None:
-            self._compute_all(plan, taps.states[: plan.total_tokens], tokens, length)
+            self._compute_all(plan, states, tokens, length)
             return
-        self._waiting.add(plan, taps.states, length, self._off)
+        self._waiting.add(plan, states, length, self._off)
         due = []
         for row, (slot, count, drafts) in enumerate(zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True)):
             if slot not in self._off and row not in plan.proposals:

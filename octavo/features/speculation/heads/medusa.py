@@ -119,7 +119,7 @@ class MedusaDrafter(WorkerHook):
         if not option_of(options).enabled:
             self._off.add(slot)
 
-    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor) -> None:
+    def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor, order: Tensor | None) -> None:
         slots = self._device.upload(np.array(plan.slots))
         self._last = self._pairs.of(plan, slots, length[slots].long())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +215,9 @@ def reference(
     count: int,
     *,
     normed: bool = False,
+    ranks: Sequence[int] = (),
 ) -> list[int]:
-    """What the head drafts after these tokens."""
+    """What the head drafts after these tokens; see `draft`."""
     with torch.no_grad():
         states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
         if kind == "eagle":
@@ -224,7 +225,7 @@ def reference(
         else:
             h = torch.cat([_before_layer(model, known, place) for place in TAPPED], -1)
         table = weights.get("embed_tokens.weight", model.model.embed_tokens.weight)
-        return draft(kind, weights, known, h[:-1], count, HEADS, KV_HEADS, table, normed=normed)
+        return draft(kind, weights, known, h[:-1], count, HEADS, KV_HEADS, table, normed=normed, ranks=ranks)
 
 
 def _before_layer(model: transformers.LlamaForCausalLM, tokens: list[int], place: int) -> Tensor:
