@@ -195,11 +195,9 @@ def _shape(given: Any, count: Any) -> dict[str, Any]:
         ConfigError: it is no tree, or has another number of drafts than the given `count`.
     """
     try:
-        paths = [tuple(path) for path in (ast.literal_eval(given) if isinstance(given, str) else given)]
-        if not all(type(i) is int and i >= 0 for path in paths for i in path) or () in paths:
-            raise ValueError("a path is a list of numbers from 0 on")
+        paths = _paths(given)
         tree = DraftTree.of(paths)
-    except (ValueError, SyntaxError, TypeError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"speculative_config: speculative_token_tree={given!r} is not a tree of drafts: {error}. Set paths such as "
             "[(0,), (1,), (0, 0)], where (0, 0) is the likeliest token after the likeliest one; or leave it out."
@@ -211,3 +209,17 @@ def _shape(given: Any, count: Any) -> dict[str, Any]:
         )
     shape = {"num_speculative_tokens": len(paths)}
     return shape if tree.chain == len(tree) else shape | {"speculative_token_tree": tuple(paths)}
+
+
+def _paths(given: Any) -> list[tuple[int, ...]]:
+    """Raises ValueError for what is no list of paths."""
+    if isinstance(given, str):
+        try:
+            given = ast.literal_eval(given)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            given = None
+    if not isinstance(given, list | tuple) or not all(isinstance(path, list | tuple) and path for path in given):
+        raise ValueError("it is no list of paths")
+    if not all(type(number) is int and number >= 0 for path in given for number in path):
+        raise ValueError("a path has numbers from 0 on")
+    return [tuple(path) for path in given]

@@ -38,12 +38,16 @@ def context(device: str = "cpu", model: str = "", **settings: Any) -> FeatureCon
         ({"method": "none", "draft_model": "x"}, "'draft_model' is not a known key"),
         ({"method": "eagle"}, "method=eagle needs a change: set model (--spec-model) to"),
         ({"method": "mtp", "model": "x"}, "method=mtp needs a change: leave out model='x'"),
+        ({"speculative_token_tree": "[(0,), (1,)]"}, "speculative_token_tree needs method=eagle or eagle3 or mtp"),
+        ({"speculative_token_tree": [[0], [0, 1]]}, "is not a tree of drafts: the path (0, 1) needs the path (0, 0)"),
         (
-            {"speculative_token_tree": "[(0,), (1,)]"},
-            "speculative_token_tree='[(0,), (1,)]' is not supported: drafts are",
+            {"speculative_token_tree": "(0"},
+            "speculative_token_tree='(0' is not a tree of drafts: it is no list of paths",
         ),
-        ({"speculative_token_tree": [[0], [0, 0], [0, 1]]}, "drafts are chains, one token after another"),
-        ({"speculative_token_tree": "(0"}, "such as [(0,), (0, 0)]. Leave it out, and set num_speculative_tokens"),
+        ({"speculative_token_tree": "a()"}, "it is no list of paths. Set paths such as [(0,), (1,), (0, 0)]"),
+        ({"speculative_token_tree": [[0], [True]]}, "a path has numbers from 0 on"),
+        ({"speculative_token_tree": [[0], [-1]]}, "a path has numbers from 0 on"),
+        ({"speculative_token_tree": [[i] for i in range(31)]}, "there can be at most 30 paths, not 31"),
         (
             {"speculative_token_tree": "[(0,)]", "num_speculative_tokens": 2},
             "has 1 drafts, but num_speculative_tokens=2",
@@ -92,6 +96,16 @@ def test_nothing_is_set_for_an_engine_that_drafts_nothing(settings: dict[str, An
     with pytest.raises(ConfigError) as caught:
         EngineConfig.of(**settings)
     assert says in str(caught.value)
+
+
+def test_a_tree_sets_the_number_of_drafts() -> None:
+    tree = "[(0,), (1,), (0, 0), (0, 0, 0), (1, 0)]"
+    settings = SpeculationSettings(speculative_config={"method": "mtp", "speculative_token_tree": tree})
+    config = settings.config()
+    assert config is not None
+    assert config.tree is not None
+    assert (config.most_drafts, config.tree.chain) == (5, 3)
+    assert config.tree.parents == (-1, 0, 1, -1, 3)
 
 
 @pytest.mark.parametrize("tree", ["[(0,), (0, 0), (0, 0, 0)]", [[0], [0, 0], [0, 0, 0]], "[(0, 0, 0), (0, 0), (0,)]"])
