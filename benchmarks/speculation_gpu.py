@@ -1,10 +1,12 @@
 """What drafts gain on a GPU if a fixed share of them is accepted, with random weights of real shapes.
 
-    python benchmarks/speculation_gpu.py [--ways plain synthetic model] [--streams 1 16 256] [--acceptance 0.8]
-        [--drafts 5] [--tokens 256] [--model FOLDER] [--ranks 2] [--output FILE]
+    python benchmarks/speculation_gpu.py [--ways plain synthetic model head tree] [--streams 1 16 256]
+        [--acceptance 0.8] [--drafts 5] [--tokens 256] [--model FOLDER] [--ranks 2] [--output FILE]
 
-`synthetic` drafts at no cost, `model` with a drafting model of the 1B shape. In both, a draft is accepted with the
-given probability whatever it is, so that figures depend on costs alone, and tokens mean nothing. Everything else is the
+`synthetic` drafts at no cost, `model` with a drafting model of the 1B shape, `head` with an EAGLE-3 head, `tree` with
+one that drafts a tree (`--tree`). A draft is accepted with the given probability whatever it is (in a tree, the second
+token after another with this share of what the first leaves), so that figures depend on costs alone, and tokens mean
+nothing. Everything else is the
 real path: adaptive numbers of drafts, verification in one step, sampling, and one step launched ahead. Greedy, prompts
 of 128 random tokens, the second of two equal runs.
 """
@@ -58,7 +60,21 @@ def accept_in_ranks(share: float) -> None:
     build.RANK_MODULE = build_worker.RANK_MODULE = "speculation_ranks"
 
 
-def engine(way: str, folder: Path, ranks: int, drafts: int, most: int, *, adaptive: bool) -> EngineLoop:
+def tree_of(size: int, share: float) -> list[tuple[int, ...]]:
+    """Return the paths that are the likeliest to be accepted, as `accept_some` accepts them."""
+    found: list[tuple[int, ...]] = []
+    frontier = [(share, (0,))]
+    while len(found) < size:
+        frontier.sort(reverse=True)
+        chance, path = frontier.pop(0)
+        found.append(path)
+        frontier += [(chance * share, (*path, 0)), (chance * (1 - share), (*path[:-1], path[-1] + 1))]
+    return found
+
+
+def engine(
+    way: str, folder: Path, ranks: int, drafts: int | list[tuple[int, ...]], most: int, *, adaptive: bool
+) -> EngineLoop:
     config = json.loads((folder / "config.json").read_text())
     files = ModelFiles(name=folder.name, path=folder, format="safetensors", weights=(), config=config)
     settings: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "max_num_seqs": most, "max_model_len": 4096}
@@ -67,6 +83,10 @@ def engine(way: str, folder: Path, ranks: int, drafts: int, most: int, *, adapti
     if way == "model":
         own = {"method": "draft_model", "model": str(MODELS / "llama-3.2-1b"), "num_speculative_tokens": drafts}
         settings["speculative_config"] = own | {"adaptive": adaptive}
+    if way in ("head", "tree"):
+        shape = {"num_speculative_tokens" if way == "head" else "speculative_token_tree": drafts}
+        own = {"method": "eagle3", "model": str(MODELS / "llama-3.1-8b-eagle3"), "adaptive": adaptive}
+        settings["speculative_config"] = own | shape
     if way == "synthetic":
         chosen = DraftConfig(method="ngram", num_speculative_tokens=drafts, adaptive=adaptive)
         build.build_engine_halves = lambda context: [SpeculationEngine(chosen)]
@@ -107,6 +127,7 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 256])
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--drafts", type=int, default=5)
+    parser.add_argument("--tree", type=int, default=15, help="drafts of `tree`, in the best shape of this size")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--model", type=Path, default=MODELS / "llama-3.1-8b", help="folder with a config.json")
     parser.add_argument("--ranks", type=int, default=1, help="--tensor-parallel-size; `synthetic` has one")
@@ -121,7 +142,8 @@ def main() -> None:
     report: dict[str, Any] = {**describe(), "device": torch.cuda.get_device_name(), "model": args.model.name}
     report |= {"ranks": args.ranks, "acceptance": args.acceptance, "ways": {}}
     for way in args.ways:
-        loop = engine(way, args.model, args.ranks, args.drafts, max(args.streams), adaptive=not args.fixed)
+        drafts = tree_of(args.tree, args.acceptance) if way == "tree" else args.drafts
+        loop = engine(way, args.model, args.ranks, drafts, max(args.streams), adaptive=not args.fixed)
         found = report["ways"][way] = {}
         for streams in args.streams:
             for _ in range(2):
