@@ -158,10 +158,11 @@ def test_which_rows_are_served():
         kind: torch.dtype = torch.float16,
         weights: torch.dtype = torch.float16,
         longest: int = fused_decode._MOST_TOKENS,
+        unseen: torch.Tensor | None = None,
     ) -> bool:
         norm = torch.ones(64, dtype=weights, device=DEVICE)
         qkv = torch.empty(1, 8, 64, dtype=dtype, device=DEVICE)
-        step = SimpleNamespace(max_seq_len=longest)
+        step = SimpleNamespace(max_seq_len=longest, unseen=unseen)
         return fused_decode.serves(few, step, qkv, (norm, norm, 1e-5), cache.to(kind), case.spec)
 
     most = max(fused_decode._divisions(64)) // 2
@@ -172,6 +173,7 @@ def test_which_rows_are_served():
     assert serves(Few(None, few, 1), longest=longer)
     assert most == few or not serves(Few(None, few + 1, 1), longest=longer)
     assert not serves(Few(None, 1, 8))
+    assert not serves(Few(None, 1, 1), unseen=torch.ones(1, dtype=torch.int32, device=DEVICE))
     assert not serves(Few(torch.zeros(1, dtype=torch.int32, device=DEVICE), 1, 1))
     assert not serves(Few(None, 1, 1), kind=torch.float8_e5m2)
     assert not serves(Few(None, 1, 1), torch.float32, torch.float32, torch.float32)

@@ -113,9 +113,14 @@ def test_from_the_projection(options, kind, rows):
     check_fused(ragged.make_case(fresh_seed(), HALF, heads=(2, 2), block_size=16, **rows, **options), kind)
 
 
-def check_fused(case: ragged.Case, kind: torch.dtype | None, shared: SharedContexts | None = None) -> None:
+def check_fused(
+    case: ragged.Case,
+    kind: torch.dtype | None,
+    shared: SharedContexts | None = None,
+    backend: TritonAttention | None = None,
+) -> None:
     """Without rotation and norms, which have tests of their own. `kind` is an FP8 cache's dtype."""
-    spec, backend = case.spec, TritonAttention(case.dtype, case.spec)
+    spec, backend = case.spec, backend or TritonAttention(case.dtype, case.spec)
     q = case.q(len(case.label))
     plain = ragged.filled_cache(case, backend, DEVICE)
     step, _, _ = ragged.prepared(case, backend, q, plain.clone(), DEVICE)
@@ -125,7 +130,7 @@ def check_fused(case: ragged.Case, kind: torch.dtype | None, shared: SharedConte
         scales = torch.rand(2, spec.num_kv_heads, generator=generator) / (32 if kind == torch.float8_e4m3fn else 4096)
         scales += scales.max() / 2
         cache = (plain.float() / scales.to(DEVICE)[:, :, None, None]).to(kind)
-        few = max(s.queries for s in case.sequences) <= 8
+        few = max(s.queries for s in case.sequences) <= backend.most_few
         for s in case.sequences:
             rounded = s.length - (0 if few or s.queries == 1 else s.queries)
             for part, x in enumerate((s.k, s.v)):

@@ -97,7 +97,9 @@ class DecodeForm(NamedTuple):
 
 def serves(few: Few, step: StepInput, qkv: Tensor, norms: Norms | None, cache: Tensor, spec: AttentionSpec) -> bool:
     """Return whether `attend` computes these rows of a step. Norms whose weights are float32 (Gemma's) are not
-    supported."""
+    supported, nor are drafts that branch, of which a step's part may have one to a row."""
+    if step.unseen is not None:
+        return False
     if few.rows is not None or few.queries > 1 or (few.shared is not None and spec.shares_prefixes):
         return False
     clusters, divisions = few.count * spec.num_kv_heads, _divisions(spec.head_dim)

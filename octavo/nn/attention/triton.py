@@ -27,6 +27,12 @@ from octavo.nn.ops.triton_overlap import overlap
 from octavo.nn.step import StepInput
 
 _MAX_FEW = 8
+_WIDEST = 32
+"""Most queries of a row that `TritonAttention.widen` prepares for."""
+_MOST_ROWS = 128
+"""Maximum rows of a tile, of queries times heads, that it makes larger than for `_MAX_FEW`; with more channels than
+`_MOST_CHANNELS` half of it."""
+_MOST_CHANNELS = 128
 MANY_WRITTEN = 512
 """Tokens from which on a program rotates and stores most or all of a token's heads."""
 _WRITTEN, _PER_THREAD = 2048, 8
@@ -53,7 +59,11 @@ class Launches:
 
 
 class TritonAttention:
-    """Stateless: all its inputs are in the step. Rows of length 0 are padding and get zeros."""
+    """All its inputs are in the step. Rows of length 0 are padding and get zeros.
+
+    Attributes:
+        branches: `widen` was called: drafts may branch.
+    """
 
     name = "triton"
     follows_table_rows = True
@@ -62,11 +72,22 @@ class TritonAttention:
         self._dtype = dtype
         self._head_dim = spec.head_dim
         self._group = spec.num_heads // spec.num_kv_heads
+        self._most_few = _MAX_FEW
+        self.branches = False
 
     @property
     def most_few(self) -> int:
         """See `Recordable`."""
-        return _MAX_FEW
+        return self._most_few
+
+    def widen(self, queries: int) -> None:
+        """See `BranchingBackend`. Rows whose queries don't fit one tile stay with the kernel of many queries, which
+        computes the same, but does not divide contexts."""
+        self.branches = True
+        wanted = next_power_of_2(queries)
+        most_rows = _MOST_ROWS if self._head_dim <= _MOST_CHANNELS else _MOST_ROWS // 2
+        if wanted <= _WIDEST and next_power_of_2(self._group * wanted) <= most_rows:
+            self._most_few = max(self._most_few, wanted)
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""
@@ -81,9 +102,11 @@ class TritonAttention:
 
     def all_few(self, step: StepInput) -> Few | None:
         """Return the step's rows if none has many queries, else None."""
-        if step.max_query_len > _MAX_FEW:
+        longest = step.max_query_len
+        if longest > self._most_few:
             return None
-        return Few(None, step.num_rows, 1 if step.max_query_len == 1 else _MAX_FEW, step.shared)
+        queries = next(most for most in (1, _MAX_FEW, self._most_few) if longest <= most)
+        return Few(None, step.num_rows, queries, step.shared)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         _, heads, dim = k.shape
@@ -165,6 +188,14 @@ class TritonAttention:
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         return attend_parts(q, None, cache, None, step, spec, sinks)
+
+    def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """See `BranchingBackend`."""
+        page = caches.shape[4]
+        # Not all operations on FP8 numbers exist.
+        cells = caches if form_of(caches.dtype) == PLAIN else caches.view(torch.uint8)
+        kept = cells[:, sources // page, :, :, sources % page]
+        cells[:, targets // page, :, :, targets % page] = kept
 
     def sharing(self) -> tuple[int, int]:
         """See `FusedBackend`."""
@@ -314,6 +345,7 @@ def _attend_many(
         step.block_tables,
         *scales_of(spec),
         *head_terms(spec, sinks, step.seq_lens),
+        step.seq_lens if step.unseen is None else step.unseen,
         *two_strides(q),
         *cells.stride()[:4],
         step.block_tables.stride(0),
@@ -329,6 +361,7 @@ def _attend_many(
         CAPPED=spec.soft_cap is not None,
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=spec.slopes is not None,
+        BRANCHES=step.unseen is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
         HAS_FRESH=fresh is not None,
         BULK=bulk,

@@ -50,6 +50,25 @@ def adjusted(scores, distance, soft_cap, slope, CAPPED: tl.constexpr, HAS_SLOPES
     return scores
 
 
+@triton.jit
+def seen(unseen, back):
+    """Return whether queries attend to keys `back` places before them, as `seen` of `base.py`. They broadcast."""
+    return (unseen >> tl.minimum(tl.maximum(back, 0), 31)) & 1 == 0
+
+
+@triton.jit
+def seen_end(first, unseen, query):
+    """Return the end of the keys that all these queries attend to. Only a row's piece has any that are on other paths
+    before its first query.
+
+    Args:
+        first: the first query's place in the cache.
+        query: how many places each query is behind it.
+    """
+    earlier = tl.max(unseen >> tl.minimum(query, 31), 0) > 0
+    return tl.where(earlier, tl.maximum(first - 30, 0), first + 1)
+
+
 @triton.jit(do_not_specialize=["splits", "parts", "first_part"])
 def decode_kernel(
     q,
@@ -69,6 +88,7 @@ def decode_kernel(
     soft_cap,
     sinks,
     slopes,
+    unseen,
     q_token_stride,
     q_head_stride,
     block_stride,
@@ -93,6 +113,7 @@ def decode_kernel(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    BRANCHES: tl.constexpr,
     DIVIDED: tl.constexpr,
     READS: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -115,6 +136,8 @@ def decode_kernel(
 
     An FP8 cache (FORM, `triton_fp8.py`) is given as 16-bit words, with strides in words, and computed in float16: q,
     output and accumulators are two tiles each, of the even and of the odd channels.
+
+    With BRANCHES, not for COMMON, `unseen` is that of the step.
 
     ROUNDED outputs, only if not DIVIDED, are the bits of E4M3: of what would be stored, times the number at `inverse`.
     """
@@ -178,6 +201,8 @@ def decode_kernel(
         scale = scale * 16.0 * unit(FORM, MEANS) * tl.load(cache_scales + kv_head)
         value_unit = unit(FORM, MEANS) * tl.load(cache_scales + tl.num_programs(0) + kv_head)
     position = seq_len - count + query
+    if BRANCHES:
+        words = tl.load(unseen + token, mask=m_valid, other=0)
 
     first = 0
     if READS == REST:
@@ -207,7 +232,10 @@ def decode_kernel(
     if READS == COMMON:
         plain_end = end
     elif WINDOW == 0 and not ONE_LOOP:
-        plain_end = tl.maximum(begin, tl.minimum(end, (seq_len - count + 1) // BLOCK_N))
+        visible_end = seq_len - count + 1
+        if BRANCHES:
+            visible_end = seen_end(seq_len - count, words, query)
+        plain_end = tl.maximum(begin, tl.minimum(end, visible_end // BLOCK_N))
     for MASKED in tl.static_range(1 if ONE_LOOP and READS != COMMON else 0, 1 if READS == COMMON else 2):
         for tile in range(begin if MASKED == 0 else plain_end, plain_end if MASKED == 0 else end):
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -236,6 +264,8 @@ def decode_kernel(
                 visible = key[None, :] <= position[:, None]
                 if WINDOW > 0:
                     visible = visible & (key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
+                if BRANCHES:
+                    visible = visible & seen(words[:, None], -distance)
                 scores = tl.where(visible, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             safe = new_peak if MASKED == 0 else tl.where(new_peak == float("-inf"), 0.0, new_peak)

@@ -189,6 +189,7 @@ def _read(
         step.block_tables,
         *scales_of(spec),
         *head_terms(spec, sinks, step.seq_lens),
+        step.seq_lens if step.unseen is None else step.unseen,
         *two_strides(q),
         *cells.stride()[:4],
         step.block_tables.stride(0),
@@ -209,6 +210,7 @@ def _read(
         CAPPED=spec.soft_cap is not None,
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=spec.slopes is not None,
+        BRANCHES=step.unseen is not None and reading.kind != COMMON.value,
         DIVIDED=divided,
         READS=reading.kind,
         ROUNDED=out.inverse is not None and not divided,
@@ -260,8 +262,10 @@ def num_splits(programs: int, max_seq_len: int, device: torch.device, queries: i
 
 
 def _programs(device: torch.device, queries: int) -> int:
-    """Return how many programs fill a GPU. Those for several queries have two warps, and more outputs to merge."""
-    return (_EACH if queries == 1 else 4) * _multiprocessors(device)
+    """Return how many programs fill a GPU. Those for several queries have two warps, and more outputs to merge; those
+    for more than eight have large tiles."""
+    each = _EACH if queries == 1 else 4 if queries <= 8 else 2
+    return each * _multiprocessors(device)
 
 
 def _common_splits(programs: int, max_seq_len: int, device: torch.device) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.nn.attention.triton_decode import LOG2_E, first_visible
+from octavo.nn.attention.triton_decode import LOG2_E, first_visible, seen, seen_end
 from octavo.nn.attention.triton_fp8 import narrow_by, unit, widen
 
 
@@ -64,6 +64,7 @@ def prefill_kernel(
     soft_cap,
     sinks,
     slopes,
+    unseen,
     q_token_stride,
     q_head_stride,
     block_stride,
@@ -83,6 +84,7 @@ def prefill_kernel(
     CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    BRANCHES: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
     HAS_FRESH: tl.constexpr,
     BULK: tl.constexpr,
@@ -93,7 +95,7 @@ def prefill_kernel(
     """Attend with one query head of one tile. `tiles`: (row, first query in the row) pairs.
 
     `fresh` [T, KV_HEADS + KV_HEADS, D]: this step's keys and values, in rows of q's stride. An FP8 cache (FORM,
-    `triton_fp8.py`) is given as 16-bit words, with strides in words. ROUNDED: see `decode_kernel`.
+    `triton_fp8.py`) is given as 16-bit words, with strides in words. BRANCHES, ROUNDED: see `decode_kernel`.
     """
     head = tl.program_id(0)
     heads = tl.num_programs(0)
@@ -116,12 +118,15 @@ def prefill_kernel(
     q_tile = tl.load(q_place + d[None, :], mask=valid, other=0.0)
     past = seq_len - count
     position = past + query
-    # Keys before `seen` are visible to all queries of the tile, those from `end` on to none.
-    seen = past + first_query + 1
+    # Keys before `visible_end` are visible to all queries of the tile, those from `end` on to none.
+    visible_end = past + first_query + 1
+    if BRANCHES:
+        words = tl.load(unseen + token, mask=query < count, other=0)
+        visible_end = seen_end(past + first_query, words, query - first_query)
     end = tl.minimum(seq_len, past + first_query + BLOCK_M)
     begin = 0
     if WINDOW > 0:
-        seen = 0
+        visible_end = 0
         begin = tl.maximum(first_visible(past + first_query, WINDOW, CHUNKED), 0) // BLOCK_N * BLOCK_N
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -137,7 +142,7 @@ def prefill_kernel(
     USED: tl.constexpr = D if FORM == 0 else D // 2
     w = tl.arange(0, WIDTH)
     paged_end = tl.minimum(end, past) if HAS_FRESH else end
-    paged_seen = tl.minimum(seen, paged_end) // BLOCK_N * BLOCK_N
+    paged_seen = tl.minimum(visible_end, paged_end) // BLOCK_N * BLOCK_N
     paged_scale = scale
     value_unit = 1.0
     if FORM > 0:
@@ -178,6 +183,8 @@ def prefill_kernel(
             if WINDOW > 0:
                 visible = visible & (key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
             distance = key[None, :] - position[:, None]
+            if BRANCHES:
+                visible = visible & seen(words[:, None], -distance)
             weights, decay, peak, total = _weigh(
                 scores, visible, distance, slope, peak, total, paged_scale, soft_cap, CAPPED, HAS_SLOPES, MASKED
             )
@@ -195,7 +202,7 @@ def prefill_kernel(
     if HAS_FRESH:
         fresh_begin = tl.maximum(begin - past, 0)
         fresh_end = end - past
-        fresh_seen = tl.maximum(seen - past, 0) // BLOCK_N * BLOCK_N
+        fresh_seen = tl.maximum(visible_end - past, 0) // BLOCK_N * BLOCK_N
         fresh_base = fresh + start.to(tl.int64) * q_token_stride + kv_head * D
         for MASKED in tl.static_range(2):
             phase_begin = fresh_begin if MASKED == 0 else tl.maximum(fresh_begin, fresh_seen)
@@ -217,6 +224,8 @@ def prefill_kernel(
                 if WINDOW > 0:
                     visible = visible & (past + key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
                 distance = key[None, :] - query[:, None]
+                if BRANCHES:
+                    visible = visible & seen(words[:, None], -distance)
                 weights, decay, peak, total = _weigh(
                     scores, visible, distance, slope, peak, total, scale, soft_cap, CAPPED, HAS_SLOPES, MASKED
                 )

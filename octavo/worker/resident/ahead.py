@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,9 +122,11 @@ def compile_ahead(
         slots = DeviceSlots(_SLOTS + 1, max_model_len, block_size, spec.vocab_size, device, groups=groups)
         long = min(max_model_len - 1, _LONG)
         few = ([1] * rows for rows in (_SLOTS, 192, 64, 32, 16, 8, 4, 2, 1))
-        mixed = ([1] * rows + [9] for rows in (_SLOTS, 64, 32, 16, 1))
+        wide = attention.most_few if isinstance(attention, TritonAttention) else 8
+        mixed = ([1] * rows + [max(9, min(wide + 1, long))] for rows in (_SLOTS, 64, 32, 16, 1))
+        drafted = [[2, 2], *([[min(wide, long)] * 2] if wide > 8 else [])]
         prompts = [long] * min(_SLOTS, -(-MANY_WRITTEN // long))
-        steps = [(counts, max_model_len) for counts in (prompts, *mixed, [2, 2], *few)]
+        steps = [(counts, max_model_len) for counts in (prompts, *mixed, *drafted, *few)]
         alike = [([1] * rows, max_model_len, True) for rows in (_SLOTS, 64, 8)]
         for counts, context, shares in (*((*each, False) for each in steps), ([2, 2], 2, False), *alike):
             step = _step(slots, counts, context)
@@ -136,6 +138,12 @@ def compile_ahead(
                 continue
             for layer in layers:
                 _attend(spec, layer, dtype, kv_dtype, attention, step, block_size, static=static)
+        if isinstance(attention, TritonAttention) and attention.branches:
+            for counts, context in _branching(wide, long, max_model_len):
+                step = _step(slots, counts, context)
+                step.unseen = torch.empty(step.num_tokens, dtype=torch.int32, device=device)
+                for layer in layers:
+                    _attend(spec, layer, dtype, kv_dtype, attention, step, block_size, static=static)
         if share.samples:
             _sample(spec, slots, share.mesh)
         _layers(spec, dtype, residual, device, share)
@@ -230,6 +238,16 @@ def _step(slots: DeviceSlots, counts: Sequence[int], context: int) -> StepInput:
     layout.input.max_seq_len, layout.input.past_lens = context, None
     slots.count(layout.batch)
     return layout.input
+
+
+def _branching(wide: int, long: int, context: int) -> Iterator[tuple[list[int], int]]:
+    """Yield the tokens of rows, and the longest context, of steps with drafts that branch: few rows and many, alone and
+    beside prompts."""
+    for queries in sorted({2, min(wide, long)}):
+        for rows in (2, 64):  # the latter are divided by their lengths
+            yield [queries] * rows, context
+        yield [queries] * 2, queries
+    yield [1] * 16 + [min(wide + 1, long)], context
 
 
 def _attend(

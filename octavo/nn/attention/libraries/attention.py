@@ -45,10 +45,12 @@ class LibraryAttention:
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return self.own.cache_shape(spec, num_blocks, block_size)
 
-    def prepare(self, step: StepInput, block_size: int) -> SplitPlan:
+    def prepare(self, step: StepInput, block_size: int) -> SplitPlan | Launches:
         """Divide the rows. Reads nothing from the device if `step` has `query_lens` and `past_lens`."""
         if (few := self.own.all_few(step)) is not None:
             return SplitPlan(few, None)
+        if step.unseen is not None:
+            return self.own.prepare(step, block_size)  # libraries see all keys before a query
         counts = np.asarray(step.query_lens or step.query_start.diff().tolist(), dtype=np.int32)
         if step.past_lens is not None:
             lengths = counts + np.asarray(step.past_lens, dtype=np.int32)
@@ -69,6 +71,14 @@ class LibraryAttention:
             query_start - begin if begin else query_start,
         )
         return SplitPlan(Few(upload(single, step.device), len(single), 1) if len(single) else None, prompts)
+
+    def widen(self, queries: int) -> None:
+        """See `BranchingBackend`."""
+        self.own.widen(queries)
+
+    def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """See `BranchingBackend`."""
+        self.own.move(caches, sources, targets)
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
         self.own.write(k, v, cache, step)
@@ -108,6 +118,8 @@ class LibraryAttention:
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         assert sinks is None, "libraries are not chosen for layers with sinks"
+        if isinstance(step.attn, Launches):
+            return self.own.attend(q, cache, step, spec)
         return self._attend(q, cache, step, spec, None)
 
     def _attend(

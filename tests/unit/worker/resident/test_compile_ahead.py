@@ -70,12 +70,17 @@ class Collected:
         return {variant for variant in self.variants if variant[0] in names}
 
 
-def compiled_ahead(groups: tuple[CacheGroup, ...], monkeypatch: pytest.MonkeyPatch, **options: bool) -> Collected:
+def compiled_ahead(
+    groups: tuple[CacheGroup, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    attention: TritonAttention = ATTENTION,
+    **options: bool,
+) -> Collected:
     monkeypatch.setattr(ahead, "Ahead", Collected)
     monkeypatch.setattr(ahead, "target_of", lambda device: None)
     float32 = torch.float32
     found: Any = ahead.compile_ahead(
-        SPEC, float32, float32, float32, ATTENTION, DEVICE, groups=groups, **SIZES, **options
+        SPEC, float32, float32, float32, attention, DEVICE, groups=groups, **SIZES, **options
     )
     assert isinstance(found, Collected)
     return found
@@ -131,6 +136,18 @@ def test_attention_that_rounds_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch
         found = compiled_ahead(FULL, monkeypatch, static=static)
         for name in attention:
             assert {("ROUNDED", True) in each for each in found.of(name)} == forms
+
+
+def test_attention_of_drafts_that_branch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there are such drafts, with few queries and many to a row, and beside the kernels without."""
+    wide = TritonAttention(torch.float32, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25))
+    wide.widen(31)
+    for attention, forms in ((ATTENTION, {False}), (wide, {False, True})):
+        found = compiled_ahead(FULL, monkeypatch, attention)
+        assert {("BRANCHES", True) in each for each in found.of("prefill_kernel")} == forms
+        for queries in (1, 8, 32) if attention is wide else (1, 8):
+            few = [each for each in found.of("decode_kernel") if ("QUERIES", queries) in each]
+            assert {("BRANCHES", True) in each for each in few} == forms
 
 
 def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
