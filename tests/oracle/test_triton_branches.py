@@ -21,7 +21,7 @@ WIDE = [(20, 1), (31, 31), (LONGEST, 20), (70, 9), (47, 16)]
 MANY = [(9, 1), (150, 140), (LONGEST, 40), (12, 12), (100, 66)]
 ROWS = {"few": FEW, "wide": WIDE, "many": MANY}
 WIDEST = {"few": 8, "wide": 31, "many": 8}
-PLAIN = {"heads": (2, 2), "head_dim": 32, "block_size": 16}
+PLAIN = {"heads": (2, 1), "head_dim": 32, "block_size": 16}
 
 
 def backend_of(case: ragged.Case, queries: int) -> TritonAttention:
@@ -120,7 +120,7 @@ def test_a_mask_that_is_ignored_is_noticed(kind):
     step.unseen = None
     wrong = errors(case, backend.attend(there, cache, step, case.spec), q)
     assert wrong[case.unseen == 0].max() <= 1
-    assert wrong[case.unseen != 0].max() > 100
+    assert wrong[case.unseen != 0].max() > 5
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["from the cache", "from the projection"])

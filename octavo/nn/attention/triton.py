@@ -31,7 +31,7 @@ _WIDEST = 32
 """Most queries of a row that `TritonAttention.widen` prepares for."""
 _MOST_ROWS = 128
 """Maximum rows of a tile, of queries times heads, that it makes larger than for `_MAX_FEW`; with more channels than
-`_MOST_CHANNELS` half of it."""
+`_MOST_CHANNELS` half of it, and in float32, which takes many registers to multiply, a quarter."""
 _MOST_CHANNELS = 128
 MANY_WRITTEN = 512
 """Tokens from which on a program rotates and stores most or all of a token's heads."""
@@ -86,6 +86,7 @@ class TritonAttention:
         self.branches = True
         wanted = next_power_of_2(queries)
         most_rows = _MOST_ROWS if self._head_dim <= _MOST_CHANNELS else _MOST_ROWS // 2
+        most_rows = most_rows if self._dtype.itemsize < 4 else _MOST_ROWS // 4
         if wanted <= _WIDEST and next_power_of_2(self._group * wanted) <= most_rows:
             self._most_few = max(self._most_few, wanted)
 

@@ -171,7 +171,7 @@ def _read(
     group = spec.num_heads // spec.num_kv_heads
     block_d = tile_width(spec.head_dim, form)
     heads, sparse = tile_rows(group, reading.queries, form), reading.splits == _MAX_SPLITS
-    shape = decode_shape(q.dtype, block_d, form, heads, sparse=sparse)
+    shape = decode_shape(q.dtype, block_d, form, heads, sparse=sparse, wide=reading.queries > 8)
     divided, groups = reading.kind == COMMON.value or reading.splits > 1, next_power_of_2(group)
     last = (reading.splits, reading.items) if reading.kind == COMMON.value else (reading.items, reading.splits)
     decode_kernel[(spec.num_kv_heads, *last)](

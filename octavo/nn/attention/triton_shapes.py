@@ -28,14 +28,18 @@ class Shape(NamedTuple):
     bulk: bool = False
 
 
-def decode_shape(dtype: torch.dtype, block_d: int, form: int, queries: int, *, sparse: bool) -> Shape:
+def decode_shape(
+    dtype: torch.dtype, block_d: int, form: int, queries: int, *, sparse: bool, wide: bool = False
+) -> Shape:
     """Return the shape for tiles of `queries` queries times heads. Programs of one warp need no synchronization, and
-    many of them fit; where few are launched (`sparse`), four warps take less time for a tile."""
+    many of them fit; where few are launched (`sparse`), four warps take less time for a tile. Rows with more queries
+    than usual (`wide`) may have tiles whose outputs exceed the registers of four."""
     itemsize = dtype.itemsize if form == PLAIN else 1
     if queries == 32 and block_d <= 128 and itemsize == 2:
         return Shape(queries, 64, 2, 3)  # each warp has the rows of one tile of 16
     if queries > 16 or block_d > 128 or itemsize == 4:
-        return Shape(queries, max(16, min(64, 16384 // (block_d * itemsize))), 4, 3)
+        warps = 8 if wide and queries * block_d > 8192 else 4
+        return Shape(queries, max(16, min(64, 16384 // (block_d * itemsize))), warps, 3)
     if form != PLAIN:
         return Shape(queries, 32, 1, 5)
     return Shape(queries, 32, 4 if sparse else 1, 3)

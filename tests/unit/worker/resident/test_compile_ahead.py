@@ -140,7 +140,7 @@ def test_attention_that_rounds_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch
 
 def test_attention_of_drafts_that_branch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """If there are such drafts, with few queries and many to a row, and beside the kernels without."""
-    wide = TritonAttention(torch.float32, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25))
+    wide = TritonAttention(torch.float16, AttentionSpec(SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim, 0.25))
     wide.widen(31)
     for attention, forms in ((ATTENTION, {False}), (wide, {False, True})):
         found = compiled_ahead(FULL, monkeypatch, attention)
