@@ -49,6 +49,7 @@ from octavo.parallel.join import LOCAL, MeetingPoint
 from octavo.text.sources import model_files, tokenizer_files
 from octavo.text.tokenizers.tokenizer import load_tokenizer
 from octavo.version import __version__
+from octavo.worker.branches import widen
 from octavo.worker.division import check_division
 from octavo.worker.encoder.worker import EncoderWorker
 from octavo.worker.hooks import Hooks, Reserved, WorkerHook
@@ -353,6 +354,7 @@ class DecoderBuild:
             check_features(Hooks(halves))
         timer.begin("kernels")
         worker.prepare_kernels()
+        widen(worker.attention, Hooks(halves).tree)
         timer.begin("weights")
         with blamed(config.model.config_overrides):
             worker.load(partial(self._check_cache, max_drafts))

@@ -94,12 +94,17 @@ def in_batch(order: Tensor, tokens: Tensor, total: int) -> Tensor:
     return whole
 
 
+def widen(attention: AnyBackend, tree: DraftTree | None) -> None:
+    """Prepare the backend for rows with drafts of this shape, before its kernels are compiled."""
+    if tree is not None and isinstance(attention, BranchingBackend):
+        attention.widen(1 + len(tree))
+
+
 def branches_of(tree: DraftTree | None, attention: AnyBackend, blocks: Blocks) -> Branches | None:
     """Return what verifies drafts of this shape over a KV cache; None without a shape. Call `check_branches` before."""
     if tree is None:
         return None
     assert isinstance(attention, BranchingBackend)
-    attention.widen(1 + len(tree))
     caches = blocks.caches
     return Branches(tree, blocks.size, caches.device, partial(attention.move, caches))
 

@@ -37,7 +37,7 @@ from octavo.models.model import EncoderModel, Model
 from octavo.models.native import NativeDecoder
 from octavo.models.spec import DecoderSpec
 from octavo.nn.taps import Taps
-from octavo.worker.branches import check_branches
+from octavo.worker.branches import check_branches, widen
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
 from octavo.worker.hooks import Reserved, Site
@@ -92,6 +92,7 @@ class HeadDrafter(CompanionDrafter):
         kept = cast("HeadSpec", self._companion.spec)
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
         self._companion.prepare_kernels()
+        widen(self._companion.attention, self.tree)
         self._companion.load()
         if self.tree is not None:
             check_branches(self._companion, "speculative_config: speculative_token_tree")
