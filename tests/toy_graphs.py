@@ -23,7 +23,7 @@ from octavo.device.cuda_transfer import CudaLink, CudaRecorder
 from octavo.device.transfer import Graph, HostLink, Link
 from octavo.worker.resident.warm_up import warm_up
 
-_KINDS = {"_forward": "forward", "compute": "sample", "_forward_mixed": "mixed"}
+_KINDS = {"_forward": "forward", "compute": "sample", "_forward_mixed": "mixed", "_draft_recorded": "tree"}
 _RECORDING = threading.local()
 """`tape` is what this thread records; missing or None if it records nothing. Ranks may be threads."""
 
@@ -166,7 +166,8 @@ class TapeRecorder:
 
 
 def recorded_graphs(monkeypatch: pytest.MonkeyPatch, *, late: bool = True) -> Counter[str]:
-    """Count the graphs that requests replay from now on: "forward", "sharing", "mixed" and "sample".
+    """Count the graphs that requests replay from now on: "forward", "sharing", "mixed",
+    "tree" and "sample".
 
     Without a GPU, have CPUs that are driven as if they ran behind their host record tapes.
 

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.draft_tree import DraftTree
 from octavo.core.errors import ConfigError
 from octavo.core.plan import NewRow, StepPlan
+from octavo.core.worker_info import MOST_DRAFTED
 from octavo.features import FeatureContext
 from octavo.features.speculation.companion_drafter import CompanionDrafter, first_part, without_reports
 from octavo.features.speculation.config import DraftConfig
@@ -40,7 +42,7 @@ from octavo.nn.taps import Taps
 from octavo.worker.branches import check_branches, widen
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
-from octavo.worker.hooks import Reserved, Site
+from octavo.worker.hooks import Capacity, Reserved, Site
 from octavo.worker.step import Step
 from octavo.worker.worker import Worker
 
@@ -54,6 +56,7 @@ class _Rows:
         limits: the most drafts of each.
         index: [D] int64, the slots.
         known: [D] int64, known tokens of the target.
+        given: [D, hidden_size], the states beside the last known tokens; None if they wait.
     """
 
     drafting: Drafting
@@ -62,6 +65,7 @@ class _Rows:
     limits: list[int]
     index: Tensor
     known: Tensor
+    given: Tensor | None
 
 
 class HeadDrafter(CompanionDrafter):
@@ -102,6 +106,9 @@ class HeadDrafter(CompanionDrafter):
         states = tokens * (len(kept.places) * kept.target_size + 2 * kept.hidden_size) * worker.dtype.itemsize
         if not worker.device.resident:
             states += limits[0] * MOST_WAITING * len(kept.places) * kept.target_size * worker.dtype.itemsize
+        if self.tree is not None:
+            widest = int(np.bincount(self.tree.depths).max())
+            states += 2 * min(limits[0], MOST_DRAFTED) * widest * worker.spec.vocab_size * 4  # logits
         return self._companion.reserved_for(limits) + Reserved(workspace=states)
 
     def _check_places(self, kept: HeadSpec, layers: range) -> None:
@@ -144,8 +151,17 @@ class HeadDrafter(CompanionDrafter):
         self._waiting = None if site.device.resident else Waiting(rewinds=self._rewinds)
         self._most_tokens = site.room.max_step_tokens
         if self.tree is not None:
-            companion = self._companion
-            self._branches = TreeDrafter(self.tree, self._head, companion.attention, companion.block_size)
+            self._branches = self._tree_drafter(self.tree, site.room)
+
+    def _tree_drafter(self, tree: DraftTree, room: Capacity) -> TreeDrafter:
+        companion = self._companion
+        page, longest = companion.block_size, room.max_model_len
+        drafter = TreeDrafter(tree, self._head, companion.attention, page, longest)
+        records = self._device.resident and self._head.recordable and not companion.settings.enforce_eager
+        recorder = self._device.recorder() if records else None
+        if recorder is not None:
+            drafter.record(recorder, self._device, room.num_slots, -(-longest // page))
+        return drafter
 
     def detach(self) -> None:
         if self._running is not None:
@@ -213,24 +229,38 @@ class HeadDrafter(CompanionDrafter):
         if not chosen:
             return None
         found = torch.zeros(len(limits), max(limits), dtype=torch.int64, device=drafting.tokens.device)
+        # Steps of the head overwrite the states beside the plan's tokens, so those that are needed are copied first.
+        given = self._head.given.index_select(0, self._last) if self._waiting is None else None
         trees = [i for i in chosen if self.tree is not None and limits[i] > self.tree.chain]
         chains = [i for i in chosen if i not in trees] if trees else chosen
         for part, draft in ((trees, self._tree), (chains, self._chain)):
             if part:
-                self._draft(drafting, part, limits, found, draft)
+                self._draft(drafting, part, limits, given, found, draft)
         return self._drafts(drafting, chosen, found)
 
     def _draft(
-        self, drafting: Drafting, chosen: list[int], limits: list[int], found: Tensor, draft: Callable[[_Rows], Tensor]
+        self,
+        drafting: Drafting,
+        chosen: list[int],
+        limits: list[int],
+        given: Tensor | None,
+        found: Tensor,
+        draft: Callable[[_Rows], Tensor],
     ) -> None:
-        """Write the drafts of the chosen ones of the drafting rows to `found` [D, K]."""
-        whole = len(chosen) == len(drafting.rows)
-        rows = [drafting.rows[i] for i in chosen]
+        """Write the drafts of the chosen ones of the drafting rows to `found` [D, K].
+
+        Args:
+            given: states beside the last known tokens of all rows of the plan; None if they wait.
+        """
+        rows, index = [drafting.rows[i] for i in chosen], drafting.slots
         slots = [drafting.plan.slots[row] for row in rows]
-        index = drafting.slots if whole else self._device.upload(np.array(slots))
-        one = _Rows(drafting, rows, slots, [limits[i] for i in chosen], index, drafting.length[index].long())
+        if len(chosen) < len(drafting.rows):
+            index = self._device.upload(np.array(slots))
+        if given is not None and len(rows) < len(drafting.plan.slots):
+            given = given.index_select(0, self._device.upload(np.array(rows)))
+        one = _Rows(drafting, rows, slots, [limits[i] for i in chosen], index, drafting.length[index].long(), given)
         drafts = draft(one)
-        if whole:
+        if index is drafting.slots:
             found[:, : drafts.shape[1]] = drafts
         else:
             found[self._device.upload(np.array(chosen)), : drafts.shape[1]] = drafts
@@ -249,8 +279,7 @@ class HeadDrafter(CompanionDrafter):
         step = self._first(rows, draws=False)
         assert step.hidden is not None
         tables = self._runner.slots.tables_of(rows.index)
-        most, _, _ = self._reach.of(rows.slots)
-        return self._branches.draft(step.hidden, tables, rows.known - 1, int(most.max()) - 1)
+        return self._branches.draft(step.hidden, tables, rows.known - 1)
 
     def _first(self, rows: _Rows, *, draws: bool) -> Step:
         """Compute these rows' last known tokens, and draw their first drafts if it `draws`."""
@@ -259,10 +288,9 @@ class HeadDrafter(CompanionDrafter):
             step = self._catch_up(slots, drafting.tokens, drafting.length, samples=True, draws=draws)
             assert step is not None, "the step's own tokens wait"
             return step
+        assert rows.given is not None
         self._follow(slots, rows.index, rows.known, drafting.tokens, 1, 1)
-        whole = len(rows.rows) == len(drafting.plan.slots)
-        last = self._last if whole else self._last[self._device.upload(np.array(rows.rows))]
-        self._head.given[: len(slots)].copy_(self._head.given.index_select(0, last))
+        self._head.given[: len(slots)].copy_(rows.given)
         return self._compute(slots, [1] * len(slots), samples=True, draws=draws)
 
     def _go_on(self, slots: list[int], most: list[int], step: Step) -> None:
