@@ -3,6 +3,7 @@
 //
 // Copies into shared memory happen when they are issued, or as late as they may (`emulated_late`).
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -43,8 +44,9 @@ namespace emulated {
 constexpr int THREADS = WARPS * 32;
 struct Copy { void* to; const void* from; };  // of 16 bytes; zeros from null
 struct Thread {
-  ucontext_t context;
-  bool ended;
+  ucontext_t context;  // its start; from then on it stops and goes on by jumps, which leave the signal mask alone
+  jmp_buf stopped;
+  bool begun, ended;
   std::deque<std::vector<Copy>> groups;
   std::vector<Copy> open;
 };
@@ -53,9 +55,17 @@ struct Lane { u32 operands[6], value; };
 Thread threads[THREADS];
 Barrier of_block, of_warp[WARPS];
 Lane lanes[THREADS];
-ucontext_t main_context;
+jmp_buf in_turn;
 
-inline void yield() { swapcontext(&threads[threadIdx.x].context, &main_context); }
+__attribute__((noinline)) void yield() {
+  if (!_setjmp(threads[threadIdx.x].stopped)) _longjmp(in_turn, 1);
+}
+__attribute__((noinline)) void go_on(Thread& thread) {  // until it yields
+  if (_setjmp(in_turn)) return;
+  if (thread.begun) _longjmp(thread.stopped, 1);
+  thread.begun = true;
+  setcontext(&thread.context);
+}
 
 inline void meet(Barrier& barrier, unsigned count) {
   const unsigned before = barrier.passed;
@@ -270,7 +280,7 @@ inline void launch(Dim grid, size_t shared, bool late, std::function<void()> bod
     blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
     memset(emulated_shared, 0xFF, shared);
     for (int i = 0; i < THREADS; i++) {
-      threads[i].ended = false, threads[i].groups.clear(), threads[i].open.clear();
+      threads[i].begun = threads[i].ended = false, threads[i].groups.clear(), threads[i].open.clear();
       getcontext(&threads[i].context);
       threads[i].context.uc_stack = {stacks.data() + i * STACK, 0, STACK};
       makecontext(&threads[i].context, begin, 0);
@@ -280,7 +290,7 @@ inline void launch(Dim grid, size_t shared, bool late, std::function<void()> bod
       for (int i = 0; i < THREADS; i++) {
         if (threads[i].ended) continue;
         threadIdx = {(unsigned)i, 0, 0}, runs = true;
-        swapcontext(&main_context, &threads[i].context);
+        go_on(threads[i]);
       }
     }
   }
