@@ -17,6 +17,9 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 # They use each of the dependencies, and need no transformers. A feature's folder may have been deleted.
 LOWEST_TESTS := tests/test_imports.py $(wildcard $(addprefix tests/unit/,server hub cli features/grammar features/pooling))
 
+# Tests start many processes, each of which would compile the package for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install serve chat test test-all lowest deletion check clients format bench clean
 
 help: ## list the targets
