@@ -5,6 +5,7 @@ The ranks are threads, kernels run in Triton's interpreter, and graphs are those
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -116,6 +117,12 @@ def run(name: str, **settings: Any) -> tuple[dict[tuple[str, int], list[int]], i
     return found, preempted
 
 
+@functools.cache
+def of_one_device(name: str) -> dict[tuple[str, int], list[int]]:
+    """Return the tokens without recorded steps. Several settings compare with them."""
+    return run(name, enforce_eager=True)[0]
+
+
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -134,7 +141,7 @@ def run(name: str, **settings: Any) -> tuple[dict[tuple[str, int], list[int]], i
 )
 def test_tokens(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' numbers of rows differ, grow and shrink, and at times one has none."""
-    expected = run(name, enforce_eager=True)[0]
+    expected = of_one_device(name)
     watch = Watch(monkeypatch)
     if setting == "unequal steps":
         monkeypatch.setattr(own_singles, "own_sizes", lambda ranks, max_rows: [ranks])
