@@ -3,10 +3,12 @@ has them."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -195,6 +197,9 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch, *, late: bool = True) -> Co
     monkeypatch.setattr(Behind, "recorder", lambda self: TapeRecorder(replayed, kind))
     # An interpreter compiles nothing, so nothing need run before it is recorded.
     monkeypatch.setattr("octavo.worker.resident.replay._is_loaded", lambda *_: True)
+    # To visit the objects of all test modules takes half a second, twice for each engine, and garbage harms no tape.
+    heap = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
+    monkeypatch.setattr("octavo.worker.resident.replay.gc", heap)
     return replayed
 
 
