@@ -185,7 +185,10 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def names(text: str, feature: str) -> bool:
     """Return whether the words of a feature's name occur consecutively in an identifier or a path."""
-    words, wanted = [word.lower() for word in WORD.findall(text)], feature.split("_")
+    wanted = feature.split("_")
+    if wanted[0] not in text.lower():  # as nearly always
+        return False
+    words = [word.lower() for word in WORD.findall(text)]
     return any(words[i : i + len(wanted)] == wanted for i in range(len(words)))
 
 
