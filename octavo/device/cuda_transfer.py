@@ -95,6 +95,8 @@ class CudaCopier:
     until transfers have read it.
     """
 
+    anywhere = True
+
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 

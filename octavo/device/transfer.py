@@ -70,7 +70,14 @@ class Mark(Protocol):
 
 class Copier(Protocol):
     """A stream for copies between device and host beside what the device computes. Nothing launched later waits for
-    them: their memory may be used once `Copy.done` says so."""
+    them: their memory may be used once `Copy.done` says so.
+
+    Attributes:
+        anywhere: `into` may be called in any thread, beside steps. They then end in the order of the calls.
+    """
+
+    @property
+    def anywhere(self) -> bool: ...
 
     def room(self, *shape: int) -> Tensor:
         """Return new bytes in the host's memory, uninitialized, from which copies are fast.
@@ -190,7 +197,9 @@ class HostCopy:
 
 
 class HostCopier:
-    """Copies at once."""
+    """Copies at once, in the thread whose memory steps use."""
+
+    anywhere = False
 
     def room(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8)

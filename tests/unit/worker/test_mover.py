@@ -289,7 +289,8 @@ LARGE = Transfer(1, "slow", [b"e", b"d", b"c", b"b", b"a"], [0, 1, 2, 3, 4])
 def test_a_load_takes_turns_in_rooms(in_rooms: tuple[Mover, InRooms, Lent, Tensor]) -> None:
     mover, hook, lent, raw = in_rooms
     before, lent.late = raw.clone(), True
-    mover.begin(Transfers(loads=[LARGE, Transfer(2, "slow", [b"a"], [7])]))
+    mover.begin(Transfers(loads=[LARGE]))
+    mover.begin(Transfers(loads=[Transfer(2, "slow", [b"a"], [7])]))
     assert hook.asked == [[b"e", b"d"], [b"c", b"b"]]
     hook.futures[1].set_result(())
     assert mover.take() == []
@@ -312,6 +313,17 @@ def test_a_load_takes_turns_in_rooms(in_rooms: tuple[Mover, InRooms, Lent, Tenso
     assert mover.take() == [moved(2, TransferState.ENDED)]
     assert torch.equal(raw[:, 7], before[:, 0])
     assert [tuple(room.shape) for room in lent.made] == [(2, raw[:, 0].numel())] * 2, "no load allocates memory"
+
+
+def test_a_small_load_passes_a_large_one_but_not_for_ever(in_rooms: tuple[Mover, InRooms, Lent, Tensor]) -> None:
+    mover, hook, _, _ = in_rooms
+    mover.begin(Transfers(loads=[LARGE, Transfer(2, "slow", [b"a"], [7])]))
+    assert hook.asked == [[b"a"], [b"e", b"d"]], "both lack rooms, and the small one needs one of them"
+    mover.begin(Transfers(loads=[Transfer(3, "slow", [b"b"], [6])]))
+    for future in hook.futures:
+        future.set_result(())
+    mover.advance()
+    assert hook.asked[2:] == [[b"c", b"b"], [b"a"]], "one that comes after as many parts as the large one has left"
 
 
 def test_copies_wait_for_no_step_that_was_launched_after_the_load_began(
