@@ -12,10 +12,11 @@ import copy
 import functools
 import math
 import os
+import struct
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from operator import itemgetter
 from pathlib import Path
 
@@ -31,12 +32,16 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ALONE = 1 << 15
 """Most elements of an operation that torch does not divide over threads."""
 _BATCH = 8 << 20
-"""Bytes that one task reads and then multiplies or converts."""
+"""Bytes that one task reads and then multiplies or converts. Converting takes as much memory, which is new if it is
+large."""
 _MOST_BUFFERS = 1000
 """Of one call; Linux takes up to 1,024."""
 
 _Run = tuple[int, int, int, float]
 """Offset in the file in bytes, place in the pages and number of elements, and their factor."""
+_Ordered = tuple[list[_Run], list[int]]
+"""Runs in the order of the pages, and the elements where they end there."""
+_ENDLESS = 1 << 62
 
 
 def is_exact(scale: float) -> bool:
@@ -62,6 +67,7 @@ class DirectReads:
 
     def of(self, file: AdapterFile) -> DirectReads:
         """Return the same for another file of this form, when all pieces are taken."""
+        _ = self._in_pages, self._gaps  # made once for all of them
         made = copy.copy(self)
         made._path = file.weights
         return made
@@ -108,61 +114,54 @@ class DirectReads:
             place += len(one) * rank
         return True
 
-    def tasks(self, fd: int, room: Tensor, start: int = 0) -> list[Callable[[], None]]:
-        """Return what reads the pieces from the open file, in parts of about equal size that may run at once.
+    def tasks(self, fd: int, room: Tensor) -> list[Callable[[], None]]:
+        """Return what reads all pieces from the open file, in parts of about equal size that may run at once.
 
         Args:
-            room: [bytes] uint8, a range of the adapter's pages. What belongs elsewhere is not read.
-            start: the range's first byte.
+            room: [bytes] uint8, the adapter's pages. What belongs elsewhere is not read.
         """
         into = room.view(self._dtype)
         found: list[Callable[[], None]] = []
-        for dtype, runs in self._clipped(start, len(into)).items():
-            batch: list[_Run] = []
-            left = _BATCH
-            for run in sorted(runs):  # in the file's order
-                batch.append(run)
-                left -= run[2] * dtype.itemsize
-                if left <= 0:
-                    found.append(partial(self._read, fd, dtype, batch, into))
-                    batch, left = [], _BATCH
-            if batch:
-                found.append(partial(self._read, fd, dtype, batch, into))
+        for dtype, (runs, _) in self._in_pages.items():
+            found += [partial(self._read, fd, dtype, batch, into) for batch in _batches(runs, dtype)]
         return found
 
-    def clear_gaps(self, room: Tensor, start: int = 0) -> None:
-        """Fill with 0 what `tasks` leaves as it was: the ends of last tiles and of the last block."""
-        into = room.view(self._dtype)
-        clipped = self._clipped(start, len(into)).values()
-        end = 0
-        for place, count in sorted((place, count) for runs in clipped for _, place, count, _ in runs):
-            if place > end:
-                into[end:place] = 0
-            end = place + count
-        into[end:] = 0
+    def fill(self, fd: int, room: Tensor, start: int) -> None:
+        """Read a range of the pages from the open file, and fill what pieces leave of it with 0: the ends of last tiles
+        and of the last block.
 
-    def _clipped(self, start: int, count: int) -> dict[torch.dtype, list[_Run]]:
-        """Return the runs, or parts of them, within `count` elements from byte `start` of the pages on; places count
-        from there."""
-        first = start // self._dtype.itemsize
-        last = first + count
-        found: dict[torch.dtype, list[_Run]] = {}
+        Args:
+            room: [bytes] uint8.
+            start: the range's first byte.
+        """
+        into, size = room.view(self._dtype), self._dtype.itemsize
+        first, last = start // size, start // size + len(into)
         for dtype, (runs, ends) in self._in_pages.items():
-            found[dtype] = clipped = []
-            for offset, place, size, factor in islice(runs, bisect_right(ends, first), None):
-                if place >= last:
-                    break
-                begin, end = max(place, first), min(place + size, last)
-                clipped.append((offset + (begin - place) * dtype.itemsize, begin - first, end - begin, factor))
-        return found
+            own = _within(runs, ends, first, last, dtype.itemsize)
+            for batch in [own] if dtype == self._dtype and own else _batches(own, dtype):
+                self._read(fd, dtype, batch, into)
+        gaps, ends = self._gaps
+        for _, place, count, _ in _within(gaps, ends, first, last, 0):
+            into[place : place + count] = 0
 
     @functools.cached_property
-    def _in_pages(self) -> dict[torch.dtype, tuple[list[_Run], list[int]]]:
-        """The runs in the order of the pages, and the elements where they end there; when all pieces are taken."""
-        ordered = {dtype: sorted(runs, key=itemgetter(1)) for dtype, runs in self._runs.items()}
-        return {dtype: (runs, [place + count for _, place, count, _ in runs]) for dtype, runs in ordered.items()}
+    def _in_pages(self) -> dict[torch.dtype, _Ordered]:
+        """The runs in the order of the pages; when all pieces are taken."""
+        return {dtype: _ordered(sorted(runs, key=itemgetter(1))) for dtype, runs in self._runs.items()}
+
+    @functools.cached_property
+    def _gaps(self) -> _Ordered:
+        """What no run fills, likewise."""
+        found: list[_Run] = []
+        end = 0
+        for _, place, count, _ in sorted(chain(*self._runs.values()), key=itemgetter(1)):
+            if place > end:
+                found.append((0, end, place - end, 1.0))
+            end = place + count
+        return _ordered([*found, (0, end, _ENDLESS, 1.0)])
 
     def _read(self, fd: int, dtype: torch.dtype, batch: Sequence[_Run], pages: Tensor) -> None:
+        batch = sorted(batch)  # in the file's order
         counts = [count for _, _, count, _ in batch]
         into, places = pages, [place for _, place, _, _ in batch]
         if dtype != pages.dtype:
@@ -210,6 +209,40 @@ def read_all(path: Path, fd: int, offset: int, buffers: list[memoryview]) -> Non
             buffers[0] = buffers[0][count:]
 
 
+def _ordered(runs: list[_Run]) -> _Ordered:
+    return runs, [place + count for _, place, count, _ in runs]
+
+
+def _within(runs: Sequence[_Run], ends: Sequence[int], first: int, last: int, size: int) -> list[_Run]:
+    """Return the runs, or parts of them, in elements [first, last) of the pages; places count from there.
+
+    Args:
+        runs, ends: see `_Ordered`.
+        size: bytes of an element in the file.
+    """
+    found = []
+    for offset, place, count, factor in islice(runs, bisect_right(ends, first), None):
+        if place >= last:
+            break
+        begin, end = max(place, first), min(place + count, last)
+        found.append((offset + (begin - place) * size, begin - first, end - begin, factor))
+    return found
+
+
+def _batches(runs: Iterable[_Run], dtype: torch.dtype) -> Iterator[list[_Run]]:
+    """Divide runs by the order in the file."""
+    batch: list[_Run] = []
+    left = _BATCH
+    for run in sorted(runs):  # of which each then reads one stretch
+        batch.append(run)
+        left -= run[2] * dtype.itemsize
+        if left <= 0:
+            yield batch
+            batch, left = [], _BATCH
+    if batch:
+        yield batch
+
+
 def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
     """Return these disjoint runs of [n] as views of at most ALONE elements, all made by one call."""
     sizes: list[int] = []
@@ -228,10 +261,19 @@ def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list
     return found
 
 
+def _is_in(dtype: torch.dtype, value: float) -> bool:
+    """Whether a dtype of `DTYPES` has this value. Without torch, all of whose functions wait for the interpreter."""
+    try:
+        stored = struct.pack("<e" if dtype == torch.float16 else "<f", value)
+    except OverflowError:
+        return False
+    exact = struct.unpack("<e" if dtype == torch.float16 else "<f", stored) == (value,)
+    return exact and (dtype != torch.bfloat16 or stored[:2] == bytes(2))
+
+
 def _multiply(parts: list[Tensor], factor: float) -> None:
     """Multiply all in place, rounding once."""
-    dtype = parts[0].dtype
-    if torch.tensor(factor, dtype=dtype).item() == factor:
+    if _is_in(parts[0].dtype, factor):
         torch._foreach_mul_(parts, factor)
         return
     for part in parts:  # the call for all would round the factor to the dtype

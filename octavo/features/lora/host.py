@@ -2,12 +2,13 @@
 
 Touching new memory can take longer than reading a file from the page cache, above all in a virtual machine. So the
 first load onto a device reads pages from the file straight into rooms, whose memory is in use already, and the copy for
-later loads is made afterwards.
+later loads is made afterwards, when nothing is loaded: it takes more of the memory's bandwidth than a load.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -99,6 +100,9 @@ class Host:
         """Not those that read: each of a load's parts would wait for them."""
         self._fillers = ThreadPoolExecutor(_FILLERS, thread_name_prefix="octavo-adapter-rooms")
         self._copiers = ThreadPoolExecutor(1, thread_name_prefix="octavo-adapter-copies")
+        self._filling = 0
+        """Parts of loads under way."""
+        self._filled = threading.Condition()
 
     def read(self, reader: Reader, reading: Reading) -> OpenAdapter:
         """Have `load` find an adapter: read it into memory, unless its first load may read the file.
@@ -125,12 +129,31 @@ class Host:
             in_parts: an adapter has several rooms; otherwise a CPU computes, whose cores are not all for loads.
         """
         threads = self._fillers if in_parts else self._loaders
-        return threads.submit(self._fill, uid, numbers, room)
+        self._filling_changes(1)
+        try:
+            return threads.submit(self._fill, uid, numbers, room)
+        except BaseException:
+            self._filling_changes(-1)
+            raise
 
     def _fill(self, uid: int, numbers: Sequence[int], room: Callable[[], Tensor]) -> Collection[int]:
-        copy = self.copies.get(uid)
-        if copy is None or not copy.fill(numbers[0], room()):
-            return range(len(numbers))
-        if not copy.made and numbers[-1] + 1 >= copy.layout.num_blocks:
-            self._copiers.submit(copy.make)  # after what a request waits for
-        return ()
+        try:
+            copy = self.copies.get(uid)
+            if copy is None or not copy.fill(numbers[0], room()):
+                return range(len(numbers))
+            if not copy.made and numbers[-1] + 1 >= copy.layout.num_blocks:
+                self._copiers.submit(self._make, copy)
+            return ()
+        finally:
+            self._filling_changes(-1)
+
+    def _filling_changes(self, by: int) -> None:
+        with self._filled:
+            self._filling += by
+            self._filled.notify()
+
+    def _make(self, copy: HostCopy) -> None:
+        """Make a copy once nothing is loaded."""
+        with self._filled:
+            self._filled.wait_for(lambda: not self._filling)
+        copy.make()

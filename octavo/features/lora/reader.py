@@ -302,8 +302,7 @@ class OpenAdapter:
         (source,) = self._sources
         start, room = first * self.layout.geometry.block_bytes, pages.view(-1)
         with _opened(source.file.weights) as fd:
-            _run_all(source.direct.tasks(fd, room, start))
-        source.direct.clear_gaps(room, start)
+            source.direct.fill(fd, room, start)
         source.check()
 
 
