@@ -39,6 +39,9 @@ class Loop(Protocol):
     @property
     def starved(self) -> bool: ...
 
+    @property
+    def awaits(self) -> bool: ...
+
     def add(self, request: GenerateRequest) -> None: ...
 
     def abort(self, request_id: str, index: int | None = None) -> list[TokenDelta]: ...
@@ -199,7 +202,7 @@ class CoreServer:
                 self._unchecked_since = None
                 self._check_idle(loop, books=True)
                 self._collect_garbage(quiet=True)
-            if not self._only_polls():
+            if not self._only_polls(loop):
                 self._send_news([])
             return
         deltas = loop.step()
@@ -222,10 +225,10 @@ class CoreServer:
         if self._garbage is not None:
             self._garbage.collect(quiet=quiet)
 
-    def _only_polls(self) -> bool:
-        """Whether the loop turns often only since features' calls have no result yet, and gauges were just sent: making
-        them each time would take the interpreter from the threads that work on those calls."""
-        waits = bool(self._calls) and not any(result.done() for *_, result in self._calls)
+    def _only_polls(self, loop: Loop) -> bool:
+        """Whether the loop turns often only since features' calls have no result yet, or their threads work, and gauges
+        were just sent: making them each time would take the interpreter from those threads."""
+        waits = (bool(self._calls) or loop.awaits) and not any(result.done() for *_, result in self._calls)
         return waits and time.monotonic() < self._stats_due
 
     def _patience_ms(self, loop: Loop) -> int:
@@ -234,7 +237,7 @@ class CoreServer:
             return 0
         if loop.busy:
             return _STARVED_POLL_MS if loop.starved else 0
-        if self._calls:
+        if self._calls or loop.awaits:
             return _STARVED_POLL_MS
         return _UPDATE_POLL_MS if self._updates.busy else _IDLE_POLL_MS
 

@@ -100,6 +100,11 @@ class EngineLoop:
         return self._in_flight or (scheduler.has_work and not self._pause.frozen) or scheduler.transferring
 
     @property
+    def awaits(self) -> bool:
+        """Whether threads of features work on something, so that `idle` should be called soon again."""
+        return self._lost is None and any(hook.awaits for hook in self._scheduler.turning)
+
+    @property
     def paused(self) -> bool:
         """Whether the engine is paused, so that new requests wait."""
         return self._pause.closed

@@ -72,6 +72,10 @@ class StubLoop:
         return self._waits
 
     @property
+    def awaits(self) -> bool:
+        return False
+
+    @property
     def lost(self) -> DeviceLostError | None:
         return None
 

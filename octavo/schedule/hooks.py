@@ -185,6 +185,12 @@ class EngineHook:
         Called before other requests are preempted. Don't release what `request` itself is waiting for.
         """
 
+    @property
+    def awaits(self) -> bool:
+        """Whether a thread works on something that an idle engine goes on with: `turn` is called each millisecond. Only of
+        those that override `turn`."""
+        return False
+
     def turn(self) -> None:
         """Take in what threads have done. Called before each plan, and from time to time while the engine is idle: soon
         after calls of features were answered."""

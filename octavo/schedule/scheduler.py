@@ -83,7 +83,7 @@ class Scheduler:
         self._tiers = Tiers(tiers, cache, self.counters, tickets=numbers) if tiers and limits.share_prefixes else None
         self._loads = PageLoads(numbers)
         self._life = uuid4().hex
-        self._turning = turning(hooks)
+        self.turning = turning(hooks)
         self._readers = [hook for hook in hooks if type(hook).on_commit is not EngineHook.on_commit]
         self._requests = Requests(cache, policy, limits, hooks, self._tiers, self._life)
         self._drafts = DraftBounds(hooks, limits, cache)
@@ -268,8 +268,8 @@ class Scheduler:
 
     def turn(self) -> None:
         """Let features take in what their threads have done; call it while nothing is planned."""
-        if self._turning:
-            told(self._turning, "turn")
+        if self.turning:
+            told(self.turning, "turn")
         self._mend()
 
     def _freeze(self, draft: PlanDraft, rows: list[Request], steady: Steady | None = None) -> StepPlan | None:

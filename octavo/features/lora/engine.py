@@ -147,6 +147,10 @@ class LoraEngine(EngineHook):
         self._pinning.append((known.weights, future))
         return future
 
+    @property
+    def awaits(self) -> bool:
+        return self._residency.reads_any
+
     def turn(self) -> None:
         """Take in what threads have done, and go on with what no request asks for."""
         self._read_found()
@@ -263,6 +267,7 @@ class LoraEngine(EngineHook):
         weights.requests.add(request)
         self._residency.touch(weights)
         self._residency.prefetch(weights)
+        self._residency.load_ahead(weights)
 
     def admit(self, request: Request, num_tokens: int) -> int:
         weights = self._of.get(request)

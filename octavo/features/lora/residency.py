@@ -2,7 +2,8 @@
 
 Disk -> host: the worker half reads files in threads of its own, from the moment on at which a request's adapter is
 known. It may report an adapter as read as soon as it can be loaded, and copy it to the host's memory later (`host.py`).
-Host -> device: blocks are taken, and filled on a copy stream while steps run. Both are left least recently used first:
+Host -> device: blocks are taken, and filled on a copy stream while steps run: ahead of the planner's question, as soon as
+an adapter was read or a request of it comes, if that takes nothing from others; else once the planner asks. Both are left least recently used first:
 the host when it holds `max_host` adapters, the device when requests or other adapters lack blocks, or when `max_device`
 adapters are there.
 
@@ -77,6 +78,11 @@ class Residency:
         return sum(one.on_host for one in self._all.values())
 
     @property
+    def reads_any(self) -> bool:
+        """Whether adapters are being read."""
+        return bool(self._reading)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that adapters hold."""
         return sum(one.num_blocks for one in self._all.values() if one.lease is not None)
@@ -104,6 +110,7 @@ class Residency:
         for weights in ended:
             self._reading.remove(weights)
             self._read(weights)
+            self.load_ahead(weights)
         if self._placeless or self._any_closed:
             self._close()
 
@@ -112,6 +119,14 @@ class Residency:
         if not self._pages.awake or weights.state is not State.DISK or not self._may_read(weights, asked=False):
             return
         self._begin_to_read(weights)
+
+    def load_ahead(self, weights: AdapterWeights) -> None:
+        """Begin to load an adapter before the planner asks about a request of it, or before one comes, if it is on the
+        host and takes nothing from others: no place for which one waits, and no blocks but free ones."""
+        if not self._pages.awake or weights.state is not State.HOST or weights.closed or weights.retired:
+            return
+        if self._free and not self._placeless and self._pages.missing(weights.num_blocks) <= 0:
+            self._load(weights, None)
 
     def _begin_to_read(self, weights: AdapterWeights) -> None:
         self._send_unsent()
