@@ -11,7 +11,9 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
@@ -71,7 +73,8 @@ class HostCopy:
             return True
         adapter, pages = self._adapter, self._pages  # in this order: `make` sets them in the other
         if pages is not None:
-            into[:count].copy_(pages[first : first + count])
+            # Not by torch, which would divide it over threads, beside a model that computes.
+            np.copyto(into[:count].numpy(), pages[first : first + count].numpy())
             return True
         if adapter is None:
             return False
@@ -87,13 +90,14 @@ class Host:
     """All adapters of a rank, and the threads that read and load them.
 
     Attributes:
-        threads: those that read adapters.
-        helpers: those that read parts of them.
+        helpers: threads that read parts of adapters into memory.
         copies: uid -> the copy.
     """
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octavo-adapters")
+        self._openers = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octavo-adapter-files")
+        self._readers = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octavo-adapters")
+        """Not those that open files: what is in the page cache does not wait for what a disk reads."""
         self.helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="octavo-adapter-parts")
         self.copies: dict[int, HostCopy] = {}
         self._loaders = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octavo-adapter-loads")
@@ -104,15 +108,28 @@ class Host:
         """Parts of loads under way."""
         self._filled = threading.Condition()
 
-    def read(self, reader: Reader, reading: Reading) -> OpenAdapter:
+    def read(self, reader: Reader, reading: Reading) -> Future[OpenAdapter]:
         """Have `load` find an adapter: read it into memory, unless its first load may read the file.
 
-        Raises:
-            ModelFileError: a file can't be read or used, or has changed meanwhile.
+        It fails with ModelFileError if a file can't be read or used, or has changed meanwhile.
         """
+        found: Future[OpenAdapter] = Future()
+        self._openers.submit(_end, found, partial(self._open, reader, reading, found))
+        return found
+
+    def _open(self, reader: Reader, reading: Reading, found: Future[OpenAdapter]) -> None:
         adapter = reader.open(reading)
-        self.copies[reading.uid] = HostCopy(adapter, None if adapter.in_memory else adapter.read(reader.helpers))
-        return adapter
+        if adapter.in_memory:
+            self._keep(reading.uid, adapter, None, found)
+        else:
+            self._readers.submit(_end, found, partial(self._read, reader, reading, adapter, found))
+
+    def _read(self, reader: Reader, reading: Reading, adapter: OpenAdapter, found: Future[OpenAdapter]) -> None:
+        self._keep(reading.uid, adapter, adapter.read(reader.helpers), found)
+
+    def _keep(self, uid: int, adapter: OpenAdapter, pages: Tensor | None, found: Future[OpenAdapter]) -> None:
+        self.copies[uid] = HostCopy(adapter, pages)
+        found.set_result(adapter)
 
     def drop(self, uid: int) -> None:
         """Forget an adapter, if it is there."""
@@ -157,3 +174,11 @@ class Host:
         with self._filled:
             self._filled.wait_for(lambda: not self._filling)
         copy.make()
+
+
+def _end(future: Future[OpenAdapter], work: Callable[[], None]) -> None:
+    """Do what ends a future, now or later; an error ends it, too."""
+    try:
+        work()
+    except Exception as error:
+        future.set_exception(error)

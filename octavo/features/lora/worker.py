@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.futures import mapped
 from octavo.core.plan import StepPlan
 from octavo.features import FeatureContext
 from octavo.features.lora import kernels
@@ -34,7 +35,7 @@ from octavo.features.lora.host import AT_ONCE, Host
 from octavo.features.lora.layout import Geometry, Layout, Manifest, Piece, Target, largest, layout
 from octavo.features.lora.native import NativeDelta, NativeExperts, native_dtype
 from octavo.features.lora.payload import NAME, LoraStep, Reading, pages_of
-from octavo.features.lora.reader import Reader
+from octavo.features.lora.reader import OpenAdapter, Reader
 from octavo.features.lora.settings import LoraSettings
 from octavo.features.lora.tables import NONE, RANKS, Batch, Tables
 from octavo.features.lora.targets import Layer, Targets
@@ -395,7 +396,7 @@ class LoraWorker(WorkerHook):
         if method == "read":
             reading = msgspec.convert(args, Reading)
             self._check(reading)
-            return self._host.threads.submit(self._read, reading)
+            return mapped(self._host.read(self._reader, reading), partial(self._was_read, reading.uid))
         if method == "replaced":
             self._norms.weights_replaced()
             return {}
@@ -416,9 +417,8 @@ class LoraWorker(WorkerHook):
                 f"adapters in one request, or start the engine with --max-lora-rank {rank}."
             )
 
-    def _read(self, reading: Reading) -> dict[str, Any]:
-        adapter = self._host.read(self._reader, reading)
-        self._layouts[reading.uid] = adapter.layout
+    def _was_read(self, uid: int, adapter: OpenAdapter) -> dict[str, Any]:
+        self._layouts[uid] = adapter.layout
         found: dict[str, Any] = msgspec.to_builtins(messages.ReadResult(platform.node(), adapter.version))
         return found
 

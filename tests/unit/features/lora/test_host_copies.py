@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from octavo.core.futures import done
 from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.host import HostCopy
 from octavo.features.lora.layout import Geometry, Manifest, Target, TargetPart
@@ -169,7 +170,9 @@ def test_files_that_are_not_in_the_page_cache_are_read_at_once(
 
 def test_a_layout_is_kept_until_the_adapter_is_forgotten(worker: LoraWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter in blocks may have its first step long after its copy in the host's memory was dropped."""
-    monkeypatch.setattr(worker._host, "read", lambda reader, reading: SimpleNamespace(layout=reading.uid, version=""))
+    monkeypatch.setattr(
+        worker._host, "read", lambda reader, reading: done(SimpleNamespace(layout=reading.uid, version=""))
+    )
     for uid in range(300):
         worker.call("read", msgspec.to_builtins(Reading(uid, (), Manifest(())))).result(10)
         worker.call("drop", {"uid": uid})
