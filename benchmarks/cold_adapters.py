@@ -3,7 +3,7 @@
     python benchmarks/cold_adapters.py [--ranks 16 64] [--repeat 10] [--dtype bfloat16|float32] [--device cpu|cuda]
         [--folder DIR] [--output figures.json]
 
-The adapters change all linear layers of a model of the 8B shape (see adapter_reading.py). For each rank, medians in ms:
+The adapters change all linear layers of a model of the 8B shape (see adapter_reading.py). For each rank, in ms, median and least:
 
     floor          the file's bytes by `preadv` into memory in use, in one thread and in `--threads` threads
     fill           all pages, read by one thread into memory in use; and how much of that is which of its stages
@@ -220,24 +220,28 @@ def floor(path: Path, threads: int) -> float:
     return taken
 
 
-def fill(worker_: Worker, folder: Path, pages: torch.Tensor) -> tuple[float, dict[str, float]]:
+def fill(worker_: Worker, folder: Path) -> tuple[float, dict[str, float]]:
     """Return the seconds in which one thread reads all pages, a room after the other, and those of its stages."""
     adapter: OpenAdapter = worker_.reader.open(worker_.reading(folder))
     stages = Stages()
-    watched = {"preadv": (direct, "read_all"), "multiply": (direct, "_multiply"), "check": (OpenAdapter, "fill")}
-    watched = {"other": watched.pop("check"), **watched}
+    watched: dict[str, tuple[Any, str]] = {"other": (OpenAdapter, "fill"), "preadv": (direct, "read_all")}
+    watched["multiply"] = direct, "_multiply"
     room = worker_.hook.rooms(BLOCK.block_bytes)[0]
     count = adapter.layout.num_blocks
+    pages = torch.ones(count, BLOCK.block_bytes, dtype=torch.uint8)  # written
     with stages.watching(**watched):
         began = time.perf_counter()
         for first in range(0, count, room):
-            adapter.fill(first, pages[first : min(first + room, count)])
+            adapter.fill(first, pages[first : first + room])
         taken = time.perf_counter() - began
     return taken, stages.spent
 
 
-def medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(one[name] for one in found) * 1e3, 1) for name in found[0]}
+def milliseconds(found: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """Return the median and the least of each."""
+    return {
+        name: [round(of([one[name] for one in found]) * 1e3, 1) for of in (statistics.median, min)] for name in found[0]
+    }
 
 
 def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
@@ -250,20 +254,19 @@ def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
     for rank in args.ranks:
         path = folders[rank] / "adapter_model.safetensors"
         size = path.stat().st_size
-        pages = torch.ones(-(-size // BLOCK.block_bytes) + 8, BLOCK.block_bytes, dtype=torch.uint8)
         found = []
         for _ in range(args.repeat):
             one = {"floor, 1 thread": floor(path, 1), f"floor, {args.threads} threads": floor(path, args.threads)}
-            taken, stages = fill(worker_, folders[rank], pages)
+            taken, stages = fill(worker_, folders[rank])
             one |= {"fill": taken} | {f"fill, {name}": value for name, value in stages.items()}
             one["alone"] = worker_.load([folders[rank]], steps=False)[0]
             one["beside steps"] = worker_.load([folders[rank]], steps=True)[0]
             found.append(one)
-        report.note(f"rank {rank}, {size / 1e6:.1f} MB", medians(found))
+        report.note(f"rank {rank}, {size / 1e6:.1f} MB", milliseconds(found))
     places = [folders[rank] for rank in args.queue]
     queues = [worker_.load(places, steps=True) for _ in range(args.repeat)]
     names = [f"{number}, rank {rank}" for number, rank in enumerate(args.queue)]
-    report.note("in a queue", medians([dict(zip(names, one, strict=True)) for one in queues]))
+    report.note("in a queue", milliseconds([dict(zip(names, one, strict=True)) for one in queues]))
 
 
 def main() -> None:
@@ -283,7 +286,7 @@ def main() -> None:
     args = parser.parse_args()
     switch_threads_often()  # as an engine core does
     facts = describe() | {"dtype": args.dtype, "device": args.device, "hidden": HIDDEN, "layers": LAYERS}
-    facts |= describe_gpu() and {"gpu": describe_gpu()} if args.device == "cuda" else {"bandwidth": args.bandwidth}
+    facts |= {"gpu": describe_gpu()} if args.device == "cuda" else {"bandwidth_gb_s": args.bandwidth}
     report = Report(facts, args.output)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         measure(args, Path(folder), report)

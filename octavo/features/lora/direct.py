@@ -1,9 +1,10 @@
-"""`DirectReads`: low-rank matrices whose elements are in a file in the same order as in pages, read by few calls.
+"""`DirectReads`: low-rank matrices whose rows are in a file in the same order as in pages, read by few calls.
 
 A thread that reads waits for the interpreter after each call during which others may run, up to 5 ms while a step is
 prepared. So one call reads many matrices, and one multiplies or converts many. Matrices of the pages' dtype are read
-into their places. Float32, in which PEFT saves adapters unless told otherwise, is converted on the way. Nothing maps
-the file: the faults would take as long as the copy. Any range of pages can be read alone.
+into their places, unless rows have padding between them: ranks that are no powers of two. Other dtypes, such as
+float32, in which PEFT saves adapters unless told otherwise, are converted on the way. Nothing maps the file: the faults
+would take as long as the copy. Any range of pages can be read alone.
 """
 
 from __future__ import annotations
@@ -20,25 +21,30 @@ from itertools import accumulate, chain, islice
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ModelFileError
 from octavo.features.lora.adapter_file import STACKED, A, AdapterFile, B
 from octavo.features.lora.layout import Geometry, Piece, Span, TargetPart
+from octavo.features.lora.storing import ALONE
 from octavo.nn.shard import Cut
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ALONE = 1 << 15
-"""Most elements of an operation that torch does not divide over threads."""
 _BATCH = 8 << 20
 """Bytes that one task reads and then multiplies or converts. Converting takes as much memory, which is new if it is
 large."""
 _MOST_BUFFERS = 1000
 """Of one call; Linux takes up to 1,024."""
 
+_WORDS = {8: np.int64, 4: np.int32, 2: np.int16}
+
+_Form = tuple[torch.dtype, int, int]
+"""How a file has elements: their dtype, how many a row has, and how many it takes in the pages; 1 and 1 for rows without
+padding."""
 _Run = tuple[int, int, int, float]
-"""Offset in the file in bytes, place in the pages and number of elements, and their factor."""
+"""Offset in the file in bytes, place in the pages and number of elements there, and their factor."""
 _Ordered = tuple[list[_Run], list[int]]
 """Runs in the order of the pages, and the elements where they end there."""
 _ENDLESS = 1 << 62
@@ -62,8 +68,7 @@ class DirectReads:
         self._stride = geometry.stride
         self._tile = geometry.tile_bytes // geometry.element_size
         self._dtype = dtype
-        self._runs: dict[torch.dtype, list[_Run]] = {dtype: [], torch.float32: []}
-        """By the dtype in the file."""
+        self._runs: dict[_Form, list[_Run]] = {}
 
     def of(self, file: AdapterFile) -> DirectReads:
         """Return the same for another file of this form, when all pieces are taken."""
@@ -92,13 +97,14 @@ class DirectReads:
         if not self._possible or piece.gain or piece.replaces or order is not None or STACKED in roles:
             return False
         rank, inputs, outputs = piece.rank, part.inputs, part.outputs
-        if rank != span.rank or rank != self._stride(rank) or part.own_inputs % self._tile:
-            return False  # not without padding or other ranks in between
+        stride = self._stride(rank)
+        if rank != span.rank or part.own_inputs % self._tile or (rank != stride and stride > self._tile):
+            return False  # other ranks in between, padding after rows of A, or ranges may end within rows of B
         a, b = self._header[roles[A]], self._header[roles[B]]
         dtype = DTYPES[a.dtype]
-        runs = self._runs.get(dtype)
-        if runs is None or a.dtype != b.dtype or a.shape != (rank, inputs) or b.shape != (outputs, rank):
+        if a.dtype != b.dtype or a.shape != (rank, inputs) or b.shape != (outputs, rank):
             return False
+        runs = self._runs.setdefault((dtype, 1, 1), [])
         # The whole matrices decide which one is scaled, so that all ranks scale the same one.
         narrow = dtype == self._dtype and inputs < outputs and is_exact(scale)
         of_a, of_b = (scale, 1.0) if narrow else (1.0, scale)
@@ -109,9 +115,10 @@ class DirectReads:
             own, first, step = part.own_inputs, a.offset + cut.inputs.start * size, inputs * size
             runs += [(first + i * step, place + i * own, own, of_a) for i in range(rank)]
         place = span.b * self._tile
+        runs = runs if rank == stride else self._runs.setdefault((dtype, rank, stride), [])
         for one in cut.outputs or (range(outputs),):
-            runs.append((b.offset + one.start * rank * size, place, len(one) * rank, of_b))
-            place += len(one) * rank
+            runs.append((b.offset + one.start * rank * size, place, len(one) * stride, of_b))
+            place += len(one) * stride
         return True
 
     def tasks(self, fd: int, room: Tensor) -> list[Callable[[], None]]:
@@ -122,8 +129,8 @@ class DirectReads:
         """
         into = room.view(self._dtype)
         found: list[Callable[[], None]] = []
-        for dtype, (runs, _) in self._in_pages.items():
-            found += [partial(self._read, fd, dtype, batch, into) for batch in _batches(runs, dtype)]
+        for form, (runs, _) in self._in_pages.items():
+            found += [partial(self._read, fd, form, batch, into) for batch in _batches(runs, into)]
         return found
 
     def fill(self, fd: int, room: Tensor, start: int) -> None:
@@ -136,18 +143,18 @@ class DirectReads:
         """
         into, size = room.view(self._dtype), self._dtype.itemsize
         first, last = start // size, start // size + len(into)
-        for dtype, (runs, ends) in self._in_pages.items():
-            own = _within(runs, ends, first, last, dtype.itemsize)
-            for batch in [own] if dtype == self._dtype and own else _batches(own, dtype):
-                self._read(fd, dtype, batch, into)
+        for form, (runs, ends) in self._in_pages.items():
+            own = _within(runs, ends, first, last, form)
+            for batch in [own] if own and self._in_place(form) else _batches(own, into):
+                self._read(fd, form, batch, into)
         gaps, ends = self._gaps
-        for _, place, count, _ in _within(gaps, ends, first, last, 0):
+        for _, place, count, _ in _within(gaps, ends, first, last, (self._dtype, 1, 1)):
             into[place : place + count] = 0
 
     @functools.cached_property
-    def _in_pages(self) -> dict[torch.dtype, _Ordered]:
+    def _in_pages(self) -> dict[_Form, _Ordered]:
         """The runs in the order of the pages; when all pieces are taken."""
-        return {dtype: _ordered(sorted(runs, key=itemgetter(1))) for dtype, runs in self._runs.items()}
+        return {form: _ordered(sorted(runs, key=itemgetter(1))) for form, runs in self._runs.items()}
 
     @functools.cached_property
     def _gaps(self) -> _Ordered:
@@ -160,18 +167,29 @@ class DirectReads:
             end = place + count
         return _ordered([*found, (0, end, _ENDLESS, 1.0)])
 
-    def _read(self, fd: int, dtype: torch.dtype, batch: Sequence[_Run], pages: Tensor) -> None:
+    def _in_place(self, form: _Form) -> bool:
+        """Whether the file has elements as pages have them."""
+        dtype, width, stride = form
+        return dtype == self._dtype and width == stride
+
+    def _read(self, fd: int, form: _Form, batch: Sequence[_Run], pages: Tensor) -> None:
+        dtype, width, stride = form
         batch = sorted(batch)  # in the file's order
-        counts = [count for _, _, count, _ in batch]
+        counts = [count // stride * width for _, _, count, _ in batch]
         into, places = pages, [place for _, place, _, _ in batch]
-        if dtype != pages.dtype:
+        if not self._in_place(form):
             into, places = torch.empty(sum(counts), dtype=dtype), [0, *accumulate(counts)][:-1]
         self._fill(fd, into, [offset for offset, *_ in batch], places, counts)
-        for factor in {run[3] for run in batch} - {1.0}:
+        factors = {run[3] for run in batch} - {1.0}
+        if factors and dtype != pages.dtype:
+            into = _converted(into, torch.float32)  # rounded once, when it is stored
+        for factor in factors:
             chosen = [i for i, run in enumerate(batch) if run[3] == factor]
             parts = _views(into, [places[i] for i in chosen], [counts[i] for i in chosen])
             _multiply(parts, factor)
-        if into is not pages:
+        if width != stride:
+            _spread(_converted(into, pages.dtype), form, batch, pages)
+        elif into is not pages:
             given = _views(pages, [place for _, place, _, _ in batch], counts)
             torch._foreach_copy_(given, _views(into, places, counts))
 
@@ -213,29 +231,31 @@ def _ordered(runs: list[_Run]) -> _Ordered:
     return runs, [place + count for _, place, count, _ in runs]
 
 
-def _within(runs: Sequence[_Run], ends: Sequence[int], first: int, last: int, size: int) -> list[_Run]:
+def _within(runs: Sequence[_Run], ends: Sequence[int], first: int, last: int, form: _Form) -> list[_Run]:
     """Return the runs, or parts of them, in elements [first, last) of the pages; places count from there.
 
     Args:
         runs, ends: see `_Ordered`.
-        size: bytes of an element in the file.
+        form: theirs. Rows are whole in the range.
     """
+    dtype, width, stride = form
     found = []
     for offset, place, count, factor in islice(runs, bisect_right(ends, first), None):
         if place >= last:
             break
         begin, end = max(place, first), min(place + count, last)
-        found.append((offset + (begin - place) * size, begin - first, end - begin, factor))
+        before = (begin - place) // stride * width * dtype.itemsize
+        found.append((offset + before, begin - first, end - begin, factor))
     return found
 
 
-def _batches(runs: Iterable[_Run], dtype: torch.dtype) -> Iterator[list[_Run]]:
-    """Divide runs by the order in the file."""
+def _batches(runs: Iterable[_Run], pages: Tensor) -> Iterator[list[_Run]]:
+    """Divide runs by the order in the file, and their bytes in the pages."""
     batch: list[_Run] = []
     left = _BATCH
     for run in sorted(runs):  # of which each then reads one stretch
         batch.append(run)
-        left -= run[2] * dtype.itemsize
+        left -= run[2] * pages.itemsize
         if left <= 0:
             yield batch
             batch, left = [], _BATCH
@@ -259,6 +279,31 @@ def _views(values: Tensor, places: Sequence[int], counts: Sequence[int]) -> list
     for place, count in zip(places, counts, strict=True):
         found += views[first[place] : first[place] + count // ALONE + 1]
     return found
+
+
+def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [n] in another dtype."""
+    if values.dtype == dtype:
+        return values
+    made = torch.empty(len(values), dtype=dtype)
+    torch._foreach_copy_(_views(made, [0], [len(made)]), _views(values, [0], [len(made)]))
+    return made
+
+
+def _spread(values: Tensor, form: _Form, batch: Sequence[_Run], pages: Tensor) -> None:
+    """Write rows, those of each run of a batch after those of the run before, into pages, and 0 after each row."""
+    _, width, stride = form
+    size = values.itemsize
+    word = next(word for word in _WORDS if width * size % word == 0)
+    source, target = (one.view(torch.uint8).numpy().view(_WORDS[word]) for one in (values, pages))
+    row, step = width * size // word, stride * size // word
+    start = 0
+    for _, place, count, _ in batch:
+        first, rows = place * size // word, count // stride
+        given = target[first : first + rows * step].reshape(rows, step)
+        given[:, :row] = source[start : start + rows * row].reshape(rows, row)
+        given[:, row:] = 0
+        start += rows * row
 
 
 def _is_in(dtype: torch.dtype, value: float) -> bool:

@@ -30,10 +30,11 @@ from octavo.features.lora.adapter_file import (
     unpacked,
 )
 from octavo.features.lora.checks import read_adapter
-from octavo.features.lora.direct import ALONE, DTYPES, DirectReads, is_exact, read_all
+from octavo.features.lora.direct import DTYPES, DirectReads, is_exact, read_all
 from octavo.features.lora.experts import pair_of
 from octavo.features.lora.layout import Geometry, Layout, Piece, Span, StoredPart, TargetPart, layout
 from octavo.features.lora.payload import Reading, Source
+from octavo.features.lora.storing import scale_in_place, store
 from octavo.features.lora.targets import Targets
 from octavo.hub.gguf_file import read_gguf
 from octavo.nn.linear import Linear
@@ -45,7 +46,6 @@ _FORMS_KEPT = 8
 """Forms of adapters, each with the plan of reading them."""
 _TENSORS_KEPT = 8
 """Of a file that is being read: twice as many as have the experts of a layer."""
-_WORD = 8
 HELPERS = 4
 """Threads that copy parts of an adapter at once."""
 _LOOKS = 4
@@ -172,11 +172,11 @@ class Reader:
         order = self.targets.orders[piece.target][piece.part]
         if piece.whole:
             values = _columns(cut.rows_of(_in_order(tensors(roles[WHOLE]), order)), cut.inputs)
-            _store(values, self._rows(room, span.whole, len(values), values.shape[1], self.dtype))
+            store(values, self._rows(room, span.whole, len(values), values.shape[1], self.dtype))
             return
         if piece.tokens:  # all ranks have them: they are few
             values = _columns(_rows_of_tokens(piece, roles, tensors), cut.inputs)
-            _store(values, self._rows(room, span.row, len(values), values.shape[1], self.dtype))
+            store(values, self._rows(room, span.row, len(values), values.shape[1], self.dtype))
             return
         a, b = tensors(roles[A]), tensors(roles[B])
         if file.form.pairs:
@@ -196,15 +196,15 @@ class Reader:
         into_b = self._b(room, span, first, piece.rank, part.own_outputs)
         scale = piece.scale * weight
         if b.dtype != self.dtype:  # rounded once
-            _store(a, into_a)
-            _store(self._in_form(b.float() * scale), into_b)
+            store(a, into_a)
+            store(self._in_form(b.float() * scale), into_b)
         elif is_exact(scale) and narrow:  # either matrix can be scaled, and the smaller one takes less time
-            _store(a, into_a, scale)
-            _store(self._in_form(b), into_b)
+            store(a, into_a, scale)
+            store(self._in_form(b), into_b)
         else:
-            _store(a, into_a)
-            _store(self._in_form(b), into_b)
-            _scale(into_b, scale)
+            store(a, into_a)
+            store(self._in_form(b), into_b)
+            scale_in_place(into_b, scale)
 
     def _b(self, room: Tensor, span: Span, first: int, rank: int, outputs: int) -> Tensor:
         """Return the place of ranks [first, first + rank) of a piece's B, [outputs, rank] or [rank, outputs]."""
@@ -349,48 +349,6 @@ def _opened(path: Path) -> Iterator[int]:
 def _run_all(fills: Sequence[Callable[[], None]]) -> None:
     for fill in fills:
         fill()
-
-
-def _store(values: Tensor, into: Tensor, factor: float = 1.0) -> None:
-    """Write values [n, m] times a factor, converted to the dtype of `into`, beside a model that computes.
-
-    Not in one operation of torch, which would divide it over threads that wait for each other. Numpy also transposes
-    small numbers three times as fast.
-    """
-    if factor != 1.0:
-        for part, given in zip(_small(into), _small(values), strict=True):
-            torch.mul(given, factor, out=part)
-        return
-    if values.dtype != into.dtype:
-        for part, given in zip(_small(into), _small(values), strict=True):
-            part.copy_(given)
-        return
-    integers = torch.int16 if into.dtype.itemsize == 2 else torch.int32
-    if _in_words(values) and _in_words(into):
-        integers = torch.int64  # short rows, such as those of B, take less time
-    np.copyto(into.view(integers).numpy(), values.view(integers).numpy())
-
-
-def _in_words(matrix: Tensor) -> bool:
-    """Whether the rows of [n, m] are whole words of 8 bytes."""
-    size = matrix.dtype.itemsize
-    starts = matrix.data_ptr(), matrix.storage_offset() * size, matrix.stride(0) * size
-    return matrix.stride(1) == 1 and not any(one % _WORD for one in (*starts, matrix.shape[1] * size))
-
-
-def _scale(values: Tensor, factor: float) -> None:
-    """Multiply [n, m] by a factor in place, likewise."""
-    if factor == 1.0:
-        return
-    for part in _small(values):
-        part.mul_(factor)
-
-
-def _small(matrix: Tensor) -> Iterator[Tensor]:
-    """Yield views of at most ALONE elements that make up a matrix [n, m]."""
-    rows = max(1, ALONE // matrix.shape[1])
-    for part in matrix.split(rows):
-        yield from part.split(ALONE, dim=1)
 
 
 def _rows_of_tokens(piece: Piece, roles: Mapping[str, str], tensors: _Tensors) -> Tensor:

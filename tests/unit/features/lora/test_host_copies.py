@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from octavo.core.futures import done
 from octavo.features.lora.checks import read_adapter
 from octavo.features.lora.host import HostCopy
-from octavo.features.lora.layout import Geometry, Manifest, Target, TargetPart
+from octavo.features.lora.layout import Geometry, Manifest, Target, TargetPart, joined
 from octavo.features.lora.payload import Reading, Source, page_names
 from octavo.features.lora.reader import OpenAdapter, Reader
 from octavo.features.lora.targets import Targets
@@ -149,9 +149,10 @@ def test_the_first_load_reads_the_file_and_later_ones_memory(
 
 
 def test_other_adapters_are_read_at_once(worker: LoraWorker, tmp_path: Path) -> None:
-    """Rows of B that need padding can't be read alone."""
+    """Sums are of several files."""
     save(tmp_path, seed=1, rank=12)
-    worker.call("read", msgspec.to_builtins(reading(tmp_path))).result(10)
+    both = reading(tmp_path).sources * 2
+    worker.call("read", msgspec.to_builtins(Reading(1, both, joined([one.manifest for one in both])))).result(10)
     (tmp_path / WEIGHTS).unlink()
     copy = worker._host.copies[1]
     assert copy.made
