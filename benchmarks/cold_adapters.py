@@ -3,25 +3,25 @@
     python benchmarks/cold_adapters.py [--ranks 16 64] [--repeat 10] [--dtype bfloat16|float32] [--device cpu|cuda]
         [--folder DIR] [--output figures.json]
 
-The adapters change all linear layers of a model of the 8B shape (see adapter_reading.py). For each rank, in ms, median and least:
+The adapters change all linear layers of a model of the 8B shape (see adapter_reading.py). In ms, the median and the
+least of `--repeat`, for each rank:
 
     floor          the file's bytes by `preadv` into memory in use, in one thread and in `--threads` threads
-    fill           all pages, read by one thread into memory in use; and how much of that is which of its stages
+    fill           processor time of all pages, read by one thread into memory in use, and of its stages
     alone          from the call that reads an adapter until its last page is in blocks, looked at each millisecond, as
                    by an idle engine
     beside steps   the same between simulated steps of `STEP_S`, during whose first `PLANNING_S` a thread computes in
                    Python
     in a queue     adapters of `--queue` ranks begun at once beside steps: when each was there
 
-A cpu is without a device: a copy to it ends after as long as `--bandwidth` says. With cuda, pages are copied to blocks
-of a tensor there, as in an engine. `--fillers` and `--room-mib` replace the worker's numbers.
+Without a device (cpu), a copy to it ends after as long as `--bandwidth` says. With cuda, pages are copied to blocks of
+a tensor there, as in an engine. `--fillers` and `--room-mib` replace the worker's numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import tempfile
@@ -45,7 +45,7 @@ from machine import Report, describe, describe_gpu
 from octavo.core.output import TransferState
 from octavo.core.plan import Transfer, Transfers
 from octavo.device.transfer import HostCopier, Mark, link_of
-from octavo.engine.process import switch_threads_often
+from octavo.engine.process import keep_freed_memory, switch_threads_often
 from octavo.features.lora import direct, worker
 from octavo.features.lora.checks import Checker
 from octavo.features.lora.payload import NAME, Reading, Source, page_names
@@ -169,11 +169,12 @@ class Worker:
 
 
 class Stages:
-    """The time of functions while another one runs; calls within calls count for the inner one."""
+    """The processor time of functions that this thread calls; calls within calls count for the inner one."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
         self._inner = [0.0]
+        self._thread = threading.get_ident()
 
     @contextmanager
     def watching(self, **functions: tuple[Any, str]) -> Iterator[None]:
@@ -187,10 +188,12 @@ class Stages:
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
             self._inner.append(0.0)
-            began = time.perf_counter()
+            began = time.thread_time()
             result = function(*args, **kwargs)
-            whole = time.perf_counter() - began
+            whole = time.thread_time() - began
             self.spent[name] += whole - self._inner.pop()
             self._inner[-1] += whole
             return result
@@ -221,7 +224,7 @@ def floor(path: Path, threads: int) -> float:
 
 
 def fill(worker_: Worker, folder: Path) -> tuple[float, dict[str, float]]:
-    """Return the seconds in which one thread reads all pages, a room after the other, and those of its stages."""
+    """Return the processor time in which one thread reads all pages, a room after the other, and that of its stages."""
     adapter: OpenAdapter = worker_.reader.open(worker_.reading(folder))
     stages = Stages()
     watched: dict[str, tuple[Any, str]] = {"other": (OpenAdapter, "fill"), "preadv": (direct, "read_all")}
@@ -230,10 +233,10 @@ def fill(worker_: Worker, folder: Path) -> tuple[float, dict[str, float]]:
     count = adapter.layout.num_blocks
     pages = torch.ones(count, BLOCK.block_bytes, dtype=torch.uint8)  # written
     with stages.watching(**watched):
-        began = time.perf_counter()
+        began = time.thread_time()
         for first in range(0, count, room):
             adapter.fill(first, pages[first : first + room])
-        taken = time.perf_counter() - began
+        taken = time.thread_time() - began
     return taken, stages.spent
 
 
@@ -284,7 +287,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the adapters' files, on a file system such as ext4")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    switch_threads_often()  # as an engine core does
+    switch_threads_often()  # both as an engine core does
+    keep_freed_memory()
     facts = describe() | {"dtype": args.dtype, "device": args.device, "hidden": HIDDEN, "layers": LAYERS}
     facts |= {"gpu": describe_gpu()} if args.device == "cuda" else {"bandwidth_gb_s": args.bandwidth}
     report = Report(facts, args.output)

@@ -187,8 +187,8 @@ class EngineHook:
 
     @property
     def awaits(self) -> bool:
-        """Whether a thread works on something that an idle engine goes on with: `turn` is called each millisecond. Only of
-        those that override `turn`."""
+        """Whether a thread works on something with which `turn` goes on: an idle engine then calls it each
+        millisecond."""
         return False
 
     def turn(self) -> None:

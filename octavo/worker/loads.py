@@ -1,8 +1,8 @@
 """`Loads`: pages on their way from the tiers' worker halves into the KV cache.
 
-A load is divided into parts of the size of a room. A part is read by its tier, in a thread of that, and then copied into
-its blocks. Steps take long beside either, so where copies may begin in any thread, parts do not wait for the next step:
-the thread that has read one begins to copy it, and while parts lack rooms, one thread waits for copies to free theirs.
+A load is divided into parts of the size of a room. A part is read by its tier, in a thread of that, and then copied
+into its blocks. A step can take longer than either, so where copies may begin in any thread, parts do not wait for one:
+the thread that has read a part begins to copy it, and while others lack rooms, a thread waits for copies to free theirs.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Loads:
             while going:
                 for load in self._order:
                     reading += self._begin_parts(load)
-                going = any([self._end_parts(load) for load in list(self._order)])
+                going = sum(self._end_parts(load) for load in list(self._order)) > 0
             self._await_room()
         finally:
             self._lock.release()
@@ -211,8 +211,8 @@ class Loads:
             found.append(read)
         return found
 
-    def _end_parts(self, load: _Load) -> bool:
-        """Have the parts of a load take their next steps; return whether any has ended."""
+    def _end_parts(self, load: _Load) -> int:
+        """Have the parts of a load take their next steps; return how many have ended."""
         over = [part for part in load.parts if self._is_over(load, part)]
         for part in over:
             load.parts.remove(part)
@@ -223,7 +223,7 @@ class Loads:
             del self._loads[load.transfer.ticket]
             self._order.remove(load)
             self._ended(load.transfer, load.failed)
-        return bool(over)
+        return len(over)
 
     def _is_over(self, load: _Load, part: _Part) -> bool:
         """Take a part's next step; return whether nothing reads or writes its memory and its blocks any more."""

@@ -3,8 +3,8 @@
 A store copies blocks to the host's memory on a stream of its own and hands them to the tier. A load has the tier fill
 the host's memory, and then copies it into blocks on that stream (`loads.py`). Stores go on between steps: whatever has
 ended by then takes its next step, and what has not is looked at again. No step waits for a load: a tier that names
-`rooms` is given memory that was reserved at the start, in which larger loads take turns in parts; other tiers' loads are
-allocated in the tier's thread.
+`rooms` is given memory that was reserved at the start, in which larger loads take turns in parts; other tiers allocate
+memory in their threads.
 """
 
 from __future__ import annotations

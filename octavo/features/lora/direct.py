@@ -39,10 +39,10 @@ _MOST_BUFFERS = 1000
 """Of one call; Linux takes up to 1,024."""
 
 _WORDS = {8: np.int64, 4: np.int32, 2: np.int16}
+"""By their bytes: rows are copied as words that are as large as possible."""
 
 _Form = tuple[torch.dtype, int, int]
-"""How a file has elements: their dtype, how many a row has, and how many it takes in the pages; 1 and 1 for rows without
-padding."""
+"""How a file has elements: their dtype, how many a row has, and how many it takes in pages; 1 and 1 without padding."""
 _Run = tuple[int, int, int, float]
 """Offset in the file in bytes, place in the pages and number of elements there, and their factor."""
 _Ordered = tuple[list[_Run], list[int]]

@@ -2,10 +2,10 @@
 
 Disk -> host: the worker half reads files in threads of its own, from the moment on at which a request's adapter is
 known. It may report an adapter as read as soon as it can be loaded, and copy it to the host's memory later (`host.py`).
-Host -> device: blocks are taken, and filled on a copy stream while steps run: ahead of the planner's question, as soon as
-an adapter was read or a request of it comes, if that takes nothing from others; else once the planner asks. Both are left least recently used first:
-the host when it holds `max_host` adapters, the device when requests or other adapters lack blocks, or when `max_device`
-adapters are there.
+Host -> device: blocks are taken, and filled on a copy stream while steps run. If that takes nothing from others, it
+begins as soon as the adapter was read or a request of it comes, else once the planner asks. Both are left least
+recently used first: the host when it holds `max_host` adapters, the device when requests or other adapters lack blocks,
+or when `max_device` adapters are there.
 
 Requests that the planner does not ask about (`EngineHook.admit`) keep no room on the host from those that it does ask
 about: after a failed step it asks about one suspect only, and would wait for the others in vain.

@@ -27,7 +27,7 @@ BLOCK = 3 * 512
 
 
 def targets(first: range | None, last: range | None) -> tuple[tuple[Target, ...], tuple[tuple[Cut, ...], ...]]:
-    """Return layers of two projections and of one, and a rank's part of them: outputs of the one, inputs of the other."""
+    """Return layers of two projections and of one, and a rank's part: outputs of the former, inputs of the latter."""
     outputs = (range(40), range(40, 72)) if first is None else (first,)
     q = TargetPart("q_proj", 512, 72, 512, sum(map(len, outputs)))
     k = TargetPart("k_proj", 512, 600, 512, 600)

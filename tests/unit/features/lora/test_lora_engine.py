@@ -385,6 +385,52 @@ def test_an_adapter_that_was_found_is_read_before_its_request_arrives(tmp_path: 
     assert 0.02 < house.metric("lora_load_seconds") < 0.1
 
 
+def test_an_adapter_that_was_found_is_loaded_before_its_request_arrives(tmp_path: Path, paths: dict[str, str]) -> None:
+    house = House({}, lora_dir=str(tmp_path))
+    house.call("find", name="b-2")
+    assert not house.loop.awaits
+    house.scheduler.turn()
+    assert house.loop.awaits, "an idle engine looks at it often"
+    house.worker.turn()
+    while house.loop.busy or house.loop.awaits:
+        house.step()
+    assert house.metric("lora_adapters", "device") == 1
+    house.ask("late", "b-2")
+    house.run()
+    assert house.metric("lora_wait_seconds") == 0
+
+
+def test_adapters_of_requests_behind_others_are_loaded_meanwhile(paths: dict[str, str]) -> None:
+    house = House(paths)
+    for number in range(6):
+        house.ask(f"base {number}", max_tokens=20)
+    house.ask("first", "a")
+    house.worker.turn()
+    house.step(6)
+    assert house.metric("lora_adapters", "device") == 1
+    assert "first" not in house.run()[:6], "all slots are taken"
+    assert house.metric("lora_wait_seconds") == 0
+
+
+def test_a_load_ahead_takes_no_blocks_and_no_place_from_others(paths: dict[str, str]) -> None:
+    house = House(paths, max_loras=1)
+    house.ask("first", "a", max_tokens=20)
+    house.worker.turn()
+    house.step(4)
+    house.ask("second", "b")
+    house.worker.turn()
+    house.step(4)
+    assert house.metric("lora_evictions") == 0
+    assert house.run() == ["first", "second"]
+    small = House(paths, num_blocks=8)
+    small.ask("base", tokens=16, max_tokens=12)
+    small.step(2)
+    small.ask("large", "c", tokens=12)
+    small.worker.turn()
+    assert sorted(small.run()) == ["base", "large"]
+    assert small.loop.stats().num_preemptions == 0, "what was loaded ahead makes room for what runs"
+
+
 def test_adapters_are_found_in_a_folder_and_by_resolvers(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
