@@ -2,7 +2,7 @@
 
 A load is divided into parts of the size of a room. A part is read by its tier, in a thread of that, and then copied
 into its blocks. A step can take longer than either, so where copies may begin in any thread, parts do not wait for one:
-the thread that has read a part begins to copy it, and while others lack rooms, a thread waits for copies to free theirs.
+the thread that has read a part begins to copy it, and while others lack rooms, a thread waits for a copy that ends.
 """
 
 from __future__ import annotations
