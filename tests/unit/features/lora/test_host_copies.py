@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
@@ -181,3 +182,53 @@ def test_a_layout_is_kept_until_the_adapter_is_forgotten(worker: LoraWorker, mon
     for uid in range(1, 300):
         worker.call("forget", {"uid": uid})
     assert list(worker._layouts) == [0]
+
+
+def named(folder: Path, uid: int) -> dict[str, Any]:
+    """Return the arguments of a read."""
+    found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(reading(folder), uid=uid))
+    return found
+
+
+def test_files_in_the_page_cache_do_not_wait_for_those_on_a_disk(
+    worker: LoraWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("disk", "cache")]
+    for folder in folders:
+        folder.mkdir()
+        save(folder, seed=1)
+    go, read = threading.Event(), OpenAdapter.read
+
+    def slow(*args: Any) -> Tensor:
+        assert go.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr("octavo.features.lora.reader._cached", lambda path: path.parent.name == "cache")
+    monkeypatch.setattr(OpenAdapter, "read", slow)
+    waiting = [worker.call("read", named(folders[0], uid)) for uid in range(4)]
+    worker.call("read", named(folders[1], 4)).result(10)
+    assert not any(one.done() for one in waiting)
+    go.set()
+    wait(waiting)
+    assert [worker._host.copies[uid].made for uid in range(5)] == [True] * 4 + [False]
+
+
+def test_a_copy_is_made_once_nothing_is_loaded(worker: LoraWorker, tmp_path: Path) -> None:
+    save(tmp_path, seed=1)
+    for uid in (1, 2):
+        worker.call("read", named(tmp_path, uid)).result(10)
+    copies, go, count = worker._host.copies, threading.Event(), worker._layouts[1].num_blocks
+    pages = torch.zeros(count, 3072, dtype=torch.uint8)
+
+    def late() -> Tensor:
+        assert go.wait(10)
+        return pages.clone()
+
+    other = worker.load(page_names(2, count), late)
+    assert worker.load(page_names(1, count), lambda: pages).result(10) == ()
+    behind = worker._host._copiers.submit(lambda: copies[1].made)
+    assert not behind.done()
+    assert not copies[1].made
+    go.set()
+    assert other.result(10) == ()
+    assert behind.result(10)
