@@ -15,7 +15,7 @@ least of `--repeat`, for each rank:
     in a queue     adapters of `--queue` ranks begun at once beside steps: when each was there
 
 Without a device (cpu), a copy to it ends after as long as `--bandwidth` says. With cuda, pages are copied to blocks of
-a tensor there, as in an engine. `--fillers` and `--room-mib` replace the worker's numbers.
+a tensor there, as in an engine. `--fillers`, `--rooms` and `--room-mib` replace the worker's numbers.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Worker:
         else:
             link = SimpleNamespace(copier=partial(Simulated, args.bandwidth * 1e9))  # type: ignore[assignment]
             self.blocks = SimpleNamespace(page_bytes=geometry.block_bytes, scatter=no_gains)
-        rooms = patch.object(worker, "_ROOM_BYTES", args.room_mib << 20 if args.room_mib else worker._ROOM_BYTES)
-        with rooms:
+        sizes = args.rooms or worker._ROOMS, args.room_mib << 20 if args.room_mib else worker._ROOM_BYTES
+        with patch.object(worker, "_ROOMS", sizes[0]), patch.object(worker, "_ROOM_BYTES", sizes[1]):
             self.mover = Mover(self.blocks, link, {NAME: self.hook})
         self._checker = Checker(every, 256)
         self._uid = 0
@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s of copies to a device that is not there")
     parser.add_argument("--blocks", type=int, default=2000, help="on the device")
     parser.add_argument("--fillers", type=int, help="threads that fill rooms")
+    parser.add_argument("--rooms", type=int, help="at most")
     parser.add_argument("--room-mib", type=int, help="MiB of a room")
     parser.add_argument("--folder", type=Path, help="for the adapters' files, on a file system such as ext4")
     parser.add_argument("--output", type=Path)
