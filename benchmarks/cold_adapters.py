@@ -13,6 +13,8 @@ least of `--repeat`, for each rank:
     beside steps   the same between simulated steps of `STEP_S`, during whose first `PLANNING_S` a thread computes in
                    Python
     in a queue     adapters of `--queue` ranks begun at once beside steps: when each was there
+    waits          loads beside steps, each of whose parts takes `PART_S` to read without a processor, so that only
+                   waits for steps and for rooms count
 
 Without a device (cpu), a copy to it ends after as long as `--bandwidth` says. With cuda, pages are copied to blocks of
 a tensor there, as in an engine. `--fillers`, `--rooms` and `--room-mib` replace the worker's numbers.
@@ -28,8 +30,8 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,6 +60,8 @@ from octavo.worker.mover import Mover
 POLL_S, PAUSE_S = 0.001, 0.2
 STEP_S, PLANNING_S = 0.0055, 0.0025
 """Decodes of eight streams of an 8B model on an H200, and about what the host does for each."""
+LONG_STEP_S, LONG_PLANNING_S = 0.015, 0.006
+PART_S = 0.005
 LARGEST = 64
 QUEUE = [64, 64, 8, 16, 64, 8]
 
@@ -159,13 +163,51 @@ class Worker:
         if not steps:
             time.sleep(POLL_S)
             return
-        began = time.perf_counter()
-        while time.perf_counter() < began + PLANNING_S / 2:
-            pass
-        self.mover.advance()
-        while time.perf_counter() < began + PLANNING_S:
-            pass
-        time.sleep(STEP_S - PLANNING_S)
+        pass_step(self.mover, STEP_S, PLANNING_S)
+
+
+class Waiting:
+    """A tier with the rooms of adapters, whose parts take a while to read."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(6)
+
+    def rooms(self, page_bytes: int) -> tuple[int, int]:
+        return 8, 8
+
+    def load(self, names: Sequence[bytes], room: Callable[[], torch.Tensor]) -> Future[Collection[int]]:
+        def read() -> Collection[int]:
+            room()
+            time.sleep(PART_S)
+            return ()
+
+        return self._threads.submit(read)
+
+
+def waits(parts: int, step_s: float, planning_s: float, bytes_per_s: float) -> float:
+    """Return the seconds that a load of so many parts takes beside steps."""
+    blocks = SimpleNamespace(page_bytes=BLOCK.block_bytes, scatter=no_gains)
+    link = SimpleNamespace(copier=partial(Simulated, bytes_per_s))
+    mover = Mover(blocks, link, {NAME: Waiting()})  # type: ignore[arg-type, dict-item]
+    count = 8 * parts
+    began = time.perf_counter()
+    mover.begin(Transfers(loads=[Transfer(1, NAME, [b""] * count, list(range(count)))]))
+    while not (news := mover.take()):
+        pass_step(mover, step_s, planning_s)
+    assert not news[0].failed
+    taken = time.perf_counter() - began
+    mover.close()
+    return taken
+
+
+def pass_step(mover: Mover, step_s: float, planning_s: float) -> None:
+    began = time.perf_counter()
+    while time.perf_counter() < began + planning_s / 2:
+        pass
+    mover.advance()
+    while time.perf_counter() < began + planning_s:
+        pass
+    time.sleep(step_s - planning_s)
 
 
 class Stages:
@@ -269,6 +311,15 @@ def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
     places = [folders[rank] for rank in args.queue]
     queues = [worker_.load(places, steps=True) for _ in range(args.repeat)]
     names = [f"{number}, rank {rank}" for number, rank in enumerate(args.queue)]
+    found = []
+    for _ in range(args.repeat):
+        one = {}
+        for parts in (5, 21):
+            for step_s, planning_s in ((STEP_S, PLANNING_S), (LONG_STEP_S, LONG_PLANNING_S)):
+                taken = waits(parts, step_s, planning_s, args.bandwidth * 1e9)
+                one[f"{parts} parts, steps of {step_s * 1e3:g} ms"] = taken
+        found.append(one)
+    report.note("waits", milliseconds(found))
     report.note("in a queue", milliseconds([dict(zip(names, one, strict=True)) for one in queues]))
 
 
