@@ -60,15 +60,17 @@ def accept_in_ranks(share: float) -> None:
     build.RANK_MODULE = build_worker.RANK_MODULE = "speculation_ranks"
 
 
-def tree_of(size: int, share: float) -> list[tuple[int, ...]]:
-    """Return the paths that are the likeliest to be accepted, as `accept_some` accepts them."""
+def tree_of(size: int, share: float, depth: int) -> list[tuple[int, ...]]:
+    """Return the paths up to this depth that are the likeliest to be accepted, as `accept_some` accepts them."""
     found: list[tuple[int, ...]] = []
     frontier = [(share, (0,))]
     while len(found) < size:
         frontier.sort(reverse=True)
         chance, path = frontier.pop(0)
         found.append(path)
-        frontier += [(chance * share, (*path, 0)), (chance * (1 - share), (*path[:-1], path[-1] + 1))]
+        frontier.append((chance * (1 - share), (*path[:-1], path[-1] + 1)))
+        if len(path) < depth:
+            frontier.append((chance * share, (*path, 0)))
     return found
 
 
@@ -127,7 +129,7 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 256])
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--drafts", type=int, default=5)
-    parser.add_argument("--tree", type=int, default=15, help="drafts of `tree`, in the best shape of this size")
+    parser.add_argument("--tree", type=int, default=15, help="drafts of `tree`, no deeper than `--drafts`")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--model", type=Path, default=MODELS / "llama-3.1-8b", help="folder with a config.json")
     parser.add_argument("--ranks", type=int, default=1, help="--tensor-parallel-size; `synthetic` has one")
@@ -142,7 +144,7 @@ def main() -> None:
     report: dict[str, Any] = {**describe(), "device": torch.cuda.get_device_name(), "model": args.model.name}
     report |= {"ranks": args.ranks, "acceptance": args.acceptance, "ways": {}}
     for way in args.ways:
-        drafts = tree_of(args.tree, args.acceptance) if way == "tree" else args.drafts
+        drafts = tree_of(args.tree, args.acceptance, args.drafts) if way == "tree" else args.drafts
         loop = engine(way, args.model, args.ranks, drafts, max(args.streams), adaptive=not args.fixed)
         found = report["ways"][way] = {}
         for streams in args.streams:

@@ -132,12 +132,22 @@ class HeadModel(nn.Module):
         """Return the input of the output head, [S, hidden_size]."""
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [S, vocab_size] float32."""
+    def likeliest(self, hidden: Tensor, count: int) -> Tensor:
+        """Return the most likely tokens, [S, count] int64."""
+        found = self._own_logits(hidden).topk(count, dim=1).indices
+        return found if self.draft_tokens is None else self.draft_tokens.ids[found]
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the tokens that the head can draw, [S, draft vocabulary]."""
         head: Linear | TiedHead = self.head or self._target[0].head
         delta, head.delta = head.delta, None  # an adapter of the target is for the target's rows
-        found = head.wide(self.final(hidden).to(self._dtype)).float()
+        found = head.wide(self.final(hidden).to(self._dtype))
         head.delta = delta
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [S, vocab_size] float32."""
+        found = self._own_logits(hidden).float()
         if self.draft_tokens is None:
             return found
         whole = found.new_full((len(found), self.spec.vocab_size), float("-inf"))

@@ -152,7 +152,7 @@ class TreeDrafter:
                 given = self._head.given[: rows * level.size]
                 given.copy_(hidden.index_select(1, level.parents).flatten(0, 1))
                 hidden = self._head(self._head.embed(step), step).unflatten(0, (rows, level.size))
-            likely = self._head.logits(hidden.flatten(0, 1)).topk(level.widest, dim=1).indices
+            likely = self._head.likeliest(hidden.flatten(0, 1), level.widest)
             found.index_copy_(1, level.followers, likely.view(rows, -1).index_select(1, level.choices))
         return found
 
