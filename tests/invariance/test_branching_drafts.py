@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rank_kit import CONTEXTS, ranks_in_threads
 from test_drafts import FEATURES, SAMPLED, requests, texts, truth
 from toy_drafter import check_same, news_of, with_drafter
 from toy_engine import device_of, drive, strict, tiny_config
 from toy_models import LLAMA, VOCAB, model_files
 from toy_tree import TREE, TreeEngine, TreeWorker
 
+from octavo import build, build_worker
 from octavo.build import build_core
 from octavo.engine.loop import EngineLoop
 from octavo.worker.branches import Branches
@@ -41,6 +43,31 @@ def test_trees_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = [accepted for drafts, accepted in drafter.verified if drafts == len(TREE)]
     assert sum(whole) > 15, "paths of trees are accepted"
     assert any(0 < drafts <= TREE.chain for drafts, _ in drafter.verified), "and chains"
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    "division",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param(CONTEXTS, marks=pytest.mark.slow),
+        pytest.param(
+            {"tensor_parallel_size": 2, "enable_dbo": True, "attention_backend": "torch"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["ranks", "prompts", "micro-batches"],
+)
+def test_trees_on_several_ranks(division: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a drafter of its own, which proposes the same, and moves its part of keys and values."""
+    known, expected = texts("cpu"), truth("cpu")
+    ranks_in_threads(monkeypatch, native="attention_backend" not in division)
+    settings: dict[str, Any] = {"device": "cpu", "cpu_bind": "nobind", **division}
+    drafter = TreeEngine()
+    monkeypatch.setattr(build, "build_engine_halves", lambda _: [drafter])
+    monkeypatch.setattr(build_worker, "build_worker_halves", lambda _: [TreeWorker(known, VOCAB)])
+    loop = engine(**settings)
+    check_same(news_of(list(drive(loop, requests()))), expected)
+    assert sum(accepted for drafts, accepted in drafter.verified if drafts == len(TREE)) > 15
     loop.close()
 
 

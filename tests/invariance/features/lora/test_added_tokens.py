@@ -181,7 +181,9 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]
     """Return settings for slots on the device, whose kernels may be interpreted and so are slow."""
     pytest.importorskip("triton")
     kernels_on_any_machine(monkeypatch, folder)
-    return behind(monkeypatch) | {"max_model_len": 32, "max_num_seqs": 7, "num_blocks": 200}
+    return (
+        {"attention_backend": None} | behind(monkeypatch) | {"max_model_len": 32, "max_num_seqs": 7, "num_blocks": 200}
+    )
 
 
 @pytest.mark.parametrize("base", [{}], indirect=True, ids=["own head"])
