@@ -309,6 +309,13 @@ def decode_kernel(
         if tl.atomic_add(ended, 1, sem="acq_rel") < splits - 1:
             return
         tl.store(ended, 0)  # for the next layer
+        if QUERIES > 8 and splits <= count:
+            first = (first_part.to(tl.int64) * QUERIES + query) * heads + head
+            mixed = merged_rows(part_out, part_lse, first, QUERIES * heads, splits, m_valid, M, D, BLOCK_D)
+            c = tl.arange(0, BLOCK_D)
+            target = out + (token * heads + head)[:, None] * D + c[None, :]
+            _store(target, mixed, m_valid[:, None] & (c < D)[None, :], q, inverse, ROUNDED)
+            return
         g, channel = tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
         mine = (g < GROUP)[:, None] & (channel < D)[None, :]
         for i in range(count):
@@ -398,6 +405,35 @@ def merged(
         values = tl.load(found, mask=held, other=0.0, cache_modifier=".cg")
         total = total * decay + tl.sum(weight, 0)
         acc = acc * decay[:, None] + tl.sum(values * weight[:, :, None], 0)
+        peak = new_peak
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def merged_rows(part_out, part_lse, first, step, parts, valid, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Merge the `parts` of M rows one after the other, which takes less than row by row if there are few; return [M,
+    BLOCK_D].
+
+    Args:
+        first: [M] indices of the first parts in `part_lse`.
+        step: from a part to the next.
+        valid: [M], rows that there are.
+    """
+    channel = tl.arange(0, BLOCK_D)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    for part in range(parts):
+        at = first + part * step
+        lse = tl.load(part_lse + at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        new_peak = tl.maximum(peak, lse)
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight, decay = tl.exp2(lse - safe), tl.exp2(peak - safe)
+        held = (lse > float("-inf"))[:, None] & (channel < D)[None, :]
+        found = part_out + at[:, None] * D + channel[None, :]
+        values = tl.load(found, mask=held, other=0.0, cache_modifier=".cg")
+        total = total * decay + weight
+        acc = acc * decay[:, None] + values * weight[:, None]
         peak = new_peak
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
