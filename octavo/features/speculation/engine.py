@@ -98,7 +98,7 @@ class SpeculationEngine(EngineHook):
         self._clock = clock
         self._costs = StepCosts()
         self._drafted: dict[Request, _Drafted] = {}
-        self._counters = DraftCounters(self.max_drafts)
+        self._counters = DraftCounters(self.max_chain)
         self._overall = Acceptance()
         self._again = Again()
         self._steps = 0

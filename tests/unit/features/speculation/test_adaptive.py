@@ -16,6 +16,7 @@ from octavo.features.speculation.costs import StepCosts
 from octavo.features.speculation.engine import SpeculationEngine
 from octavo.features.speculation.payload import NAME, SpeculationOption
 
+COUNT: dict[str, Any] = {"num_speculative_tokens": 7}
 OPTIONS = {NAME: msgspec.Raw(msgspec.msgpack.encode(SpeculationOption()))}
 
 
@@ -49,7 +50,7 @@ class World:
         self.now += 0.01 + self.draft_s * sum(counts) + self.drafting_s * any(counts)
         for request, count in zip(self.requests, counts, strict=True):
             accepted = 0
-            while accepted < count and self.random.random() < self.chance:
+            while accepted < min(count, self.hook.max_chain) and self.random.random() < self.chance:
                 accepted += 1
             if count:
                 self.hook.on_verify(request, count, accepted)
@@ -85,6 +86,31 @@ def test_drafts_are_chosen_by_what_they_gain(
     gain, mean = World(rows, chance, draft_s).run(2000 if rows == 1 else 400)
     assert gain > least_gain
     assert drafts[0] <= mean <= drafts[1]
+
+
+TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "chance", "draft_s", "least_gain", "drafts"),
+    [
+        (1, 0.8, 0.0003, 1.8, (6.5, 7)),  # one of each depth is likely right
+        (4, 0.8, 0.0003, 1.3, (6, 7)),
+        (1, 0.1, 0.001, 0.97, (0, 0.5)),
+        (64, 0.8, 0.000001, 1.8, (2, 3)),  # many requests get chains
+    ],
+)
+def test_trees_are_drafted_whole_or_not(
+    rows: int, chance: float, draft_s: float, least_gain: float, drafts: tuple[float, float]
+) -> None:
+    world = World(rows, chance, draft_s, config=DraftConfig(method="mtp", speculative_token_tree=TREE, **COUNT))
+    seen = set()
+    drafts_of = world.hook.drafts
+    world.hook.drafts = lambda request: seen.add(found := drafts_of(request)) or found  # type: ignore[method-assign]
+    gain, mean = world.run(2000 if rows < 8 else 400)
+    assert gain > least_gain
+    assert drafts[0] <= mean <= drafts[1]
+    assert seen <= ({0, len(TREE)} if rows < 8 else {0, 1, 2, 3})
 
 
 def test_drafts_are_tried_again_later() -> None:
