@@ -122,7 +122,7 @@ def _reason_against(worker: Worker, layers: Iterable[CachedLayer]) -> str | None
     if worker.stage.count > 1:
         return "the stages of a pipeline can't verify (--pipeline-parallel-size)"
     if worker.parallel.divides_requests:
-        return "ranks with requests of their own can't verify (--enable-dp-attention)"
+        return "ranks with requests of their own can't verify (--data-parallel-size, --enable-expert-parallel)"
     if not isinstance(worker.attention, BranchingBackend):
         return f"the attention backend {worker.attention.name!r} can't verify (--attention-backend)"
     plain = all(
