@@ -49,7 +49,8 @@ class Mover:
         self._tiers = tiers
         self._stores: dict[int, _Store] = {}
         self._news: deque[Moved] = deque()
-        self._loads = Loads(blocks, self._copier, tiers, self._report)
+        # Not by a method, which would be a cycle: rooms are freed with the last reference, without a collection.
+        self._loads = Loads(blocks, self._copier, tiers, partial(_report, self._news))
 
     def begin(self, transfers: Transfers) -> None:
         """Begin transfers. One that can't be begun has failed; nothing is raised."""
@@ -97,11 +98,7 @@ class Mover:
     def _end(self, transfer: Transfer, failed: Collection[int]) -> None:
         """End a store."""
         self._stores.pop(transfer.ticket, None)
-        self._report(transfer, failed)
-
-    def _report(self, transfer: Transfer, failed: Collection[int]) -> None:
-        """Report the end of a transfer. May be called in any thread."""
-        self._news.append(Moved(transfer.ticket, TransferState.ENDED, sorted(failed)))
+        _report(self._news, transfer, failed)
 
     def _try(self, transfer: Transfer, work: Callable[[], None]) -> None:
         """A failure is the tier's own, and the end of this store."""
@@ -110,3 +107,8 @@ class Mover:
         except Exception:
             log.exception("the tier %r failed to move %d pages", transfer.tier, len(transfer.pages))
             self._end(transfer, range(len(transfer.pages)))
+
+
+def _report(news: deque[Moved], transfer: Transfer, failed: Collection[int]) -> None:
+    """Report the end of a transfer. May be called in any thread."""
+    news.append(Moved(transfer.ticket, TransferState.ENDED, sorted(failed)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -207,3 +209,16 @@ def test_nothing_is_copied_after_the_end(parts: tuple[Mover, Tier, Stream, Devic
     tier.threads.shutdown()
     assert stream.copies == []
     assert mover.take() == []
+
+
+def test_rooms_are_freed_with_the_mover() -> None:
+    """Not by a collection: an engine exempts what exists at its start, and each sleep would keep pinned memory."""
+    mover = Mover(Device(), Link(Stream()), {"tier": Tier()})  # type: ignore[arg-type]
+    freed = weakref.ref(mover._loads)
+    gc.disable()
+    try:
+        mover.close()
+        del mover
+        assert freed() is None
+    finally:
+        gc.enable()
