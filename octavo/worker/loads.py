@@ -122,7 +122,7 @@ class Loads:
         self._begun = dict.fromkeys(tiers, 0)
         """Parts so far."""
         self._lock = threading.Lock()
-        """Of the loads, their order and the rooms."""
+        """Of the loads, their order, their ends and the rooms."""
         self._loads: dict[int, _Load] = {}
         self._order: list[_Load] = []
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="octavo-rooms")
@@ -131,7 +131,9 @@ class Loads:
         """In the order in which they end."""
 
     def __contains__(self, ticket: int) -> bool:
-        return ticket in self._loads
+        """Whether a load is under way. If it is not any more, its end has been reported."""
+        with self._lock:
+            return ticket in self._loads
 
     def begin(self, transfer: Transfer) -> None:
         """Begin a load, after the steps launched so far; `advance` goes on with it.

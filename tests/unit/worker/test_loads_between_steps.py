@@ -17,6 +17,7 @@ from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
 from octavo.device.transfer import Copy, HostLink, Mark
 from octavo.worker.hooks import WorkerHook
+from octavo.worker.loads import Loads
 from octavo.worker.mover import Mover
 
 PAGES = 7
@@ -209,6 +210,36 @@ def test_nothing_is_copied_after_the_end(parts: tuple[Mover, Tier, Stream, Devic
     tier.threads.shutdown()
     assert stream.copies == []
     assert mover.take() == []
+
+
+def test_a_load_that_ends_in_a_thread_is_known_until_its_end_is_reported() -> None:
+    """Otherwise it would be reported as unknown, which is a failure, before its end."""
+    tier, stream, news = Tier(), Stream(), list[str]()
+    ending, go = threading.Event(), threading.Event()
+    stream.broken = True
+
+    def ended(transfer: Transfer, failed: Collection[int]) -> None:
+        ending.set()
+        assert go.wait(LIMIT_S)
+        news.append("ended")
+
+    def ask() -> None:
+        assert 1 not in loads
+        news.append("unknown")
+
+    loads = Loads(Device(), stream, {"tier": tier}, ended)  # type: ignore[arg-type]
+    loads.begin(Transfer(1, "tier", LOAD.pages[:1], LOAD.blocks[:1]))
+    loads.advance()
+    tier.go.set()
+    assert ending.wait(LIMIT_S)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(0.05)
+    go.set()
+    asking.join(LIMIT_S)
+    assert news == ["ended", "unknown"]
+    loads.close()
+    tier.threads.shutdown()
 
 
 def test_rooms_are_freed_with_the_mover() -> None:
