@@ -152,7 +152,7 @@ class Loads:
     def advance(self) -> None:
         """Have each load take its next step, if the one before has ended. Does nothing while another thread does it,
         since what that one launches may take a while."""
-        if self._lock.acquire(blocking=False):
+        if self._order and self._lock.acquire(blocking=False):
             self._advance()
 
     def close(self) -> None:
