@@ -246,7 +246,8 @@ class WorkerHook:
         raise NotImplementedError
 
     def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
-        """Load what `store` was given under these names; likewise.
+        """Load what `store` was given under these names; likewise, but called in any thread, by one at a time: on a GPU
+        also where the result of another load is set. So hold no lock there that this takes.
 
         Args:
             room: returns [n, page bytes] uint8, to be filled. Call it once, in a thread: on a GPU, without `rooms`, it
