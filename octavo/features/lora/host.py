@@ -167,7 +167,8 @@ class Host:
     def _filling_changes(self, by: int) -> None:
         with self._filled:
             self._filling += by
-            self._filled.notify()
+            if not self._filling:
+                self._filled.notify()
 
     def _make(self, copy: HostCopy) -> None:
         """Make a copy once nothing is loaded."""
