@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -106,7 +107,10 @@ class Host:
         self._copiers = ThreadPoolExecutor(1, thread_name_prefix="octavo-adapter-copies")
         self._filling = 0
         """Parts of loads under way."""
+        self._unmade: deque[HostCopy] = deque()
+        """Copies to be made; the first one is next, or is being made."""
         self._filled = threading.Condition()
+        """Of both."""
 
     def read(self, reader: Reader, reading: Reading) -> Future[OpenAdapter]:
         """Have `load` find an adapter: read it into memory, unless its first load may read the file.
@@ -159,7 +163,7 @@ class Host:
             if copy is None or not copy.fill(numbers[0], room()):
                 return range(len(numbers))
             if not copy.made and numbers[-1] + 1 >= copy.layout.num_blocks:
-                self._copiers.submit(self._make, copy)
+                self._make_later(copy)
             return ()
         finally:
             self._filling_changes(-1)
@@ -170,11 +174,23 @@ class Host:
             if not self._filling:
                 self._filled.notify()
 
-    def _make(self, copy: HostCopy) -> None:
-        """Make a copy once nothing is loaded."""
+    def _make_later(self, copy: HostCopy) -> None:
+        with self._filled:
+            if copy not in self._unmade:
+                self._unmade.append(copy)
+                if len(self._unmade) == 1:
+                    self._copiers.submit(self._make)
+
+    def _make(self) -> None:
+        """Make the first copy once nothing is loaded, then the others: each by a task that the one before begins, which
+        fails when the program ends. Tasks that had begun would all be waited for there."""
         with self._filled:
             self._filled.wait_for(lambda: not self._filling)
-        copy.make()
+        self._unmade[0].make()
+        with self._filled:
+            self._unmade.popleft()
+            if self._unmade:
+                self._copiers.submit(self._make)
 
 
 def _end(future: Future[OpenAdapter], work: Callable[[], None]) -> None:

@@ -232,3 +232,43 @@ def test_a_copy_is_made_once_nothing_is_loaded(worker: LoraWorker, tmp_path: Pat
     go.set()
     assert other.result(10) == ()
     assert behind.result(10)
+
+
+def test_the_end_of_a_program_waits_for_one_copy_at_most(
+    worker: LoraWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes as long as a read of the whole adapter."""
+    save(tmp_path, seed=1)
+    for uid in (1, 2, 3):
+        worker.call("read", named(tmp_path, uid)).result(10)
+    host, begun, go, read = worker._host, threading.Event(), threading.Event(), OpenAdapter.read
+
+    def slow(*args: Any) -> Tensor:
+        begun.set()
+        assert go.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(OpenAdapter, "read", slow)
+    count = worker._layouts[1].num_blocks
+    for uid in (1, 2, 3, 2):
+        assert worker.load(page_names(uid, count), lambda: torch.zeros(count, 3072, dtype=torch.uint8)).result(10) == ()
+    assert begun.wait(10)
+    assert len(host._unmade) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr("concurrent.futures.thread._shutdown", True)  # as at the interpreter's end
+        go.set()
+        host._copiers.shutdown()
+    assert [host.copies[uid].made for uid in (1, 2, 3)] == [True, False, False]
+
+
+def test_all_copies_are_made_one_after_the_other(worker: LoraWorker, tmp_path: Path) -> None:
+    save(tmp_path, seed=1)
+    uids = range(1, 6)
+    for uid in uids:
+        worker.call("read", named(tmp_path, uid)).result(10)
+    count = worker._layouts[1].num_blocks
+    pages = torch.zeros(count, 3072, dtype=torch.uint8)
+    wait([worker.load(page_names(uid, count), pages.clone) for uid in uids])
+    while worker._host._unmade:
+        threading.Event().wait(0.001)
+    assert all(worker._host.copies[uid].made for uid in uids)
