@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -153,7 +153,11 @@ class Loads:
         """Have each load take its next step, if the one before has ended. Does nothing while another thread does it,
         since what that one launches may take a while."""
         if self._order and self._lock.acquire(blocking=False):
-            self._advance()
+            try:
+                reading = self._advance()
+            finally:
+                self._lock.release()
+            self._follow(reading)
 
     def close(self) -> None:
         """Wait for copies under way. What has not ended is never reported."""
@@ -168,25 +172,27 @@ class Loads:
 
     def _resume(self, _: object = None) -> None:
         """Advance in a thread in which something has ended that nothing else may look at soon."""
-        self._lock.acquire()
-        self._advance()
+        with self._lock:
+            reading = self._advance()
+        self._follow(reading)
+
+    def _follow(self, reading: Sequence[Failed]) -> None:
+        """Have the threads that read parts go on with them. Not with the lock: a part that was read calls back here."""
+        if self._copier.anywhere:
+            for read in reading:
+                read.add_done_callback(self._resume)
 
     @torch.inference_mode()
-    def _advance(self) -> None:
-        """Advance all loads, and release the lock, which is taken."""
+    def _advance(self) -> list[Failed]:
+        """Advance all loads, with the lock; return what reads the parts that began, for `_follow`."""
         reading: list[Failed] = []
-        try:
-            going = True
-            while going:
-                for load in self._order:
-                    reading += self._begin_parts(load)
-                going = sum(self._end_parts(load) for load in list(self._order)) > 0
-            self._await_room()
-        finally:
-            self._lock.release()
-        if self._copier.anywhere:
-            for read in reading:  # not before: one that has ended already calls back at once
-                read.add_done_callback(self._resume)
+        going = True
+        while going:
+            for load in self._order:
+                reading += self._begin_parts(load)
+            going = sum(self._end_parts(load) for load in list(self._order)) > 0
+        self._await_room()
+        return reading
 
     def _begin_parts(self, load: _Load) -> list[Failed]:
         """Begin parts of a load while there are rooms; return what reads them."""
