@@ -150,8 +150,7 @@ class HeadDrafter(CompanionDrafter):
         self._pairs = LastPairs(site.room.num_slots, site.device)
         self._waiting = None if site.device.resident else Waiting(rewinds=self._rewinds)
         self._most_tokens = site.room.max_step_tokens
-        if self.tree is not None:
-            self._branches = self._tree_drafter(self.tree, site.room)
+        self._trees = None if self.tree is None else self._tree_drafter(self.tree, site.room)
 
     def _tree_drafter(self, tree: DraftTree, room: Capacity) -> TreeDrafter:
         companion = self._companion
@@ -166,6 +165,7 @@ class HeadDrafter(CompanionDrafter):
     def detach(self) -> None:
         if self._running is not None:
             self._target.taps = None
+            self._trees = None
         super().detach()
 
     def drawn(self, plan: StepPlan, tokens: Tensor, length: Tensor, order: Tensor | None) -> None:
@@ -278,8 +278,9 @@ class HeadDrafter(CompanionDrafter):
         """Return the most likely drafts in the shape of the tree, [D, N]."""
         step = self._first(rows, draws=False)
         assert step.hidden is not None
+        assert self._trees is not None
         tables = self._runner.slots.tables_of(rows.index)
-        return self._branches.draft(step.hidden, tables, rows.known - 1)
+        return self._trees.draft(step.hidden, tables, rows.known - 1)
 
     def _first(self, rows: _Rows, *, draws: bool) -> Step:
         """Compute these rows' last known tokens, and draw their first drafts if it `draws`."""

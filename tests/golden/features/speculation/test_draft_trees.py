@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.features.speculation.heads.drafter import HeadDrafter
+from octavo.features.speculation.heads.model import HeadModel
 from octavo.hub.resolve import resolve
 
 PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0)]
@@ -130,3 +133,30 @@ def test_models_that_cannot_verify_trees(
     head = folder_of(LLAMA | {"num_hidden_layers": 1}, tmp_path / "head")
     with pytest.raises(ConfigError, match=reason):
         build_core(tiny_config(**settings, speculative_config=using("eagle", Path(head))), model_files(config))
+
+
+def test_a_head_that_sleeps_is_freed(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    made, finish = [], HeadModel.finish
+
+    def finished(self: HeadModel) -> None:
+        made.append(weakref.ref(self))
+        finish(self)
+
+    def alive() -> list[bool]:
+        gc.collect()
+        return [one() is not None for one in made]
+
+    monkeypatch.setattr(HeadModel, "finish", finished)
+    head, _ = random_head("eagle", tmp_path / "head")
+    settings: dict[str, Any] = {"load_format": "auto", "max_num_batched_tokens": 48, "enable_sleep_mode": True}
+    loop, _ = build_core(tiny_config(**settings, speculative_config=using("eagle", head)), resolve(str(target[0])))
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    asked = [GenerateRequest(id="r", tokens=[3, 4, 5], params=params)]
+    awake = tokens_of(drive(loop, asked))
+    assert alive() == [True]
+    loop.sleep(1)
+    assert alive() == [False]
+    loop.wake_up(["weights", "kv_cache"])
+    assert tokens_of(drive(loop, asked)) == awake
+    assert alive() == [False, True]
+    loop.close()
