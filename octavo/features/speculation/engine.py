@@ -220,7 +220,7 @@ class SpeculationEngine(EngineHook):
         if one.asked and one.misses >= _PATIENCE:  # the search before has probably found nothing, too
             return 0
         if trials.resume:
-            return self._trial_drafts
+            return self._trial_drafts if self._rows < _MANY else min(TRIAL, self.max_chain)
         best = self._best(one.acceptance.share)
         if not best and self._best(_HOPE * one.acceptance.share):
             best = 1 if self.max_chain == self.max_drafts else self.max_drafts

@@ -241,3 +241,19 @@ def test_many_rows_try_together() -> None:
     gain, mean = world.run(300)
     assert gain > 0.98
     assert mean < 0.5
+
+
+def test_many_rows_try_no_trees() -> None:
+    """Not even the trial after a pause that began with few rows."""
+    paths = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
+    head = DraftConfig(method="eagle", model="head", num_speculative_tokens=6, speculative_token_tree=paths)
+    world = World(4, 0.02, 0.01, config=head)
+    world.run(200)
+    world.requests += [world.new_request() for _ in range(12)]
+    world.wanted += [0] * 12
+    tried = set()
+    for _ in range(2000):
+        world.step()
+        tried |= set(world.wanted)
+    assert tried > {0}
+    assert max(tried) <= 2, "chains"
