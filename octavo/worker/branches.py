@@ -94,10 +94,10 @@ def in_batch(order: Tensor, tokens: Tensor, total: int) -> Tensor:
     return whole
 
 
-def widen(attention: AnyBackend, tree: DraftTree | None) -> None:
-    """Prepare the backend for rows with drafts of this shape, before its kernels are compiled."""
-    if tree is not None and isinstance(attention, BranchingBackend):
-        attention.widen(1 + len(tree))
+def widen(attention: AnyBackend, tree: DraftTree | None) -> int:
+    """Prepare the backend for rows with drafts of this shape, before its kernels are compiled. Return what it returns;
+    0 if there is nothing to prepare."""
+    return attention.widen(1 + len(tree)) if tree is not None and isinstance(attention, BranchingBackend) else 0
 
 
 def branches_of(tree: DraftTree | None, attention: AnyBackend, blocks: Blocks) -> Branches | None:

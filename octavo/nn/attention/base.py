@@ -97,8 +97,12 @@ class AttentionBackend(Protocol):
 class BranchingBackend(AttentionBackend, Protocol):
     """A backend for drafts that branch: it reads `StepInput.unseen`, for layers without windows and linear biases."""
 
-    def widen(self, queries: int) -> None:
-        """Prepare for rows with this many queries, at most 31, that are as frequent as decoding ones."""
+    def widen(self, queries: int) -> int:
+        """Prepare for rows with this many queries, at most 31, that are as frequent as decoding ones.
+
+        Returns:
+            The most queries of a row with which `prepare` sends nothing to the device, as recorded steps require.
+        """
         ...
 
     def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:

@@ -80,7 +80,7 @@ class TritonAttention:
         """See `Recordable`."""
         return self._most_few
 
-    def widen(self, queries: int) -> None:
+    def widen(self, queries: int) -> int:
         """See `BranchingBackend`. Rows whose queries don't fit one tile stay with the kernel of many queries, which
         computes the same, but does not divide contexts."""
         self.branches = True
@@ -89,6 +89,7 @@ class TritonAttention:
         most_rows = most_rows if self._dtype.itemsize < 4 else _MOST_ROWS // 4
         if wanted <= _WIDEST and next_power_of_2(self._group * wanted) <= most_rows:
             self._most_few = max(self._most_few, wanted)
+        return self._most_few
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[block, key or value, head, offset in the block, channel]: one head's part of a block is contiguous."""

@@ -96,7 +96,7 @@ class HeadDrafter(CompanionDrafter):
         kept = cast("HeadSpec", self._companion.spec)
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
         self._companion.prepare_kernels()
-        widen(self._companion.attention, self.tree)
+        self._recorded_queries = widen(self._companion.attention, self.tree)
         self._companion.load()
         if self.tree is not None:
             check_branches(self._companion, "speculative_config: speculative_token_tree")
@@ -157,6 +157,7 @@ class HeadDrafter(CompanionDrafter):
         page, longest = companion.block_size, room.max_model_len
         drafter = TreeDrafter(tree, self._head, companion.attention, page, longest)
         records = self._device.resident and self._head.recordable and not companion.settings.enforce_eager
+        records = records and drafter.most_at_once <= self._recorded_queries
         recorder = self._device.recorder() if records else None
         if recorder is not None:
             drafter.record(recorder, self._device, room.num_slots, -(-longest // page))

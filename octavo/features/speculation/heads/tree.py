@@ -91,6 +91,9 @@ class TreeDrafter:
 
     Drafts that others follow are stored in the head's cache one after the other, by depth. On a GPU, steps of few rows
     are recorded.
+
+    Attributes:
+        most_at_once: most drafts of a row in a step.
     """
 
     def __init__(
@@ -99,16 +102,20 @@ class TreeDrafter:
         self._size, self._head, self._attention = len(tree), head, attention
         self._page, self._longest = block_size, max_model_len
         self._levels = _levels(tree, head.given.device)
+        self.most_at_once = max(level.size for level in self._levels)
         self._graphs: dict[int, Graph] = {}
 
     def record(self, recorder: GraphRecorder, link: Link, max_rows: int, blocks: int) -> None:
-        """Record drafting for up to 8 rows.
+        """Record drafting for up to 8 rows, or as many as a step has room for.
 
         Args:
             max_rows: most rows of a step.
             blocks: entries of a block table.
         """
-        sizes = [size for size in _RECORDED if size < 2 * max_rows]
+        room = len(self._head.given) // self.most_at_once
+        sizes = [size for size in _RECORDED if size < 2 * max_rows and size <= room]
+        if not sizes:
+            return  # nor does a step have room for a tree
         device, most = self._head.given.device, sizes[-1]
         self._hidden = torch.zeros(most, self._head.given.shape[1], dtype=self._head.given.dtype, device=device)
         self._tables = torch.zeros(most, blocks, dtype=torch.int32, device=device)

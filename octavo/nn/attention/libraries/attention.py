@@ -72,9 +72,9 @@ class LibraryAttention:
         )
         return SplitPlan(Few(upload(single, step.device), len(single), 1) if len(single) else None, prompts)
 
-    def widen(self, queries: int) -> None:
+    def widen(self, queries: int) -> int:
         """See `BranchingBackend`."""
-        self.own.widen(queries)
+        return self.own.widen(queries)
 
     def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:
         """See `BranchingBackend`."""

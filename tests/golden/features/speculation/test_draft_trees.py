@@ -109,6 +109,38 @@ def _swap(drafts: torch.Tensor, place: int, token: int) -> None:
     drafts[place] = token
 
 
+@pytest.mark.parametrize(("width", "room", "recorded"), [(4, 12, True), (9, 48, False)], ids=["small steps", "wide"])
+def test_trees_are_recorded_where_they_fit(
+    width: int,
+    room: int,
+    recorded: bool,
+    target: Any,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafts of as many rows as a step has room for, if attention needs nothing from the host for those of a depth."""
+    pytest.importorskip("triton")
+    from toy_graphs import recorded_graphs  # needs it, too
+
+    replayed = recorded_graphs(monkeypatch)
+    head, _ = random_head("eagle", tmp_path / "head")
+    proposed = spied(monkeypatch, HeadDrafter)
+    paths = [(i, *more) for i in range(width) for more in ((), (0,))]
+    settings: dict[str, Any] = {
+        "load_format": "auto",
+        "max_num_batched_tokens": room,
+        "max_num_seqs": 8 if recorded else 1,
+    }
+    own = using("eagle", head, speculative_token_tree=str(paths))
+    loop, _ = build_core(tiny_config(**settings | behind(monkeypatch), speculative_config=own), resolve(str(target[0])))
+    proposed.clear()  # those of the warm-up
+    params = SamplingParams(max_tokens=len(paths) + 2, temperature=0, ignore_eos=True)
+    list(drive(loop, [GenerateRequest(id="r", tokens=[3, 4, 5], params=params)]))
+    assert any(len(drafts) == len(paths) for _, drafts in proposed)
+    assert bool(replayed["tree"]) == recorded or torch.cuda.is_available()
+    loop.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "reason"),
     [
