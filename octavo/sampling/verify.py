@@ -40,7 +40,7 @@ def verify_branches(
     drawn: Tensor, drafts: Tensor, counts: Tensor, starts: Tensor, parents: Tensor, depths: Tensor, precedes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Verify drafts that may branch (SpecInfer, https://arxiv.org/abs/2305.09781): one is accepted if it is the token
-    drawn after the one before it, and that one is accepted. Drafts after the same token differ.
+    drawn after the one before it, and that one is accepted. Of equal drafts after the same token, one is kept.
 
     Nothing is read back from the device.
 
@@ -60,4 +60,4 @@ def verify_branches(
     accepted = (~agrees).float() @ precedes[:count, :count].T == 0
     paths = starts.new_zeros(len(starts), 1 + count)
     paths.scatter_reduce_(1, depths[:count].expand(len(starts), count), torch.where(accepted, order, 0), "amax")
-    return 1 + accepted.sum(1), paths
+    return 1 + (paths > 0).sum(1), paths

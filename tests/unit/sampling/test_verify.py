@@ -76,6 +76,14 @@ def _distinct(rng: random.Random) -> list[int]:
     return tokens
 
 
+def test_of_equal_drafts_one_is_kept() -> None:
+    """What follows either of them follows the same tokens."""
+    drafts, drawn = torch.tensor([[7, 8, 7, 5, 9, 7]]), torch.tensor([7, 9, 1, 9, 2, 3, 9])
+    kept, paths = verify_branches(drawn, drafts, torch.tensor([6]), torch.tensor([0]), *SHAPE)
+    assert kept.tolist() == [3]
+    assert drawn[paths[0, :3]].tolist() == [7, 9, 3]
+
+
 @pytest.mark.parametrize("fault", [False, True], ids=["", "a path that was not drawn"])
 def test_outputs_of_trees_follow_the_target(fault: bool) -> None:
     """Two tokens, by the tree of a drafter that knows the target a little, against the target's distribution."""
