@@ -36,10 +36,13 @@ class TreeWorker(DrafterWorker):
     def __init__(self, texts: Sequence[Sequence[int]], vocab: int, tree: DraftTree = TREE, right: float = 0.85) -> None:
         super().__init__(texts, vocab, right)
         self.tree = tree
+        self.proposed: list[list[int]] = []
+        """The limits of each step's rows."""
 
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
         assert self.tree is not None
         limits = drafting.limits.tolist()
+        self.proposed.append(limits)
         rows = []
         for slot, limit in zip(drafting.slots.tolist(), limits, strict=True):
             assert limit <= self.tree.chain or limit == len(self.tree), "a tree is whole"

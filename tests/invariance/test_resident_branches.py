@@ -22,6 +22,7 @@ from octavo.core.draft_tree import DraftTree
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
+from octavo.worker.resident.warm_up import warm_up
 
 WIDE = DraftTree.of([(0,), (0, 0), (0, 0, 0), (1,), (2,), (3,), (0, 1), (1, 0), (1, 1), (1, 0, 0), (2, 0), (2, 0, 0)])
 FEATURES: dict[str, tuple[DraftTree, dict[str, Any]]] = {
@@ -79,4 +80,17 @@ def test_trees_change_nothing_on_a_device(name: str, monkeypatch: pytest.MonkeyP
     assert replayed["mixed"] > len(accepted) / 2 or "enforce_eager" in settings, "trees are recorded"
     slots: Any = runner_of(loop).slots
     assert not slots.drafts.unsure.any(), "the host counts as the device does once all is known"
+    loop.close()
+
+
+@pytest.mark.parametrize("room", [20, 26])
+def test_before_requests_come_trees_are_whole(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 20 tokens have no room for two of them."""
+    worker = TreeWorker([], VOCAB, WIDE)
+    with_drafter(monkeypatch, TreeEngine(WIDE), worker)
+    loop = engine(monkeypatch, enforce_eager=True, max_num_batched_tokens=room)
+    runner: Any = runner_of(loop)
+    before = worker.proposed.copy()
+    warm_up(runner, runner.slots, room, len(WIDE))
+    assert worker.proposed[len(before) :] == [[len(WIDE) if room > 2 * len(WIDE) else WIDE.chain] * 2]
     loop.close()

@@ -49,6 +49,8 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int
         runner.sample(step, {})
         step.result()
     drafts = min(max_drafts, max_tokens // 2 - 1, slots.max_model_len - 4)
+    if slots.tree is not None and drafts < len(slots.tree):
+        drafts = min(drafts, slots.tree.chain)  # a tree is whole
     if drafts > 0:
         _draft(runner, min(2, all_slots), len(slots.block_tables), drafts)
     log.info("ran the largest steps in %.1f s", time.perf_counter() - began)
