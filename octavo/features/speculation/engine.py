@@ -88,7 +88,6 @@ class SpeculationEngine(EngineHook):
     def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
         self.max_drafts, tree = config.most_drafts, config.tree
         self.max_chain = self.max_drafts if tree is None else tree.chain
-        self._trial_drafts = TRIAL if tree is None else self.max_drafts
         facts = DraftInfo(config.method, config.most_drafts, config.adaptive)
         self.info = msgspec.Raw(msgspec.msgpack.encode(facts))
         self.writes_ahead = config.method in MODEL_METHODS and config.method != "medusa"
@@ -220,10 +219,10 @@ class SpeculationEngine(EngineHook):
         if one.asked and one.misses >= _PATIENCE:  # the search before has probably found nothing, too
             return 0
         if trials.resume:
-            return self._trial_drafts if self._rows < _MANY else min(TRIAL, self.max_chain)
+            return self.max_drafts if self._whole else min(TRIAL, self.max_chain)
         best = self._best(one.acceptance.share)
         if not best and self._best(_HOPE * one.acceptance.share):
-            best = 1 if self.max_chain == self.max_drafts else self.max_drafts
+            best = self.max_drafts if self._whole else 1
         if not best:
             trials.resume = place + trials.pause
         return best if most is None else min(best, most)
@@ -242,6 +241,11 @@ class SpeculationEngine(EngineHook):
         one.acceptance.add(min(num_drafts, self.max_chain), num_accepted)
         if self._adaptive:
             self._judge(one.acceptance.share, one.trials, self._place(request))
+
+    @property
+    def _whole(self) -> bool:
+        """Whether a row has a whole tree or no drafts. Many rows have chains."""
+        return self.max_chain < self.max_drafts and self._rows < _MANY
 
     def _place(self, request: Request) -> int:
         """Return where the request's trials are counted from."""
@@ -276,7 +280,7 @@ class SpeculationEngine(EngineHook):
         if self._prices is None:
             return self.max_drafts
         value, overhead, cost = self._prices
-        if self.max_chain < self.max_drafts:
+        if self._whole:
             gain = value * sum(share**depth for depth in range(1, self.max_chain + 1))
             return self.max_drafts if gain > _MARGIN * (overhead + cost * self.max_drafts) else 0
         best, most, gain, chance = 0, 0.0, 0.0, 1.0
