@@ -11,6 +11,7 @@ from octavo.config import CacheConfig, DeviceConfig
 from octavo.core.cache_groups import CacheGroup, GroupKind
 from octavo.core.errors import ConfigError
 from octavo.core.plan import NewRow, StepPlan
+from octavo.core.worker_info import RankPlace
 from octavo.device.base import Device
 from octavo.hub.files import ModelFiles
 from octavo.models.implementation import OWN, Implementation
@@ -56,7 +57,9 @@ class Companion(Worker):
             logprobs_mode="raw_logprobs",
         )
         cache = CacheConfig(block_size=beside.block_size, kv_cache_dtype=beside.kv_cache_dtype)
-        super().__init__(config, beside.settings, files, cache, implementation, parallel=beside.parallel)
+        mesh, per_node = beside.mesh, min(beside.mesh.size, beside.place.per_node)
+        place = RankPlace(mesh.rank, mesh.size, per_node=per_node)  # it is divided over ranks, not over stages
+        super().__init__(config, beside.settings, files, cache, implementation, place, beside.parallel)
         self.mesh = dataclasses.replace(beside.mesh, context=None)  # small, so every rank computes all of its tokens
 
     def _prepared_device(self, settings: DeviceConfig) -> Device:

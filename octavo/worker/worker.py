@@ -77,6 +77,7 @@ class Worker:
     """Built in steps: settings first, then the weights, then KV cache and slots. Sizes in bytes.
 
     Attributes:
+        place: among the ranks.
         block_size: tokens of a KV block: as set, or as fits the model.
         cache_groups: groups of layers that share a block table; known once the model is built.
         most_kv: bytes that the KV cache can have at most; known before the weights are loaded.
@@ -97,7 +98,7 @@ class Worker:
         place: RankPlace = _ALONE,
         parallel: ParallelConfig = _UNDIVIDED,
     ) -> None:
-        self._place = place
+        self.place = place
         self.device = self._prepared_device(device)
         self.mesh, self.stage = Mesh(place.shard, place.shards), Stage(place.stage, place.stages)
         self.parallel = parallel
@@ -141,7 +142,7 @@ class Worker:
 
     def _prepared_device(self, settings: DeviceConfig) -> Device:
         device = select_device(settings.device)
-        device.setup(settings.threads, settings.cpu_bind, *self._place.local)
+        device.setup(settings.threads, settings.cpu_bind, *self.place.local)
         return device
 
     def spec_of(self, config: Config) -> ModelSpec:
@@ -153,7 +154,7 @@ class Worker:
     def _join(self) -> None:
         parallel, isa, limit_s = self.parallel, self.settings.cpu_isa, self.parallel.rank_timeout_s
         sums = {"peers": not parallel.disable_custom_all_reduce, "later": uses_micro_batches(self.spec, parallel)}
-        self.mesh, self.stage = join(self._place, self.device.torch_device.type, isa=isa, limit_s=limit_s, **sums)
+        self.mesh, self.stage = join(self.place, self.device.torch_device.type, isa=isa, limit_s=limit_s, **sums)
         if parallel.divides_requests:
             self._exchange = RowExchange(self.mesh, only_chosen=parallel.exchanges_rows)
 
@@ -397,7 +398,7 @@ class Worker:
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
         device = self.device.torch_device
-        return Site(self._build(self._schemes(), device), self._reopen, self.device, blocks, room, self._place.rank)
+        return Site(self._build(self._schemes(), device), self._reopen, self.device, blocks, room, self.place.rank)
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:
@@ -431,7 +432,7 @@ class Worker:
             block_size=self.block_size,
             max_model_len=self.config.max_model_len or spec.max_position,
             groups=self.cache_groups,
-            share=ModelShare.of(model, self.mesh, self.parallel, self._place),
+            share=ModelShare.of(model, self.mesh, self.parallel, self.place),
             static=self.config.dtype == "auto" and has_input_scales(self.files.config),
         )
         with self._ahead.collecting():

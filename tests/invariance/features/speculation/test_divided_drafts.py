@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 DIVISIONS: dict[str, dict[str, Any]] = {
     "ranks": {"tensor_parallel_size": 2},
+    "ranks, torch attention": {"tensor_parallel_size": 2, "attention_backend": "torch"},
     "stages": {"pipeline_parallel_size": 2},
     "prompts": CONTEXTS,
     "stages of ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
@@ -47,6 +48,7 @@ SLOW = pytest.mark.slow
 CASES = [
     ("ranks", "draft_model"),
     ("ranks", "eagle3"),
+    ("ranks, torch attention", "eagle3"),
     pytest.param("ranks", "eagle", marks=SLOW),
     pytest.param("stages", "draft_model", marks=SLOW),
     ("stages", "eagle"),
