@@ -285,6 +285,34 @@ def test_tokens_with_drafts() -> None:
     assert found[2] == found[0]
 
 
+@pytest.mark.features("speculation")
+@pytest.mark.parametrize("way", ["model", "head", "tree"])
+def test_tokens_with_a_companions_drafts(way: str, tmp_path: Path) -> None:
+    """A model that drafts for itself is always right, so each rank has the part of its cache that is its own."""
+    needs(2)
+    from draft_models import folder_of
+
+    config = MODELS["full"]
+    drafts: Settings = {"method": "draft_model", "model": folder_of(config, tmp_path / "x"), "adaptive": False}
+    if way != "model":
+        drafts |= {"method": "eagle", "model": folder_of(config | {"num_hidden_layers": 1}, tmp_path / "x")}
+    shape: Settings = {"num_speculative_tokens": 3}
+    if way == "tree":
+        shape = {"speculative_token_tree": [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]}
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    asked = [GenerateRequest(id=str(i), tokens=[5 + i] * (7 + i), params=params) for i in range(3)]
+    found = []
+    for settings in ({}, {"speculative_config": drafts | shape}, {"speculative_config": drafts | shape} | TP):
+        loop = engine(config, **settings)
+        found.append(tokens_of(drive(loop, asked)))
+        counts = {one.name: sum(one.values.values()) for one in loop.stats().features}
+        if way == "model" and settings:
+            assert counts["spec_decode_num_accepted_tokens"] > 0.9 * counts["spec_decode_num_draft_tokens"]
+        loop.close()
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
 def test_two_replicas(tmp_path: Path) -> None:
     needs(2)
     model = str(save_decoder(tmp_path, seed=1))

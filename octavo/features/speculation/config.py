@@ -109,7 +109,8 @@ class DraftConfig:
 
     @property
     def most_drafts(self) -> int:
-        return self.num_speculative_tokens or _USUAL_DRAFTS
+        tree = self.tree
+        return len(tree) if tree is not None else self.num_speculative_tokens or _USUAL_DRAFTS
 
     def on(self, device: str) -> DraftConfig:
         """Return the configuration with a number of drafts that suits the device, unless one was given."""

@@ -16,7 +16,6 @@ from octavo.features.speculation.costs import StepCosts
 from octavo.features.speculation.engine import SpeculationEngine
 from octavo.features.speculation.payload import NAME, SpeculationOption
 
-COUNT: dict[str, Any] = {"num_speculative_tokens": 7}
 OPTIONS = {NAME: msgspec.Raw(msgspec.msgpack.encode(SpeculationOption()))}
 
 
@@ -103,7 +102,7 @@ TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 def test_trees_are_drafted_whole_or_not(
     rows: int, chance: float, draft_s: float, least_gain: float, drafts: tuple[float, float]
 ) -> None:
-    world = World(rows, chance, draft_s, config=DraftConfig(method="mtp", speculative_token_tree=TREE, **COUNT))
+    world = World(rows, chance, draft_s, config=DraftConfig(method="mtp", speculative_token_tree=TREE))
     seen = set()
     drafts_of = world.hook.drafts
     world.hook.drafts = lambda request: seen.add(found := drafts_of(request)) or found  # type: ignore[method-assign]
