@@ -11,7 +11,7 @@ from octavo.models.native import NativeDecoder
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import AnyBackend
 from octavo.worker.branches import Branches
-from octavo.worker.hooks import Capacity, Variant
+from octavo.worker.hooks import Capacity, Hooks
 from octavo.worker.native_replay import NativeReplay
 from octavo.worker.parts import NoReplay, Replay, Sampler
 from octavo.worker.samplers import NativeSampler, TorchSampler
@@ -26,20 +26,20 @@ def host_parts(
     vocab_size: int,
     groups: Sequence[CacheGroup],
     logprobs_mode: LogprobsMode,
-    variants: Sequence[Variant],
-    added_tokens: int = 0,
-    branches: Branches | None = None,
+    hooks: Hooks,
+    branches: Branches | None,
 ) -> tuple[HostSlots, Sampler, Replay]:
     """Return slots, sampler and replay.
 
     Args:
         groups: cache groups of the model.
-        variants, added_tokens: of the hooks.
         branches: see `HostSlots`.
     """
     rewinds = not all(group.grows for group in groups)
     sizes = room.num_slots, room.max_model_len, block_size, vocab_size
-    slots = HostSlots(*sizes, logprobs_mode, len(groups), rewinds=rewinds, added_tokens=added_tokens, branches=branches)
+    slots = HostSlots(
+        *sizes, logprobs_mode, len(groups), rewinds=rewinds, added_tokens=hooks.added_tokens, branches=branches
+    )
     sampler = NativeSampler(slots, attention.pool) if isinstance(attention, NativeBackend) else TorchSampler(slots)
-    replay = NativeReplay(model, slots, variants) if isinstance(model, NativeDecoder) else NoReplay()
+    replay = NativeReplay(model, slots, hooks.variants()) if isinstance(model, NativeDecoder) else NoReplay()
     return slots, sampler, replay

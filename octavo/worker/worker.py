@@ -386,8 +386,7 @@ class Worker:
             together.attach(model, self._site(blocks, room), num_slots, max_step_tokens)
             mode, sizes = self.config.logprobs_mode, (self.block_size, self.spec.vocab_size)
             branches = branches_of(together.tree, self.attention, blocks)
-            of_hooks = together.variants(), together.added_tokens, branches
-            host = host_parts(model, self.attention, room, *sizes, groups, mode, *of_hooks)
+            host = host_parts(model, self.attention, room, *sizes, groups, mode, together, branches)
             forward = forward_of(model, self.attention, self.block_size, self.parallel, self.mesh)
             return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
         from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack

@@ -309,13 +309,14 @@ def decode_kernel(
         if tl.atomic_add(ended, 1, sem="acq_rel") < splits - 1:
             return
         tl.store(ended, 0)  # for the next layer
-        if QUERIES > 8 and splits <= count:
-            first = (first_part.to(tl.int64) * QUERIES + query) * heads + head
-            mixed = merged_rows(part_out, part_lse, first, QUERIES * heads, splits, m_valid, M, D, BLOCK_D)
-            c = tl.arange(0, BLOCK_D)
-            target = out + (token * heads + head)[:, None] * D + c[None, :]
-            _store(target, mixed, m_valid[:, None] & (c < D)[None, :], q, inverse, ROUNDED)
-            return
+        if QUERIES > 8:  # noqa: SIM102 (the compiler decides this one)
+            if splits <= count:
+                place_of_row = (first_part.to(tl.int64) * QUERIES + query) * heads + head
+                mixed = merged_rows(part_out, part_lse, place_of_row, QUERIES * heads, splits, m_valid, M, D, BLOCK_D)
+                c = tl.arange(0, BLOCK_D)
+                target = out + (token * heads + head)[:, None] * D + c[None, :]
+                _store(target, mixed, m_valid[:, None] & (c < D)[None, :], q, inverse, ROUNDED)
+                count = count * 0
         g, channel = tl.arange(0, GROUPS), tl.arange(0, BLOCK_D)
         mine = (g < GROUP)[:, None] & (channel < D)[None, :]
         for i in range(count):
