@@ -45,7 +45,9 @@ def warm_up(runner: Runner, slots: DeviceSlots, max_tokens: int, max_drafts: int
     unrecorded = min(max_tokens, max(token_counts(max_tokens), default=0) + 1)
     rest = min(slots.max_model_len - 1, max(9, unrecorded - all_slots + 1))
     for counts in ([1, 1, 9], [2, 2], [long] * long_rows, [1] * (all_slots - 1) + [rest]):
-        step = runner.forward(_trial(counts[-all_slots:], len(slots.block_tables)))
+        *others, last = counts[-all_slots:]
+        counts = [*others, max(1, min(last, max_tokens - sum(others)))]  # buffers of features hold no more
+        step = runner.forward(_trial(counts, len(slots.block_tables)))
         runner.sample(step, {})
         step.result()
     drafts = min(max_drafts, max_tokens // 2 - 1, slots.max_model_len - 4)

@@ -18,6 +18,7 @@ from octavo.build import build_core
 from octavo.core.draft_tree import DraftTree
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
+from octavo.core.pausing import SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.features.speculation.heads.drafter import HeadDrafter
 from octavo.features.speculation.heads.model import HeadModel
@@ -188,7 +189,7 @@ def test_a_head_that_sleeps_is_freed(target: Any, tmp_path: Path, monkeypatch: p
     assert alive() == [True]
     loop.sleep(1)
     assert alive() == [False]
-    loop.wake_up(["weights", "kv_cache"])
+    loop.wake_up(SleepTag)
     assert tokens_of(drive(loop, asked)) == awake
     assert alive() == [False, True]
     loop.close()
