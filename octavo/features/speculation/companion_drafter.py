@@ -96,7 +96,7 @@ class CompanionDrafter(WorkerHook):
         repeats: bool = False,
     ) -> Step:
         """Run a step of the model for these slots and numbers of tokens. If it `samples`, it has the hidden states of
-        each slot's last token; unless that is all, append the tokens drawn from them."""
+        each slot's last token; if it `draws`, too, the tokens drawn from them are appended."""
         plan = StepPlan(
             id=0,
             new=[],

@@ -213,7 +213,7 @@ def _shape(given: Any, count: Any) -> dict[str, Any]:
 
 
 def _paths(given: Any) -> list[tuple[int, ...]]:
-    """Raises ValueError for what is no list of paths."""
+    """Return a list of paths, given as one or as its text. Raises ValueError for anything else."""
     if isinstance(given, str):
         try:
             given = ast.literal_eval(given)
