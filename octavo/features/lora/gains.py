@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from octavo.core.errors import UnsupportedError
+from octavo.core.errors import EngineStateError, UnsupportedError
 from octavo.features.lora.layout import Piece
 from octavo.features.lora.targets import Layer, Targets
 from octavo.models.load.checkpoint import Checkpoint
@@ -35,6 +37,33 @@ class BaseNorms:
         self._targets = targets
         self._open = checkpoint
         self._checkpoint: Checkpoint | None = None
+        self._changed = threading.Condition()
+        """Guards the two fields below."""
+        self._reading = 0
+        """Threads that read weights."""
+        self._closed = False
+
+    def close(self) -> None:
+        """Wait until no thread reads weights, which are freed next, and refuse to read them from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._reading)
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        with self._changed:
+            if self._closed:
+                raise EngineStateError(
+                    "The engine sleeps, so adapters with magnitudes (use_dora) can't be read. Wake it up first "
+                    "(/wake_up)."
+                )
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading -= 1
+                self._changed.notify_all()
 
     def weights_replaced(self) -> None:
         """The checkpoint that was opened is not the model's any more."""
@@ -45,13 +74,15 @@ class BaseNorms:
 
         Raises:
             UnsupportedError: the layer's weights were received as tensors and can't be read.
+            EngineStateError: it is closed.
         """
         own = self._targets.cuts[piece.target][piece.part]
-        weight = self._weight(piece, own)
-        a, b = a.to(weight.device, torch.float32), own.rows_of(b).to(weight.device, torch.float32) * piece.scale
-        parts = zip(weight.split(_ROWS), b.split(_ROWS), strict=True)
-        norms = [torch.linalg.vector_norm(torch.addmm(w.float(), part, a), dim=1) for w, part in parts]
-        return own.rows_of(magnitudes).float() / torch.cat(norms).cpu()
+        with self._weights():
+            weight = self._weight(piece, own)
+            a, b = a.to(weight.device, torch.float32), own.rows_of(b).to(weight.device, torch.float32) * piece.scale
+            parts = zip(weight.split(_ROWS), b.split(_ROWS), strict=True)
+            norms = [torch.linalg.vector_norm(torch.addmm(w.float(), part, a), dim=1) for w, part in parts]
+            return own.rows_of(magnitudes).float() / torch.cat(norms).cpu()
 
     def _weight(self, piece: Piece, cut: Cut) -> Tensor:
         """Return the base weights of a piece, this rank's outputs and all inputs."""

@@ -228,6 +228,7 @@ class LoraWorker(WorkerHook):
         return {}
 
     def detach(self) -> None:
+        self._norms.close()
         self._deltas.clear()
         self._embeddings.clear()
         self._experts.clear()
