@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import START_S, Server
@@ -33,8 +34,9 @@ NOT_HERE = {
     "curl -X POST localhost:8000/st": "a server makes profiles only if it was started for them",
 }
 SERVED = ("octavo bench serve", "curl ")
-LONG = ("octavo bench", "octavo quantize", "octavo eval", "octavo generate --raw")
-ALONE = ("octavo chat -q", "octavo generate", "octavo pull --list", "octavo run-batch", *LONG)
+LONG = ("octavo bench", "octavo quantize", "octavo eval", "octavo generate --raw", "octavo chat -q")
+"""Those that `make test-all` runs."""
+ALONE = ("octavo generate", "octavo pull --list", "octavo run-batch", *LONG)
 AFTER = {"octavo eval smollm2-w8a16": "octavo quantize smollm2 --scheme w8a16 -o smollm2-w8a16"}
 """Commands that need what another one wrote."""
 BATCH = {
@@ -93,14 +95,13 @@ def test_every_command_is_run_or_says_why_not() -> None:
     assert [command for command in ALL if kind(command) == "unknown"] == []
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(command, marks=pytest.mark.slow) if command.startswith(LONG) else command
-        for command in ALL
-        if kind(command) == "alone"
-    ],
-)
+def of_kind(name: str) -> list[Any]:
+    """The commands of a kind, long ones marked slow."""
+    mine = (command for command in ALL if kind(command) == name)
+    return [pytest.param(one, marks=pytest.mark.slow) if one.startswith(LONG) else one for one in mine]
+
+
+@pytest.mark.parametrize("command", of_kind("alone"))
 def test_a_command_that_stands_alone(command: str, smollm2_files: object, tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl").write_text(json.dumps(BATCH) + "\n")
     for start, before in AFTER.items():
@@ -113,7 +114,7 @@ def test_a_command_that_stands_alone(command: str, smollm2_files: object, tmp_pa
     assert done.stdout.strip() or (tmp_path / "results.jsonl").read_text()
 
 
-@pytest.mark.parametrize("command", [command for command in ALL if kind(command) == "served"])
+@pytest.mark.parametrize("command", of_kind("served"))
 def test_a_command_that_needs_a_server(command: str, server: Server, tmp_path: Path) -> None:
     if command.startswith("curl") and shutil.which("curl") is None:
         pytest.skip("curl is not installed")

@@ -36,7 +36,7 @@ def limited(mib: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param(150, (), "ulimit -v", marks=pytest.mark.slow),
         (300, (), "ulimit -v"),
         (700, (), "ulimit -v"),
-        (2048, ("--kv-cache-memory-bytes", "2G"), "Lower --kv-cache-memory-bytes"),
+        pytest.param(2048, ("--kv-cache-memory-bytes", "2G"), "Lower --kv-cache-memory-bytes", marks=pytest.mark.slow),
         pytest.param(4096, LARGE_STEPS, "Lower --max-num-seqs", marks=pytest.mark.slow),
         pytest.param(
             4096,

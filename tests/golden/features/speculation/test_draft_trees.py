@@ -110,7 +110,11 @@ def _swap(drafts: torch.Tensor, place: int, token: int) -> None:
     drafts[place] = token
 
 
-@pytest.mark.parametrize(("width", "room", "recorded"), [(4, 12, True), (9, 48, False)], ids=["small steps", "wide"])
+@pytest.mark.parametrize(
+    ("width", "room", "recorded"),
+    [(4, 12, True), pytest.param(9, 48, False, marks=pytest.mark.slow)],
+    ids=["small steps", "wide"],
+)
 def test_trees_are_recorded_where_they_fit(
     width: int,
     room: int,
