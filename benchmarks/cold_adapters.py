@@ -185,7 +185,7 @@ class Waiting:
 
 
 def waits(parts: int, step_s: float, planning_s: float, bytes_per_s: float) -> float:
-    """Return the seconds that a load of so many parts takes beside steps."""
+    """Return the seconds that a load of `parts` parts takes beside steps."""
     blocks = SimpleNamespace(page_bytes=BLOCK.block_bytes, scatter=no_gains)
     link = SimpleNamespace(copier=partial(Simulated, bytes_per_s))
     mover = Mover(blocks, link, {NAME: Waiting()})  # type: ignore[arg-type, dict-item]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from octavo.core.plan import StepPlan
 
-MOST_DRAFTS = 30
-"""Most drafts of a tree: `unseen` has a bit for each and one for the token itself, in an int32 that is not negative."""
+LARGEST = 30
+"""Maximum drafts of a tree: `unseen` has a bit for each and one for the token itself, in a non-negative int32."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DraftTree:
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]]) -> DraftTree:
-        """Return the tree with these paths, one for each draft: the number of each draft on the way to it among those
+        """Return the tree with these paths, one for each draft: the rank of each draft on the way to it, among those
         after the same token.
 
         Raises:
@@ -40,8 +40,8 @@ class DraftTree:
         given = {tuple(path) for path in paths}
         if not given or len(given) < len(paths):
             raise ValueError("each path must be there once")
-        if len(given) > MOST_DRAFTS:
-            raise ValueError(f"there can be at most {MOST_DRAFTS} paths, not {len(given)}")
+        if len(given) > LARGEST:
+            raise ValueError(f"there can be at most {LARGEST} paths, not {len(given)}")
         for path in sorted(given):
             needed = path[:-1], (*path[:-1], path[-1] - 1)
             missing = next((one for one in needed if one and one[-1] >= 0 and one not in given), None)

@@ -17,7 +17,8 @@ class DraftBounds:
 
     Attributes:
         most: most drafts of a row; 0 if no feature drafts.
-        chain: more drafts than these are a tree, which is drafted whole, where nothing reads what precedes a token.
+        chain: most drafts of a row without branches. More are a whole tree, for requests whose tokens depend on those
+            before them by the model's logits alone.
         rewinds: a layer keeps a recurrent state, from which rejected tokens can't be removed: if some of a row's are,
             the sequence goes back to the state before the row, and the next one computes the accepted tokens again.
         writes_ahead: drafts need KV blocks as soon as they are proposed.
@@ -44,7 +45,8 @@ class DraftBounds:
         """Return the number of drafts for a request whose row has just been planned.
 
         If all of them are accepted, the output is at most `max_tokens` long, so no position beyond the request's last
-        is written. If all running requests have as many, their rows fit into one step, and so do their logits.
+        is written. If all running requests have as many, their rows fit into one step, and so do their logits. Where a
+        whole tree does not fit or is not possible, the request gets a chain.
 
         Args:
             wanted: the result of `self.wanted(request)`, if it is known.
@@ -83,7 +85,7 @@ class DraftBounds:
 
 
 def _reads_tokens(params: SamplingParams) -> bool:
-    """Return whether a token depends on those before it other than by logits, or reports something besides itself."""
+    """Return whether sampling reads the tokens before a position, or reports more than the token."""
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
     reports = params.logprobs is not None or params.logprob_token_ids is not None
     return any(penalties) or bool(params.bad_token_ids) or reports

@@ -90,8 +90,8 @@ class EngineHook:
     max_drafts: int = 0
     """Most draft tokens that the worker half proposes after one sampled token; 0 for none. Buffers are sized by it."""
     max_chain: int = 0
-    """Drafts after one another, at most; 0 means `max_drafts`. If it is less, more drafts than it are a tree, of which
-    a request gets all or none (`WorkerHook.tree`)."""
+    """Length of the longest chain of drafts; 0 means `max_drafts`. A request that gets more drafts than this gets all
+    `max_drafts`, which form a tree (`WorkerHook.tree`)."""
     writes_ahead: bool = False
     """The worker half writes to the KV blocks of the tokens that it proposes, so they are reserved with the drafts."""
 

@@ -253,7 +253,7 @@ def _batches(runs: Iterable[_Run], pages: Tensor) -> Iterator[list[_Run]]:
     """Divide runs by the order in the file, and their bytes in the pages."""
     batch: list[_Run] = []
     left = _BATCH
-    for run in sorted(runs):  # of which each then reads one stretch
+    for run in sorted(runs):  # so that each batch reads one stretch of the file
         batch.append(run)
         left -= run[2] * pages.itemsize
         if left <= 0:

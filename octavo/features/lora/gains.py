@@ -50,7 +50,8 @@ class BaseNorms:
             self._changed.wait_for(lambda: not self._reading)
 
     @contextmanager
-    def _weights(self) -> Iterator[None]:
+    def _reading_weights(self) -> Iterator[None]:
+        """Keep `close` waiting. Raises EngineStateError if it was called."""
         with self._changed:
             if self._closed:
                 raise EngineStateError(
@@ -77,7 +78,7 @@ class BaseNorms:
             EngineStateError: it is closed.
         """
         own = self._targets.cuts[piece.target][piece.part]
-        with self._weights():
+        with self._reading_weights():
             weight = self._weight(piece, own)
             a, b = a.to(weight.device, torch.float32), own.rows_of(b).to(weight.device, torch.float32) * piece.scale
             parts = zip(weight.split(_ROWS), b.split(_ROWS), strict=True)

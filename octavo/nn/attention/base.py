@@ -98,7 +98,7 @@ class BranchingBackend(AttentionBackend, Protocol):
     """A backend for drafts that branch: it reads `StepInput.unseen`, for layers without windows and linear biases."""
 
     def widen(self, queries: int) -> int:
-        """Prepare for rows with this many queries, at most 31, that are as frequent as decoding ones.
+        """Prepare for many steps whose rows have up to this many queries, at most 31.
 
         Returns:
             The most queries of a row with which `prepare` sends nothing to the device, as recorded steps require.

@@ -97,7 +97,7 @@ class DecodeForm(NamedTuple):
 
 def serves(few: Few, step: StepInput, qkv: Tensor, norms: Norms | None, cache: Tensor, spec: AttentionSpec) -> bool:
     """Return whether `attend` computes these rows of a step. Norms whose weights are float32 (Gemma's) are not
-    supported, nor are drafts that branch, of which a step's part may have one to a row."""
+    supported, nor are trees of drafts, even in a part of a step that has one draft of each row."""
     if step.unseen is not None:
         return False
     if few.rows is not None or few.queries > 1 or (few.shared is not None and spec.shares_prefixes):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.draft_tree import MOST_DRAFTS, DraftTree
+from octavo.core.draft_tree import LARGEST, DraftTree
 from octavo.core.plan import StepPlan
 
 Path = tuple[int, ...]
@@ -61,7 +61,7 @@ def test_values_of_drafts_are_those_of_a_plans_tokens() -> None:
         ([(0,), (1, 0)], "needs the path"),
         ([(0,), (2,)], "needs the path"),
         ([(0,), (1,), (1, 0)], "must lead to the deepest one"),
-        ([(i,) for i in range(MOST_DRAFTS + 1)], "at most 30 paths"),
+        ([(i,) for i in range(LARGEST + 1)], "at most 30 paths"),
     ],
 )
 def test_what_is_no_tree(paths: list[Path], reason: str) -> None:

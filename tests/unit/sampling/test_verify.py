@@ -68,7 +68,7 @@ def test_the_path_that_agrees_and_one_more() -> None:
 
 
 def _distinct(rng: random.Random) -> list[int]:
-    """Drafts of which those after the same token differ."""
+    """Return random drafts; those after the same token differ."""
     tokens: list[int] = []
     for i, parent in enumerate(TREE.parents):
         taken = [tokens[j] for j in range(i) if TREE.parents[j] == parent]

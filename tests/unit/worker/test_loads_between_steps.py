@@ -129,7 +129,7 @@ LOAD = Transfer(1, "tier", [bytes([i + 1]) for i in range(PAGES)], list(range(PA
 
 
 def begun(stream: Stream, count: int) -> None:
-    """Wait until so many further copies have begun."""
+    """Wait until this many more copies have begun."""
     for _ in range(count):
         assert stream.begun.acquire(timeout=LIMIT_S)
 
