@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.device.ahead import Ahead, target_of
-from octavo.nn.ops import few_rows, floats, fragments, packed, words
+from octavo.nn.ops import few_rows, floats, fragments, gated_tiles, packed, words
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.floats import Floats
 from octavo.nn.ops.fragments import Fragments
@@ -91,6 +91,8 @@ def named(
     yield "bf16", whole, bf16
     if x.shape[0] > 1 and gates(whole[0].shape[0]):
         yield "bf16, gate", whole, lambda x, weight: silu_mul(bf16(x, weight))
+        if gated_tiles.fits(whole[0]):
+            yield "bf16 with gate", whole, gated_tiles.product
     for name, run in candidates(matrices[0], x, sweep=args.sweep):
         yield name, matrices, run
 

@@ -28,6 +28,11 @@ class Addition(ABC):
         self.add_to(y)
         return silu_mul(y)
 
+    def alone(self) -> tuple[Tensor, Tensor] | None:
+        """Return it as a new tensor [T, out], and [at least T] int32, negative for rows that it does not change, whose
+        values are undefined. None if it can only be computed by `add_to`."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class SortedChoices:

@@ -203,13 +203,19 @@ class LowRankDelta(Delta):
         """Add the result of `shrink`, times B, to y [T, out], whose rows may be parts of longer ones."""
         self._expand(sums, y, y, gates=False)
 
+    def expand_alone(self, sums: Sums) -> Tensor:
+        """Return the result of `shrink`, times B, [T, out], undefined in rows without an adapter."""
+        out = torch.empty(sums.rows, self.width, dtype=self._pool.dtype, device=self._pool.device)
+        self._expand(sums, out, out, gates=False, alone=True)
+        return out
+
     def gate(self, sums: Sums, y: Tensor) -> Tensor:
         """Return silu(first half) * second half of y [T, out] plus the additions: [T, out / 2]."""
         out = torch.empty(sums.rows, self._sizes[0], dtype=y.dtype, device=y.device)
         self._expand(sums, y, out, gates=True)
         return out
 
-    def _expand(self, sums: Sums, y: Tensor, out: Tensor, *, gates: bool) -> None:
+    def _expand(self, sums: Sums, y: Tensor, out: Tensor, *, gates: bool, alone: bool = False) -> None:
         if not sums.rows:
             return
         rows = self.rows
@@ -218,7 +224,7 @@ class LowRankDelta(Delta):
         pieces = sum(cdiv(size, kernels.OUTPUTS) for size in (2 * self._sizes[:1] if gates else self._sizes))
         tiles = room + (cdiv(sums.rows, TILE_ROWS) if gates else 0)
         numbers = [*self._pages(), sums.rows, sums.splits, room, y.stride(0), *self._three_sizes]
-        kernel = kernels.expand(self.form, gates=gates)
+        kernel = kernels.expand(self.form, gates=gates, alone=alone)
         kernels.launch(kernel, min(self._blocks, cdiv(tiles * pieces, kernels.WARPS)), tensors, numbers)
 
     def _addresses(self) -> tuple[Tensor, ...]:
@@ -251,6 +257,9 @@ class Shrunk(Addition):
 
     def gated(self, y: Tensor) -> Tensor:
         return self._delta.gate(self._sums, y)
+
+    def alone(self) -> tuple[Tensor, Tensor]:
+        return self._delta.expand_alone(self._sums), self._delta.rows.adapter
 
 
 class SplitDelta(Delta):

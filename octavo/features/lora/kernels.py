@@ -75,15 +75,15 @@ def shrink(form: Form, *, x_float: bool = False) -> Kernel:
     return _kernel("shrink", form, (("X_FLOAT", int(x_float)),))
 
 
-def expand(form: Form, *, gates: bool = False) -> Kernel:
-    return _kernel("expand", form, (("GATES", int(gates)),))
+def expand(form: Form, *, gates: bool = False, alone: bool = False) -> Kernel:
+    return _kernel("expand", form, (("GATES", int(gates)), ("ALONE", int(alone))))
 
 
 def compile_ahead(form: Form) -> None:
     """Compile kernels in the background."""
-    variants: dict[str, list[Variant]] = {"shrink": [(("X_FLOAT", 0),)], "expand": [(("GATES", 0),)]}
+    variants: dict[str, list[Variant]] = {"shrink": [(("X_FLOAT", 0),)], "expand": [(("GATES", 0), ("ALONE", 0))]}
     if form.parts == 2:
-        variants["expand"].append((("GATES", 1),))
+        variants["expand"] += [(("GATES", 1), ("ALONE", 0)), (("GATES", 0), ("ALONE", 1))]
     for name, some in variants.items():
         for variant in some:
             nvrtc.compile_ahead(*_source_of(name, form, variant))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from octavo.device.launch_sizes import cdiv
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import floats, nvrtc
+from octavo.nn.ops import floats, nvrtc, wgmma
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.nvrtc import Kernel, address
 from octavo.nn.rounded import Rounded
@@ -281,43 +281,18 @@ def source_of(made: Form) -> tuple[str, dict[str, int]]:
     macros = {"FIRST": int(made.first), "SIDE_BY_SIDE": made.beside, "STAGES": _STAGES}
     macros |= {"HALF": int(made.dtype == torch.float16), "ROUNDED": int(made.rounded), "GROUPED": int(made.grouped)}
     macros |= {"TILED": int(made.tiled)}
-    before = nvrtc.source_of("barriers.cuh", "expert_tiles.cuh")
-    instruction = _EIGHT_BITS if made.rounded else _sixteen_bits(made.dtype)
+    before = nvrtc.source_of("barriers.cuh", "tile_ring.cuh", "expert_tiles.cuh")
+    instruction = _EIGHT_BITS if made.rounded else wgmma.tile_source("multiply", 256, made.dtype)
     return before + instruction + nvrtc.source_of("experts.cu"), macros
 
 
-def _numbered(first: int, count: int) -> str:
-    return ", ".join(f"%{first + i}" for i in range(count))
-
-
-def _operands(name: str, count: int) -> str:
-    return ", ".join(f'"+f"({name}[{i}])' for i in range(count))
-
-
-def _sixteen_bits(dtype: torch.dtype) -> str:
-    """Return the source of `multiply`: acc [64, 256] += rows [64, 16] @ matrix [256, 16]^T in shared memory, by the
-    matrix units of a warp group.
-
-    https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
-    """
-    kind = "f16" if dtype == torch.float16 else "bf16"
-    return f"""
-__device__ __forceinline__ void multiply(float* acc, unsigned long long rows, unsigned long long matrix) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind}.{kind} "
-               "{{{_numbered(0, 128)}}}, %128, %129, 1, 1, 1, 0, 0;"
-               : {_operands("acc", 128)}
-               : "l"(rows), "l"(matrix));
-}}
-"""
-
-
 _EIGHT_BITS = f"""
-// The same of 8 bits, for 32 inputs and 128 outputs; without `more` they are the first ones.
+// acc [64, 128] += rows [64, 32] @ matrix [128, 32]^T of 8 bits in shared memory; without `more` these are the first.
 __device__ __forceinline__ void multiply(float* acc, unsigned long long rows, unsigned long long matrix, bool more) {{
   asm volatile("{{.reg .pred p; setp.ne.b32 p, %66, 0; "
                "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-               "{{{_numbered(0, 64)}}}, %64, %65, p, 1, 1;}}"
-               : {_operands("acc", 64)}
+               "{{{wgmma.numbered(0, 64)}}}, %64, %65, p, 1, 1;}}"
+               : {wgmma.operands("acc", 64)}
                : "l"(rows), "l"(matrix), "r"((int)more));
 }}
 """

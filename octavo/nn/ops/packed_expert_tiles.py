@@ -210,7 +210,7 @@ def source_of(form: Form) -> tuple[str, dict[str, int], int]:
     w_stages = (room - x_stages * x_stage) // w_stage
     macros |= {"X_STAGES": x_stages, "W_STAGES": w_stages, "GROUPS": groups}
     before = nvrtc.source_of("barriers.cuh", "integers.cuh", "codes.cuh", "packed_numbers.cuh")
-    before += nvrtc.source_of("packed_codes.cuh", "expert_tiles.cuh")
+    before += nvrtc.source_of("packed_codes.cuh", "tile_ring.cuh", "expert_tiles.cuh")
     source = before + multiply_source(form.height, form.dtype) + nvrtc.source_of("packed_experts.cu")
     return source, macros, _ALIGNMENT + staged + x_stages * x_stage + w_stages * w_stage
 

@@ -21,9 +21,10 @@ from torch.nn import functional as F
 from triton.errors import TritonError
 
 from octavo.hub.cache import kernel_dir
-from octavo.nn.ops import few_rows, row16, triton_norm
+from octavo.nn.ops import few_rows, gated_tiles, row16, triton_norm
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.cublaslt import Library, Product, algorithm_of, aligned, library
+from octavo.nn.ops.gated_tiles import GatedTiles
 from octavo.nn.ops.race import Track
 from octavo.nn.ops.ring_rows import RingRows, Usual
 
@@ -68,6 +69,7 @@ class Products:
     Attributes:
         tried: number of shapes that were measured, not found on disk.
         ring: the products of few rows for which Octavo's own kernel was chosen.
+        tiles: the gated products of some hundred rows, likewise.
     """
 
     def __init__(self, lib: Library, path: Path) -> None:
@@ -79,6 +81,7 @@ class Products:
         self._track = Track()
         self.tried = 0
         self.ring = RingRows(self._known, self._better)
+        self.tiles = GatedTiles(self._known, self._better)
 
     def run(self, x: Tensor, weight: Tensor, dtype: torch.dtype, add_to: Tensor | None = None) -> Tensor | None:
         """Return x [M, K] @ weight [N, K]^T, or add it to `add_to` [M, N] in place; None if no algorithm was chosen."""
@@ -129,6 +132,11 @@ class Products:
     def choose_ring(self, like: Like, usual: Usual) -> None:
         """Choose whether Octavo's kernel multiplies few rows; call it when all else is chosen."""
         self.tried += self.ring.choose(like.weights, like.dtype, usual, gated=like.gated, added=like.added)
+
+    def choose_tiles(self, like: Like, rows: Iterable[int]) -> None:
+        """Choose whether Octavo's kernel multiplies and gates some hundred rows; call it when all else is chosen."""
+        if like.gated:
+            self.tried += self.tiles.choose(like.weights, rows, gated)
 
     def _choose_one(self, count: int, like: Like) -> None:
         weights, dtype = like.weights, like.dtype
@@ -269,6 +277,8 @@ def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]
     began = time.perf_counter()
     for like in narrow:
         owner.ring.begin(like.weights[0], like.dtype, gated=like.gated, added=like.added)
+        if like.gated:
+            owner.tiles.begin(like.weights[0], rows)
     for like in narrow:
         owner.choose(like, rows)
     middle = time.perf_counter()
@@ -278,6 +288,8 @@ def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]
         owner.choose_halves(like, rows)
     for like in narrow:
         owner.choose_ring(like, sys.modules[__name__])
+    for like in narrow:
+        owner.choose_tiles(like, rows)
     owner.save()
     log.info(
         "chose matrix products for %d shapes in %.1f s, %d measured; %d in halves",
@@ -333,7 +345,15 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
     """Return silu(x @ gate^T) * (x @ up^T): [M, K] to [M, N], for weight [2N, K]; contiguous tensors of one dtype."""
     if _takes_ring(x, weight, x.dtype, gated=True):
         return row16.rows_product(x, weight, gated=True)
+    if takes_tiles(x, weight):
+        return gated_tiles.product(x, weight)
     return silu_mul(linear(x, weight, None))
+
+
+def takes_tiles(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `gated_tiles.product` was chosen for this product."""
+    owner = products() if x.is_cuda else None
+    return owner is not None and owner.tiles.takes(x, weight)
 
 
 def _takes_ring(x: Tensor, weight: Tensor, result: torch.dtype, *, gated: bool = False, added: bool = False) -> bool:

@@ -10,7 +10,7 @@ from typing import ParamSpec, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Delta
+from octavo.nn.delta import Addition, Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.rounded import Rounded
@@ -180,8 +180,12 @@ class Fusing(Protocol):
         """See `fused_product` in `nn/ops/few_rows.py`; with a delta that supports these rows, plus its addition."""
         ...
 
-    def gated(self, x: Tensor) -> Tensor:
-        """Return silu(first half) * second half of the outputs, not rounded in between if that is faster."""
+    def gated(self, x: Tensor, addition: Addition | None = None) -> Tensor:
+        """Return silu(first half) * second half of the outputs, not rounded in between if that is faster.
+
+        Args:
+            addition: to the outputs, before the gate.
+        """
         ...
 
     def leave(self, stream: Tensor, x: Tensor) -> Tensor | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Delta
+from octavo.nn.delta import Addition, Delta
 from octavo.nn.experts_spec import ExpertsForm
-from octavo.nn.ops import one_row, products
+from octavo.nn.ops import gated_tiles, one_row, products
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.quant.experts import ExpertsScheme
 from octavo.nn.quant.gpu_experts import StackedExperts
@@ -59,8 +59,12 @@ class OnGpu(Unquantized):
         """Return whether `fused` is the fastest product of x, also without anything to fuse, as on ranks."""
         return x.dim() == 2 and 0 < x.shape[0] <= self.fused_rows
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor, addition: Addition | None = None) -> Tensor:
         assert self.weight is not None, "weights are not loaded"
+        if addition is not None:
+            tiles = self.bias is None and products.takes_tiles(x, self.weight)
+            added = addition.alone() if tiles else None
+            return addition.gated(self.apply(x)) if added is None else gated_tiles.product(x, self.weight, added)
         if self.bias is not None:
             return silu_mul(self.apply(x))
         return self.fused(x, gated=True) if self._fuses(x) else products.gated(x, self.weight)

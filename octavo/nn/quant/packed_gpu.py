@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.delta import Delta
+from octavo.nn.delta import Addition, Delta
 from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import few_fragments, floats, fragments, packed, products, row8
 from octavo.nn.ops.activation import silu_mul
@@ -241,9 +241,11 @@ class PackedOnGpu(OnGpu):
         narrow = self.dtype.itemsize == 2 and (norm is None or norm[0].dtype == self.dtype)
         return narrow and row8.usable(self.device) and row8.fits(matrix, gated=gated)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor, addition: Addition | None = None) -> Tensor:
         if self.matrix is None:
-            return super().gated(x)
+            return super().gated(x, addition)
+        if addition is not None:
+            return addition.gated(self.apply(x))
         if self._fuses(x):
             return silu_mul(self.apply(x)) if self.bias is not None else self.fused(x, gated=True, dtype=x.dtype)
         y = packed.gated_product(x.flatten(0, -2), self.matrix, self.bias, x.dtype)

@@ -53,8 +53,10 @@ class FusingScheme(Unquantized):
             y = torch.nn.functional.silu(gate) * up
         return y if add_to is None else add_to.add_(y)
 
-    def gated(self, x: Tensor) -> Tensor:
-        self.calls.append("gated")
+    def gated(self, x: Tensor, addition: Addition | None = None) -> Tensor:
+        self.calls.append("gated" if addition is None else "gated with a delta")
+        if addition is not None:
+            return addition.gated(self.apply(x))
         gate, up = self.apply(x).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
@@ -180,6 +182,7 @@ def test_a_delta_leaves_fused_what_it_supports(
     result, calls = stream.total(), up.calls + down.calls
     assert ("fused with a delta" in calls) == (rows == 1 == fused_rows)
     assert ("leave" in calls) == (not (rows == 1 == fused_rows))
+    assert ("gated with a delta" in calls) == (not (rows == 1 == fused_rows))
     assert "gated" not in calls
 
     gate_up.delta = out.delta = None

@@ -8,7 +8,7 @@
 //
 // Grid: [blocks]. Dynamic shared memory: WARPS * (HELD + DEPTH * STAGE) elements. Macros: those of low_rank.cuh; GATES:
 // out [rows, size] = silu(first half) * second half of y with the additions, also of rows without an adapter; else y is
-// added to.
+// added to, or with ALONE overwritten.
 //
 // ends: what the tiles up to the end of each one cost, then the last one's for tiles that are not used, of `room` tiles;
 // rest: the same of each 8 rows, which cost nothing if all of them have adapters. See `Assigned`.
@@ -239,7 +239,7 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
       const int stop = GATES ? last : min(last, of_part(part, first, second, (int)pieces));
       int column = (piece - of_part(part, 0, first, second)) * each + within;
       Side sides[2] = {side_of(tile, part, size), side_of(tile, GATES ? 1 : part, GATES ? size_1 : size)};
-      if (!GATES && sides[0].ranks == 0) {
+      if (!GATES && !ALONE && sides[0].ranks == 0) {
         piece = stop;
         continue;
       }
@@ -274,7 +274,7 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
         into[r] = out + ((u64)tile.row[r] * (GATES ? size_0 : width) + left + column) * SIZE;
 #pragma unroll
         for (int s = 0; s < 2; s++)
-          if (column + s * other < sides[s].size) load_written<EACH>(before[s][r], from[r] + s * apart * SIZE);
+          if (!ALONE && column + s * other < sides[s].size) load_written<EACH>(before[s][r], from[r] + s * apart * SIZE);
       }
 #pragma unroll
       for (int s = 0; s < (GATES ? 2 : 1); s++)
@@ -284,8 +284,8 @@ expand(const float* sums, const unsigned char* __restrict__ pool, const int* __r
         float d[2][2][4];
 #pragma unroll
         for (int i = 0; i < 16; i++)
-          d[i / 8][i / 4 % 2][i % 4] = value_of(before[i / 8][i % 2], i / 2 % 2 * 2 + i / 4 % 2);
-        if (piece + 1 < stop) {
+          d[i / 8][i / 4 % 2][i % 4] = ALONE ? 0.f : value_of(before[i / 8][i % 2], i / 2 % 2 * 2 + i / 4 % 2);
+        if (!ALONE && piece + 1 < stop) {
 #pragma unroll
           for (int s = 0; s < 2; s++)
 #pragma unroll

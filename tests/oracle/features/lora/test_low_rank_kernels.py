@@ -108,6 +108,28 @@ def test_an_addition_is_gated_with_its_product(dtype: torch.dtype) -> None:
     assert off(got, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ["two halves", "three parts"])
+def test_an_addition_alone(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 for parts that an adapter does not change; whatever was there before."""
+    chosen = seed()
+    made, delta = world(case, dtype, chosen)
+    rng, generator = random.Random(chosen), torch.Generator().manual_seed(chosen)
+    adapters = some(rng, 21)
+    delta.rows = made.assigned(adapters, 64)
+    x = torch.randn(23, RANKS[case][0], generator=generator).to(dtype)
+    addition = delta.begin(x.to(DEVICE))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(torch.nan))
+    found = addition.alone()
+    assert found is not None
+    values, rows = found
+    assert [int(row) >= 0 for row in rows[:23]] == [adapter >= 0 for adapter in [*adapters, -1, -1]]
+    changed = [row for row, adapter in enumerate(adapters) if adapter >= 0]
+    assert values.shape == (23, sum(made.sizes))
+    assert off(values[changed], made.addition(x, [*adapters, -1, -1])[changed]) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("rows", [1, 13])
 def test_more_parts_than_a_launch_adds_to(rows: int) -> None:
     """Of a product that six projections share, each half gets its additions, where its outputs are."""
