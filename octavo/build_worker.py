@@ -285,6 +285,7 @@ def feature_context(config: EngineConfig, files: ModelFiles, facts: WorkerFacts)
         load_tokenizer=lambda: load_tokenizer(tokenizer_files(config.model, files)),
         generates=not is_encoder(files.config) and generates_text(config, files),
         whole_prompts=is_encoder(files.config),
+        shares_prefixes=config.cache.enable_prefix_caching,
         device=facts.torch_device,
         model=str(files.path),
         files=files,

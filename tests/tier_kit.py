@@ -29,8 +29,9 @@ class ShelfTier:
     def holds(self, page: bytes) -> bool:
         return page in self.index
 
-    def stored(self, pages: Sequence[bytes]) -> None:
+    def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
         assert not self.index & set(pages), "stored twice"
+        assert len(before) == len(pages)
         self.index |= set(pages)
 
     def lost(self, pages: Sequence[bytes]) -> None:

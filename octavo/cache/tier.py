@@ -71,8 +71,12 @@ class Tier(Protocol):
         """Whether the page can be loaded."""
         ...
 
-    def stored(self, pages: Sequence[bytes]) -> None:
-        """The worker half holds these pages now."""
+    def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
+        """The worker half holds these pages now.
+
+        Args:
+            before: for each the page before it in its sequence, without which it is of no use; b"" for the first.
+        """
         ...
 
     def lost(self, pages: Sequence[bytes]) -> None:

@@ -171,7 +171,7 @@ def _check(kind: Any, flag: Flag, given: str, value: Any) -> None:
         return
     if kind in (str, str | None) and not isinstance(value, str):
         raise ConfigError(f"{given}={value!r} must be a text.")
-    from_zero = flag.read in (quantities.natural, quantities.share) or flag.switch
+    from_zero = flag.read in (quantities.natural, quantities.share, quantities.gibibytes) or flag.switch
     if get_origin(kind) is tuple and not isinstance(value, list | tuple):
         raise ConfigError(f"{given}={value!r} must be a list.")
     if int in kinds:
@@ -179,7 +179,8 @@ def _check(kind: Any, flag: Flag, given: str, value: Any) -> None:
             _check_int(flag, given, number, 0 if from_zero else 1)
     if float in kinds:
         least = "at least 0" if from_zero else "over 0"
-        most, words = (math.inf, "") if flag.read is quantities.positive else (1, " and up to 1")
+        unbounded = flag.read in (quantities.positive, quantities.gibibytes)
+        most, words = (math.inf, "") if unbounded else (1, " and up to 1")
         if type(value) not in (int, float) or not (0 < value <= most or (value == 0 and from_zero)):
             raise ConfigError(f"{given}={value!r} must be a number {least}{words}.")
     if get_origin(kind) is dict and not isinstance(value, dict):

@@ -117,7 +117,7 @@ _ENGINE: dict[str, Missing | Needless] = {
     "additional-config": _value("additional settings are", "{}"),
     "speculative-model": _value("this flag (another name of --spec-model) is"),
     "num-speculative-tokens": _value("this flag (another name of --spec-tokens) is"),
-    "kv-offloading-backend": _value("offloading of the KV cache is", "native"),
+    "kv-offloading-backend": _value("another place for KV blocks than the host's memory is", "native"),
     "collect-detailed-traces": Needless("a trace always contains queue, prefill and decode", takes_value=True),
     "show-hidden-metrics-for-version": Needless("no metric is hidden", takes_value=True),
     "disable-hybrid-kv-cache-manager": Needless(_ONE_ENGINE),
@@ -147,7 +147,6 @@ FLAGS: dict[str, Missing | Needless] = {
     "decode-context-parallel-size": _CONTEXT,
     "kv-transfer-config": _value("transfer of KV cache between servers is"),
     "kv-events-config": _value("publishing of KV cache events is"),
-    "kv-offloading-size": _value("offloading of the KV cache is", "0"),
     "cpu-offload-gb": _value("offloading of weights is", "0", "0.0"),
     "guided-decoding-backend": Needless("one backend serves every form of output", takes_value=True),
     "task": _value("the older name of --runner (for embeddings say --runner pooling) is", "auto", "generate"),
@@ -155,7 +154,10 @@ FLAGS: dict[str, Missing | Needless] = {
     "limit-mm-per-prompt": _value("images, audio and video are"),
     "allowed-local-media-path": _value("images, audio and video are", ""),
     "enable-auto-tool-choice": Needless("automatic tool choice is always enabled"),
-    "swap-space": Needless("there is no swap space: preempted requests are recomputed", takes_value=True),
+    "swap-space": Needless(
+        "KV blocks are kept in the host's memory by --kv-offloading-size, not only those of preempted requests",
+        takes_value=True,
+    ),
     "preemption-mode": Needless("preemption is by recompute, helped by the prefix cache", takes_value=True),
     "disable-log-requests": Needless("requests are logged only with --enable-log-requests"),
     "enable-chunked-prefill": Needless(

@@ -87,6 +87,11 @@ def positive(text: str) -> float:
     return _number(text, lambda value: 0 < value < float("inf"), "a number over 0, such as 1000000 or 5e5")
 
 
+def gibibytes(text: str) -> float:
+    """Parse a finite number of GiB, at least 0; raise ValueError for others."""
+    return _number(text, lambda value: 0 <= value < float("inf"), "a number of GiB, such as 64 or 0.5")
+
+
 def seconds(text: str) -> float:
     """Parse a finite number of seconds, at least 0; raise ValueError for others."""
     return _number(text, lambda value: 0 <= value < float("inf"), "a number of seconds, such as 30 or 0.5")

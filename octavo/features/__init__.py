@@ -41,6 +41,7 @@ FEATURES = (
     "beams",
     "bridge",
     "grammar",
+    "host_cache",
     "logits_processors",
     "lora",
     "pooling",
@@ -75,6 +76,7 @@ class FeatureContext:
         load_tokenizer: returns the model's tokenizer; callable from any thread, expensive the first time.
         generates: whether the engine generates text; False if it only makes vectors.
         whole_prompts: each prompt is computed in one step.
+        shares_prefixes: requests share the KV cache of common prefixes.
         device: the logits' device, as torch names it.
         model: path of the model's folder or file.
         files: the model's files; None in tests that have none.
@@ -91,6 +93,7 @@ class FeatureContext:
     load_tokenizer: Callable[[], Tokenizer]
     generates: bool = True
     whole_prompts: bool = False
+    shares_prefixes: bool = True
     device: str = "cpu"
     model: str = ""
     files: ModelFiles | None = None

@@ -29,7 +29,7 @@ from octavo.schedule.request import Request
 
 log = logging.getLogger(__name__)
 
-_STORED_PART = 8
+_STORED_PART = 2
 """Blocks that are on their way to a tier are at most this part of the cache."""
 
 
@@ -54,10 +54,15 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Store:
-    """Blocks that are being stored."""
+    """Blocks that are being stored.
+
+    Attributes:
+        before: of each page; see `Tier.stored`.
+    """
 
     transfer: Transfer
     lease: Lease
+    before: list[bytes]
 
 
 class Tiers:
@@ -199,7 +204,8 @@ class Tiers:
         self._no_longer_arriving(load)
         if news.failed or news.state is TransferState.UNKNOWN:
             self._counters.stats.loads_failed += 1
-            self._tell(load.transfer.tier, "lost", [pages[index] for index in news.failed])
+            if news.failed:
+                self._tell(load.transfer.tier, "lost", [pages[index] for index in news.failed])
             for request in list(load.waiting):
                 self._give_up(request)
         else:
@@ -238,7 +244,7 @@ class Tiers:
         """Store blocks that were just registered, (index in the sequence, block by group), when they are computed."""
         names = self._names_of(request).upto(request.keys, registered[-1][0] + 1)
         pages = {
-            page_name(names[index], group): block
+            page_name(names[index], group): (block, page_name(names[index - 1], group) if index else b"")
             for index, blocks in registered
             for group, block in enumerate(blocks)
             if block != NO_BLOCK
@@ -250,10 +256,10 @@ class Tiers:
             if wanted[:room]:
                 self._store(tier, wanted[:room], pages, computed=not request.inflight)
 
-    def _store(self, tier: Tier, wanted: list[bytes], pages: dict[bytes, int], *, computed: bool) -> None:
-        blocks = [pages[page] for page in wanted]
+    def _store(self, tier: Tier, wanted: list[bytes], pages: dict[bytes, tuple[int, bytes]], *, computed: bool) -> None:
+        blocks, before = map(list, zip(*(pages[page] for page in wanted), strict=True))
         lease = self._cache.lease_blocks(blocks, self._owners[tier.name])
-        store = Store(Transfer(next(self._tickets), tier.name, wanted, blocks), lease)
+        store = Store(Transfer(next(self._tickets), tier.name, wanted, blocks), lease, before)
         self._storing[tier.name].update(wanted)
         (self._ready if computed else self._filling).append(store)
 
@@ -267,7 +273,9 @@ class Tiers:
         failed = set(range(len(pages)) if news.state is TransferState.UNKNOWN else news.failed)
         self._counters.stats.blocks_not_stored += len(failed)
         self._counters.stats.blocks_stored += len(pages) - len(failed)
-        self._tell(store.transfer.tier, "stored", [page for i, page in enumerate(pages) if i not in failed])
+        kept = [i for i in range(len(pages)) if i not in failed]
+        if kept:
+            self._tell(store.transfer.tier, "stored", [pages[i] for i in kept], [store.before[i] for i in kept])
         del self._stores[news.ticket]
 
     # Plans and their outputs
@@ -362,10 +370,9 @@ class Tiers:
             log.exception("the tier %r failed to find a page", tier.name)
             return False
 
-    def _tell(self, name: str, what: str, pages: list[bytes]) -> None:
+    def _tell(self, name: str, what: str, *pages: list[bytes]) -> None:
         """Call `Tier.stored` or `Tier.lost`. A failure is the feature's own."""
-        if pages:
-            try:
-                getattr(self._tiers[name], what)(pages)
-            except Exception:
-                log.exception("the tier %r failed to take in that pages were %s", name, what)
+        try:
+            getattr(self._tiers[name], what)(*pages)
+        except Exception:
+            log.exception("the tier %r failed to take in that pages were %s", name, what)

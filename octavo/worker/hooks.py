@@ -77,7 +77,8 @@ class Site:
         blocks: the KV cache, where a feature's own pages are (`schedule/pages.py`). Its memory is freed before `attach`
             is called again.
         room: limits of the runner; None for an encoder's.
-        rank: this process's number among the ranks of the model. Each rank keeps a part of every KV page.
+        rank, ranks: this process's number among the ranks of the model, and how many there are. Each rank keeps a part
+            of every KV page.
     """
 
     build: Build
@@ -86,6 +87,7 @@ class Site:
     blocks: Blocks
     room: Capacity | None = None
     rank: int = 0
+    ranks: int = 1
 
 
 class WorkerHook:

@@ -396,8 +396,8 @@ class Worker:
 
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
-        device = self.device.torch_device
-        return Site(self._build(self._schemes(), device), self._reopen, self.device, blocks, room, self.place.rank)
+        build, place = self._build(self._schemes(), self.device.torch_device), self.place
+        return Site(build, self._reopen, self.device, blocks, room, place.rank, place.size)
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:

@@ -60,6 +60,7 @@ _TEXTS = {
     "cache.memory_bytes": "256M",
     "cache.memory_utilization": "0.5",
     "scheduler.watermark": "0.5",
+    "host_cache.kv_offloading_size": "0.5",
     "lora.max_lora_rank": "128",
     "speculation.spec_tokens": "8",
 }

@@ -18,7 +18,7 @@ class ShelfTier:
     def holds(self, page: bytes) -> bool:
         return page in INDEX
 
-    def stored(self, pages: Sequence[bytes]) -> None:
+    def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
         INDEX.update(pages)
 
     def lost(self, pages: Sequence[bytes]) -> None:
