@@ -34,6 +34,9 @@ class ShelfTier:
         assert len(before) == len(pages)
         self.index |= set(pages)
 
+    def not_stored(self, pages: Sequence[bytes]) -> None:
+        assert not self.index & set(pages), "stored after all"
+
     def lost(self, pages: Sequence[bytes]) -> None:
         self.index -= set(pages)
 

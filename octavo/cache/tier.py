@@ -79,6 +79,10 @@ class Tier(Protocol):
         """
         ...
 
+    def not_stored(self, pages: Sequence[bytes]) -> None:
+        """The worker half failed to store these pages, or it is not known whether it did; some ranks may have."""
+        ...
+
     def lost(self, pages: Sequence[bytes]) -> None:
         """The worker half could not load these pages."""
         ...

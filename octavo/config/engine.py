@@ -179,8 +179,9 @@ def _check(kind: Any, flag: Flag, given: str, value: Any) -> None:
             _check_int(flag, given, number, 0 if from_zero else 1)
     if float in kinds:
         least = "at least 0" if from_zero else "over 0"
-        unbounded = flag.read in (quantities.positive, quantities.gibibytes)
-        most, words = (math.inf, "") if unbounded else (1, " and up to 1")
+        bounds: dict[Any, float] = {quantities.positive: math.inf, quantities.gibibytes: quantities.MOST_GIB}
+        most = bounds.get(flag.read, 1)
+        words = "" if most == math.inf else f" and up to {most}"
         if type(value) not in (int, float) or not (0 < value <= most or (value == 0 and from_zero)):
             raise ConfigError(f"{given}={value!r} must be a number {least}{words}.")
     if get_origin(kind) is dict and not isinstance(value, dict):

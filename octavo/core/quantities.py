@@ -9,6 +9,8 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmKM]?)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?[bB])?")
 _COUNT_UNITS = {"": 1, "k": 1000, "m": 1000_000, "K": 1024, "M": 1024**2}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+MOST_GIB = 1 << 20
+"""A PiB."""
 
 
 def count_or_all(text: str) -> int:
@@ -88,8 +90,8 @@ def positive(text: str) -> float:
 
 
 def gibibytes(text: str) -> float:
-    """Parse a finite number of GiB, at least 0; raise ValueError for others."""
-    return _number(text, lambda value: 0 <= value < float("inf"), "a number of GiB, such as 64 or 0.5")
+    """Parse a number of GiB, from 0 to `MOST_GIB`; raise ValueError for others."""
+    return _number(text, lambda value: 0 <= value <= MOST_GIB, f"a number of GiB up to {MOST_GIB}, such as 64 or 0.5")
 
 
 def seconds(text: str) -> float:

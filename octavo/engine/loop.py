@@ -313,7 +313,7 @@ class EngineLoop:
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prompts. Running requests keep their blocks."""
-        self._scheduler.cache.reset()
+        self._scheduler.reset()
 
     def forget_past(self) -> None:
         """Reset counters and cache, as after a warm-up."""

@@ -76,8 +76,8 @@ class Projection(WeightLayer):
         if self.activation != "silu":
             return act_mul(self(x), self.activation)
         if delta is not None and self.is_whole:
-            addition, scheme = delta.begin(x), self._fusing_scheme
-            return addition.gated(self.scheme.apply(x)) if scheme is None else scheme.gated(x, addition)
+            addition = delta.begin(x)
+            return addition.gated(self.scheme.apply(x)) if fusing is None else fusing.gated(x, addition)
         return act_mul(self(x), self.activation) if fusing is None else fusing.gated(x)
 
     def after_norm(self, stream: Stream, norm: Norm, *, gated: bool = False, wide: bool = False) -> Tensor:

@@ -201,6 +201,9 @@ class EngineHook:
     def on_park(self) -> None:
         """All blocks lose their contents; nothing is in flight and no request has a slot. Release all leases."""
 
+    def on_reset(self) -> None:
+        """Cached contents are forgotten, as after `on_park`; running requests keep their blocks."""
+
     def on_weights(self) -> None:
         """The model's weights were replaced, after `on_park` if the KV cache was dropped. Nothing is in flight."""
 

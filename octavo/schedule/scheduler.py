@@ -180,7 +180,12 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.clear()
         told(self._hooks, "on_park")
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop cached contents. Running requests keep their blocks."""
         self.cache.reset()
+        told(self._hooks, "on_reset")
 
     def has_blocks(self, *, there: bool) -> None:
         """The memory of the KV cache was freed, or allocated again."""
@@ -268,8 +273,7 @@ class Scheduler:
 
     def turn(self) -> None:
         """Let features take in what their threads have done; call it while nothing is planned."""
-        if self.turning:
-            told(self.turning, "turn")
+        told(self.turning, "turn")
         self._mend()
 
     def _freeze(self, draft: PlanDraft, rows: list[Request], steady: Steady | None = None) -> StepPlan | None:
@@ -279,9 +283,8 @@ class Scheduler:
             draft.transfers = merged(tiers, self._loads.take(ask=ask))
         if not rows and draft.transfers is None:
             return None
-        if rows:
-            for hook in self._hooks if steady is None else steady.hooks:
-                hook.on_plan(draft, rows)
+        for hook in () if not rows else self._hooks if steady is None else steady.hooks:
+            hook.on_plan(draft, rows)
         plan = draft.freeze(self._num_plans)
         self._num_plans += 1
         self._launched[plan.id] = rows, steady
@@ -324,9 +327,7 @@ class Scheduler:
     def payload(self, plan: StepPlan) -> dict[str, Any]:
         """Return the features' payloads for sampling the plan; called after its forward pass was launched."""
         rows, steady = self._launched[plan.id]
-        hooks = self._hooks if steady is None else steady.senders
-        if not rows:
-            return {}
+        hooks = () if not rows else self._hooks if steady is None else steady.senders
         asked = ((hook.name, hook.before_sample(plan, rows)) for hook in hooks)
         return {name: value for name, value in asked if value is not None}
 
@@ -485,8 +486,7 @@ class Scheduler:
         stats = self.counters.snapshot(len(running), waiting, len(self._planner.deferred), unfilled)
         stats.feature_changed = next((hook.name for hook in self._hooks if hook.changed), "")
         stats.features = [metric for hook in self._hooks for metric in measured(hook)]
-        head = self._requests.waiting.peek()
-        delayed = ([head] if head else []) + self._planner.deferred[:_MOST_WAITS]
+        delayed = [*filter(None, [self._requests.waiting.peek()]), *self._planner.deferred[:_MOST_WAITS]]
         stats.waits = {request.id: text for request in delayed if (text := reason(self._hooks, request))}
         return stats
 
@@ -496,5 +496,5 @@ class Scheduler:
 
     def forget_past(self) -> None:
         """Drop cached contents and counters. Nothing may be running."""
-        self.cache.reset()
+        self.reset()
         self.counters.forget()

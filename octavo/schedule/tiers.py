@@ -29,8 +29,9 @@ from octavo.schedule.request import Request
 
 log = logging.getLogger(__name__)
 
-_STORED_PART = 2
-"""Blocks that are on their way to a tier are at most this part of the cache."""
+_STORED_PART, _STORED_ANYWAY = 8, 256
+"""Blocks that are on their way to a tier are at most this part of the cache, or this number if it is at most half of
+it: a step can fill many blocks of a small cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +252,9 @@ class Tiers:
         }
         for tier in self._tiers.values():
             wanted = [page for page in pages if page not in self._storing[tier.name] and not self._holds(tier, page)]
-            room = max(0, self._cache.num_blocks // _STORED_PART - len(self._storing[tier.name]))
+            total = self._cache.num_blocks
+            most = max(total // _STORED_PART, min(total // 2, _STORED_ANYWAY))
+            room = max(0, most - len(self._storing[tier.name]))
             self._counters.stats.blocks_not_stored += len(wanted[room:])
             if wanted[:room]:
                 self._store(tier, wanted[:room], pages, computed=not request.inflight)
@@ -274,6 +277,8 @@ class Tiers:
         self._counters.stats.blocks_not_stored += len(failed)
         self._counters.stats.blocks_stored += len(pages) - len(failed)
         kept = [i for i in range(len(pages)) if i not in failed]
+        if failed:
+            self._tell(store.transfer.tier, "not_stored", [pages[i] for i in sorted(failed)])
         if kept:
             self._tell(store.transfer.tier, "stored", [pages[i] for i in kept], [store.before[i] for i in kept])
         del self._stores[news.ticket]
@@ -371,8 +376,8 @@ class Tiers:
             return False
 
     def _tell(self, name: str, what: str, *pages: list[bytes]) -> None:
-        """Call `Tier.stored` or `Tier.lost`. A failure is the feature's own."""
+        """Call `Tier.stored`, `not_stored` or `lost`. A failure is the feature's own."""
         try:
             getattr(self._tiers[name], what)(*pages)
         except Exception:
-            log.exception("the tier %r failed to take in that pages were %s", name, what)
+            log.exception("the tier %r failed to take in that pages were %s", name, what.replace("_", " "))

@@ -79,6 +79,7 @@ class Site:
         room: limits of the runner; None for an encoder's.
         rank, ranks: this process's number among the ranks of the model, and how many there are. Each rank keeps a part
             of every KV page.
+        neighbours: how many of them, itself included, are on this machine.
     """
 
     build: Build
@@ -88,6 +89,7 @@ class Site:
     room: Capacity | None = None
     rank: int = 0
     ranks: int = 1
+    neighbours: int = 1
 
 
 class WorkerHook:

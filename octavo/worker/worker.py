@@ -397,7 +397,7 @@ class Worker:
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
         build, place = self._build(self._schemes(), self.device.torch_device), self.place
-        return Site(build, self._reopen, self.device, blocks, room, place.rank, place.size)
+        return Site(build, self._reopen, self.device, blocks, room, place.rank, place.size, place.local[1])
 
     def _reopen(self) -> Checkpoint:
         if self.weight_version != self.files_version:

@@ -33,6 +33,13 @@ def random(some: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat
     return torch.randn(shape, generator=some, device=GPU).to(dtype)
 
 
+def matrix(some: torch.Generator, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a matrix that is there: the launch before a product must not write it."""
+    made = random(some, outputs, inputs, dtype=dtype) / inputs**0.5
+    torch.cuda.synchronize()
+    return made
+
+
 def off(got: Tensor, x: Tensor, weight: Tensor, added: Tensor | None = None) -> float:
     both = x.double() @ weight.double().t()
     gate, up = (both if added is None else both + added).chunk(2, dim=1)
@@ -46,7 +53,7 @@ def off(got: Tensor, x: Tensor, weight: Tensor, added: Tensor | None = None) -> 
 def test_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """More and fewer tiles than blocks, steps than stages; the last tiles of rows and outputs are not full."""
     some = generator()
-    x, weight = random(some, rows, inputs, dtype=dtype), random(some, 2 * outputs, inputs, dtype=dtype) / inputs**0.5
+    x, weight = random(some, rows, inputs, dtype=dtype), matrix(some, 2 * outputs, inputs, dtype)
     assert gated_tiles.fits(weight)
     got = gated_tiles.product(x, weight)
     assert got.shape == (rows, outputs)
@@ -58,14 +65,14 @@ def test_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
 def test_each_division(side: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_tiles, "plan_of", lambda *args: (side, 1 if rows <= 128 else 2))
     some = generator()
-    x, weight = random(some, rows, 512), random(some, 2 * 1000, 512) / 16
+    x, weight = random(some, rows, 512), matrix(some, 2 * 1000, 512)
     assert off(gated_tiles.product(x, weight), x, weight) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("rows", [90, 260])
 def test_additions_to_some_rows(rows: int) -> None:
     some = generator()
-    x, weight, added = random(some, rows, 256), random(some, 2 * 600, 256) / 16, random(some, rows, 2 * 600)
+    x, added, weight = random(some, rows, 256), random(some, rows, 2 * 600), matrix(some, 2 * 600, 256)
     chosen = torch.randint(-1, 2, (rows + 5,), generator=some, device=GPU, dtype=torch.int32)
     adds = (chosen[:rows] >= 0)[:, None]
     got = gated_tiles.product(x, weight, (added.where(adds, torch.nan), chosen))
@@ -75,7 +82,7 @@ def test_additions_to_some_rows(rows: int) -> None:
 def test_rows_of_the_launch_before_are_waited_for() -> None:
     """Recorded, so that launches follow one another as closely as they can."""
     some = generator()
-    x, weight = random(some, 256, 4096), random(some, 2 * 4096, 4096) / 64
+    x, weight = random(some, 256, 4096), matrix(some, 2 * 4096, 4096)
     scale = torch.ones(4096, dtype=torch.bfloat16, device=GPU)
 
     def chain(x: Tensor) -> list[Tensor]:
@@ -103,7 +110,7 @@ def test_rows_of_the_launch_before_are_waited_for() -> None:
 
 def test_results_do_not_depend_on_other_rows_or_runs() -> None:
     some = generator()
-    x, weight = random(some, 256, 1024), random(some, 2 * 2048, 1024) / 32
+    x, weight = random(some, 256, 1024), matrix(some, 2 * 2048, 1024)
     multiply = partial(gated_tiles.product, weight=weight)
     whole = multiply(x)
     assert torch.equal(whole, multiply(x))

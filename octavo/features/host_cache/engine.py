@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from octavo.core.errors import ConfigError
@@ -44,11 +45,19 @@ class HostTier:
     def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
         self._drop(self.index.add(pages, before))
 
+    def not_stored(self, pages: Sequence[bytes]) -> None:
+        self.unwanted += pages
+
     def lost(self, pages: Sequence[bytes]) -> None:
+        """What one rank lacks is of no use to the others."""
         self.index.discard(pages)
+        self._drop(pages)
 
     def resize(self, capacity: int) -> None:
         self._drop(self.index.resize(capacity))
+
+    def clear(self) -> None:
+        self._drop(self.index.clear())
 
     def _drop(self, pages: Sequence[bytes]) -> None:
         self.num_dropped += len(pages)
@@ -69,7 +78,7 @@ class HostCache(EngineHook):
 
     @property
     def awaits(self) -> bool:
-        return self.tier.index.capacity == 0
+        return self.tier.index.capacity == 0 and self._pages.awake
 
     def turn(self) -> None:
         if not self._pages.awake:
@@ -77,11 +86,25 @@ class HostCache(EngineHook):
         if self.awaits:
             self._places = self._places or self._pages.call("places", {})
             if self._places.done():
-                places, self._places = min(self._places.result()), None
+                answer, self._places = self._places, None
+                places = min(answer.result())
                 self.tier.resize(places - places // _SPARE_PART)
         if self.tier.unwanted:
             gone, self.tier.unwanted = self.tier.unwanted, []
-            self._pages.call("drop", {"pages": gone}).add_done_callback(_logged)
+            self._pages.call("drop", {"pages": gone}).add_done_callback(partial(self._dropped, gone))
+
+    def _dropped(self, pages: Sequence[bytes], answer: Future[list[Any]]) -> None:
+        """Drop pages later if a rank could not be asked."""
+        if (error := answer.exception()) is not None:
+            log.error("KV blocks in the host's memory were not dropped: %s", error)
+            self.tier.unwanted += pages
+
+    def on_reset(self) -> None:
+        """Also with other weights, and after a sleep, in which the model's files may have changed."""
+        self.tier.clear()
+
+    def on_weights(self) -> None:
+        self.tier.clear()
 
     def metrics(self) -> Sequence[FeatureMetric]:
         tier = self.tier
@@ -96,18 +119,13 @@ def _metric(name: str, kind: str, text: str, value: float) -> FeatureMetric:
     return FeatureMetric(name, kind, text, "", {"": value})
 
 
-def _logged(answer: Future[list[Any]]) -> None:
-    if (error := answer.exception()) is not None:
-        log.error("KV blocks in the host's memory were not dropped: %s", error)
-
-
 def build_engine(context: FeatureContext) -> HostCache | None:
     settings = context.settings_of(HostCacheSettings)
-    if not settings.num_bytes:
+    if not settings.kv_offloading_size:
         return None
     given = f"--kv-offloading-size {settings.kv_offloading_size:g}"
     if context.whole_prompts or not context.generates:
-        raise ConfigError(f"{context.model_name} keeps no KV blocks between requests. Leave out {given}.")
+        raise ConfigError(f"{given} is for models that generate text; {context.model_name} does not. Leave it out.")
     if not context.shares_prefixes:
         raise ConfigError(f"{given} needs prefix caching, by which kept blocks are found. Leave out one of the two.")
     return HostCache()

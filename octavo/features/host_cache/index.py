@@ -5,21 +5,22 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+_SPARE_ENDS = 64
+"""Outdated entries of the heap that are not worth removing."""
 
 
 @dataclass(slots=True)
 class _Entry:
     """
     Attributes:
-        before: the page in the index that this one continues; b"" for none.
+        before: the page that this one continues; b"" for none.
         used: when it was used last, by a count of uses.
-        followers: pages in the index that continue this one.
     """
 
     before: bytes
     used: int
-    followers: set[bytes] = field(default_factory=set)
 
 
 class PageIndex:
@@ -34,7 +35,9 @@ class PageIndex:
     def __init__(self) -> None:
         self.capacity = 0
         self._entries: dict[bytes, _Entry] = {}
-        self._leaves: list[tuple[int, bytes]] = []
+        self._followers: dict[bytes, set[bytes]] = {}
+        """Page, which may be missing -> the pages in the index that continue it, if there are any."""
+        self._ends: list[tuple[int, bytes]] = []
         """A heap of (use, page) with an entry for each page without followers, and outdated ones."""
         self._uses = itertools.count()
 
@@ -66,39 +69,58 @@ class PageIndex:
         for page, previous in zip(pages, before, strict=True):
             if self.use(page):
                 continue
-            parent = self._entries.get(previous)
-            self._entries[page] = entry = _Entry(b"" if parent is None else previous, next(self._uses))
-            if parent is not None:
-                parent.followers.add(page)
-            heapq.heappush(self._leaves, (entry.used, page))
+            self._entries[page] = _Entry(previous, next(self._uses))
+            if previous:
+                self._followers.setdefault(previous, set()).add(page)
+            self._note_end(page)
         return self._shrink()
 
     def discard(self, pages: Iterable[bytes]) -> None:
-        """Remove pages, if they are there. Those that continue them stay, but continue nothing."""
+        """Remove pages, if they are there."""
         for page in pages:
             if page in self._entries:
                 self._remove(page)
 
+    def clear(self) -> list[bytes]:
+        """Remove all pages; return them."""
+        gone = [*self._entries]
+        self._entries.clear()
+        self._followers.clear()
+        self._ends.clear()
+        return gone
+
     def _shrink(self) -> list[bytes]:
         gone = []
         while len(self._entries) > self.capacity:
-            used, page = heapq.heappop(self._leaves)
+            used, page = heapq.heappop(self._ends)
             entry = self._entries.get(page)
-            if entry is None or entry.followers:
+            if entry is None or page in self._followers:
                 continue
             if entry.used != used:
-                heapq.heappush(self._leaves, (entry.used, page))
+                heapq.heappush(self._ends, (entry.used, page))
                 continue
             gone.append(page)
             self._remove(page)
         return gone
 
     def _remove(self, page: bytes) -> None:
-        entry = self._entries.pop(page)
-        for follower in entry.followers:
-            self._entries[follower].before = b""
-        parent = self._entries.get(entry.before)
-        if parent is not None:
-            parent.followers.remove(page)
-            if not parent.followers:
-                heapq.heappush(self._leaves, (parent.used, entry.before))
+        before = self._entries.pop(page).before
+        if not before:
+            return
+        beside = self._followers[before]
+        beside.remove(page)
+        if not beside:
+            del self._followers[before]
+            if before in self._entries:
+                self._note_end(before)
+
+    def _note_end(self, page: bytes) -> None:
+        """Note that a page has no followers, if it has none."""
+        if page in self._followers:
+            return
+        if len(self._ends) > 2 * len(self._entries) + _SPARE_ENDS:
+            ends = (one for one in self._entries if one not in self._followers)
+            self._ends = [(self._entries[one].used, one) for one in ends]
+            heapq.heapify(self._ends)
+        else:
+            heapq.heappush(self._ends, (self._entries[page].used, page))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.core import quantities
+from octavo.core.errors import ConfigError
 from octavo.core.flag import setting
 from octavo.features import FeatureSettings
 
@@ -24,6 +25,13 @@ class HostCacheSettings(FeatureSettings):
         read=quantities.gibibytes,
         metavar="GIB",
     )
+
+    def check_recordable(self) -> None:
+        if self.kv_offloading_size:
+            raise ConfigError(
+                "--record-steps can't be used with --kv-offloading-size: a replay would not know which blocks were "
+                "dropped. Leave out one of them."
+            )
 
     @property
     def num_bytes(self) -> int:

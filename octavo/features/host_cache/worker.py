@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.device.cgroup import memory_left
 from octavo.features import FeatureContext
 from octavo.features.host_cache.settings import HostCacheSettings
 from octavo.models.model import EncoderModel, Model
@@ -91,11 +92,44 @@ class _Places:
             self._free.append(place)
 
 
-class HostPages(WorkerHook):
-    """The pages of one rank. Their memory is not pinned: it is taken from the system when pages first fill it.
+class _Host:
+    """Places in the host's memory for pages, with their contents.
 
     Pages are copied by NumPy, in the calling thread: torch would take more threads, from those that compute.
+
+    Raises:
+        ConfigError: there is not as much memory.
     """
+
+    def __init__(self, count: int, page_bytes: int) -> None:
+        try:
+            self.memory: NDArray[np.uint8] = np.empty((count, page_bytes), dtype=np.uint8)
+        except MemoryError as error:
+            raise ConfigError(
+                f"--kv-offloading-size: {count * page_bytes / 2**30:.1f} GiB can't be allocated. Set a smaller size."
+            ) from error
+        self.places = _Places(count)
+
+    def store(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
+        places = self.places.take(len(names))
+        for place, page in zip(places, pages.numpy(), strict=False):
+            self.memory[place] = page
+        self.places.put(names[: len(places)], places)
+        return range(len(places), len(names))
+
+    def load(self, places: Sequence[int | None], room: Callable[[], Tensor]) -> Collection[int]:
+        try:
+            pages = room().numpy()
+            for i, place in enumerate(places):
+                if place is not None:
+                    pages[i] = self.memory[place]
+        finally:
+            self.places.done(places)
+        return [i for i, place in enumerate(places) if place is None]
+
+
+class HostPages(WorkerHook):
+    """The pages of one rank. Their memory is not pinned: it is taken from the system when pages first fill it."""
 
     name = "host_cache"
 
@@ -106,18 +140,20 @@ class HostPages(WorkerHook):
         """
         self._num_bytes = num_bytes
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-host-cache")
-        self._memory: NDArray[np.uint8] = np.empty((0, 0), dtype=np.uint8)
-        self._places = _Places(0)
+        self._host = _Host(0, 0)
+        self._storing: set[Future[Collection[int]]] = set()
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         page_bytes = site.blocks.page_bytes
-        if self._memory.shape[1] == page_bytes:
-            return  # pages outlast a sleep
+        if self._host.memory.shape[1] == page_bytes:
+            return  # after a sleep
         own = self._num_bytes // site.ranks
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if own > there:
+        if (left := memory_left()) is not None:
+            there = min(there, left)
+        if own * site.neighbours > there:
             raise ConfigError(
-                f"--kv-offloading-size leaves {own / 2**30:.1f} GiB to each rank, but this machine has "
+                f"--kv-offloading-size: {own * site.neighbours / 2**30:.1f} GiB are for this machine, which has "
                 f"{there / 2**30:.1f} GiB of memory. Set a smaller size."
             )
         count = own // page_bytes
@@ -126,17 +162,20 @@ class HostPages(WorkerHook):
                 f"--kv-offloading-size leaves {own} bytes to each rank, but a KV block has {page_bytes}. Set at least "
                 f"{_LEAST * page_bytes * site.ranks / 2**30:.2g} GiB."
             )
-        self._memory = np.empty((count, page_bytes), dtype=np.uint8)
-        self._places = _Places(count)
-        log.info("keeping up to %d KV blocks, %.2f GiB, in the host's memory", count, self._memory.nbytes / 2**30)
+        self._host = _Host(count, page_bytes)
+        log.info("reserved %.2f GiB of the host's memory for %d KV blocks", count * page_bytes / 2**30, count)
+
+    def detach(self) -> None:
+        """Wait for stores, whose end may never be reported: the engine half has what they kept dropped later."""
+        wait(self._storing)
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """Return for how many pages there are places; or drop pages."""
         match method:
             case "places":
-                return len(self._memory)
+                return len(self._host.memory)
             case "drop":
-                return self._places.drop(args["pages"])
+                return self._host.places.drop(args["pages"])
             case _:
                 return super().call(method, args)
 
@@ -144,29 +183,15 @@ class HostPages(WorkerHook):
         return max(1, _ROOM_BYTES // page_bytes), _ROOMS
 
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
-        return self._threads.submit(self._store, names, pages)
+        storing = self._threads.submit(self._host.store, names, pages)
+        self._storing = {one for one in self._storing if not one.done()} | {storing}
+        return storing
 
     def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
-        return self._threads.submit(self._load, self._places.read(names), room)
-
-    def _store(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
-        places = self._places.take(len(names))
-        for place, page in zip(places, pages.numpy(), strict=False):
-            self._memory[place] = page
-        self._places.put(names[: len(places)], places)
-        return range(len(places), len(names))
-
-    def _load(self, places: Sequence[int | None], room: Callable[[], Tensor]) -> Collection[int]:
-        try:
-            pages = room().numpy()
-            for i, place in enumerate(places):
-                if place is not None:
-                    pages[i] = self._memory[place]
-        finally:
-            self._places.done(places)
-        return [i for i, place in enumerate(places) if place is None]
+        host = self._host
+        return self._threads.submit(host.load, host.places.read(names), room)
 
 
 def build_worker(context: FeatureContext) -> HostPages | None:
-    num_bytes = context.settings_of(HostCacheSettings).num_bytes
-    return HostPages(num_bytes) if num_bytes else None
+    settings = context.settings_of(HostCacheSettings)
+    return HostPages(settings.num_bytes) if settings.kv_offloading_size else None

@@ -19,7 +19,7 @@ from octavo.nn.delta import Delta, ExpertsDelta
 from octavo.nn.experts import ExpertLayer
 from octavo.nn.experts_spec import ExpertsForm, RoutingSpec
 from octavo.nn.linear import Linear, Projection
-from octavo.nn.ops import row16
+from octavo.nn.ops import gated_tiles, row16
 from octavo.nn.ops.expert_products import route_on_device, typical_tokens
 from octavo.nn.ops.expert_weights import StackedWeights
 from octavo.nn.ops.ring import RowForm
@@ -48,8 +48,11 @@ def compile_ahead(
     ahead = Ahead(target_of(device))
     one = torch.empty(16, dtype=dtype, device=device)
     added = [(layer, _of_tokens(delta)) for layer, delta in layers if isinstance(layer, Linear)]
-    for form in {delta.form for _, deltas in added for delta in deltas}:
-        kernels.compile_ahead(form)
+    forms = {delta.form for _, deltas in added for delta in deltas}
+    # Which numbers of rows need it is chosen later, and to load it while a step is recorded is not possible.
+    alone = {form for form in forms if form.parts == 2} if gated_tiles.runs(device) else set()
+    for form in forms:
+        kernels.compile_ahead(form, alone=form in alone)
     with ahead.collecting():
         for layer, deltas in added:
             if len(deltas) == 1:  # several are not fused with the product of one row
@@ -57,6 +60,8 @@ def compile_ahead(
         for mixture, additions in {layer.form: additions for layer, additions in experts}.items():
             if isinstance(additions, KernelExperts):
                 _launch_experts(mixture, additions, _top_k(spec), one)
+    for form in alone:
+        kernels.expand(form, alone=True)
     log.info("compiled or loaded %d kernels of adapters in %.1f s", ahead.wait(), time.perf_counter() - began)
 
 

@@ -79,11 +79,17 @@ def expand(form: Form, *, gates: bool = False, alone: bool = False) -> Kernel:
     return _kernel("expand", form, (("GATES", int(gates)), ("ALONE", int(alone))))
 
 
-def compile_ahead(form: Form) -> None:
-    """Compile kernels in the background."""
+def compile_ahead(form: Form, *, alone: bool = False) -> None:
+    """Compile kernels in the background.
+
+    Args:
+        alone: the form of `expand` of this name, too.
+    """
     variants: dict[str, list[Variant]] = {"shrink": [(("X_FLOAT", 0),)], "expand": [(("GATES", 0), ("ALONE", 0))]}
     if form.parts == 2:
-        variants["expand"] += [(("GATES", 1), ("ALONE", 0)), (("GATES", 0), ("ALONE", 1))]
+        variants["expand"].append((("GATES", 1), ("ALONE", 0)))
+    if alone:
+        variants["expand"].append((("GATES", 0), ("ALONE", 1)))
     for name, some in variants.items():
         for variant in some:
             nvrtc.compile_ahead(*_source_of(name, form, variant))

@@ -8,15 +8,18 @@ ends, and needs no counter of tiles, which the library's kernel clears in a laun
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from ctypes import c_int
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.device.launch_sizes import cdiv
 from octavo.nn.ops import nvrtc, wgmma
+from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.nvrtc import Argument, Kernel, address
 from octavo.nn.ops.ring import multiprocessors
 
@@ -32,6 +35,8 @@ _SHARED = 226 << 10
 _ALIGNMENT = 1 << 10
 _THREADS = 384
 _SIDES = (64, 80, 96, 112, 128)
+_ROUNDED = 0.02
+"""Largest relative error."""
 _STEP_COST, _TILE_COST = 64, 1500
 """What a step takes beside its outputs, of both sides, and what a tile takes beside its steps."""
 
@@ -60,11 +65,15 @@ class Form(NamedTuple):
         return (_SHARED - _ALIGNMENT) // self.stage
 
 
+def runs(device: torch.device) -> bool:
+    """Return whether a device is one that the kernel is made for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def fits(weight: Tensor) -> bool:
     """Return whether the kernel supports a matrix [2N, K] on its device."""
-    hopper = weight.is_cuda and torch.cuda.get_device_capability(weight.device) == (9, 0)
     outputs, inputs = weight.shape
-    return hopper and weight.dtype.itemsize == 2 and inputs % _STEP == 0 and outputs % 16 == 0
+    return runs(weight.device) and weight.dtype.itemsize == 2 and inputs % _STEP == 0 and outputs % 16 == 0
 
 
 def product(x: Tensor, weight: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -72,7 +81,8 @@ def product(x: Tensor, weight: Tensor, added: tuple[Tensor, Tensor] | None = Non
 
     Args:
         x: [M, K], contiguous.
-        weight: [2N, K], contiguous, of x's dtype, which `fits`: gate and up.
+        weight: [2N, K], contiguous, of x's dtype, which `fits`: gate and up. The launch before this one must not
+            write it, since the first part is read before that has ended.
         added: what is added to both products before the gate, [M, 2N] of x's dtype; and [at least M] int32, negative
             for rows to which nothing is added.
 
@@ -147,7 +157,8 @@ class GatedTiles:
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Return whether the kernel multiplies x [M, K] by a matrix [2N, K], both contiguous."""
-        return x.dtype == weight.dtype and (x.shape[0], *weight.shape, weight.dtype) in self._chosen
+        chosen = (x.shape[0], *weight.shape, weight.dtype) in self._chosen
+        return chosen and x.dtype == weight.dtype and x.dim() == 2 and x.is_contiguous() and weight.is_contiguous()
 
     def begin(self, weight: Tensor, rows: Iterable[int]) -> None:
         """Compile the kernels for a matrix in the background."""
@@ -162,7 +173,8 @@ class GatedTiles:
             ours, theirs = functools.partial(product, x), functools.partial(usual, x)
             name = self._name(count, weights[0])
             if name not in self._known:
-                self._known[name] = "tiles" if self._pays(ours, theirs, weights, count) else ""
+                pays = self._pays(ours, theirs, weights, count) and _adds(x, weights[0])
+                self._known[name] = "tiles" if pays else ""
                 tried += 1
             if self._known[name]:
                 for form in self._forms(weights[0], count):
@@ -182,7 +194,19 @@ class GatedTiles:
         form = Form(*plan_of(rows, outputs // 2, inputs, multiprocessors(weight.device)), weight.dtype)
         return [form, form._replace(adds=True)]
 
-    @staticmethod
-    def _name(rows: int, weight: Tensor) -> str:
+    @classmethod
+    def _name(cls, rows: int, weight: Tensor) -> str:
+        """Return the name of a choice, which holds for this form of the kernel."""
         shape = (rows, *weight.shape, weight.dtype)
-        return "-".join([*(str(one).removeprefix("torch.") for one in shape), "gated-tiles"])
+        source, macros = source_of(cls._forms(weight, rows)[0])
+        version = zlib.crc32(f"{source}{macros}".encode())
+        return "-".join([*(str(one).removeprefix("torch.") for one in shape), "gated-tiles", f"{version:08x}"])
+
+
+def _adds(x: Tensor, weight: Tensor) -> bool:
+    """Return whether an addition is right, here of the product itself, to all rows but one."""
+    both = F.linear(x, weight)
+    rows = torch.arange(len(x), device=x.device, dtype=torch.int32) - 1
+    got = product(x, weight, (both, rows)).float()
+    expected = silu_mul(torch.cat([both[:1], both[1:] * 2])).float()
+    return bool((got - expected).norm() < _ROUNDED * expected.norm())

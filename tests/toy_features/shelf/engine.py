@@ -21,6 +21,9 @@ class ShelfTier:
     def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
         INDEX.update(pages)
 
+    def not_stored(self, pages: Sequence[bytes]) -> None:
+        """They are not in the index."""
+
     def lost(self, pages: Sequence[bytes]) -> None:
         INDEX.difference_update(pages)
 

@@ -24,13 +24,18 @@ WEIGHT = torch.randn(64, 64).bfloat16()
 ROWS = (8, 64, 65, 128, 200, 512, 513)
 
 
+def multiply(x: Tensor, weight: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    both = F.linear(x, weight)
+    return silu_mul(both if added is None else both + added[0] * (added[1] >= 0)[:, None])
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Serve a CPU; return the sources that are compiled."""
     sources: list[str] = []
     monkeypatch.setattr(gated_tiles, "fits", lambda weight: True)
     monkeypatch.setattr(gated_tiles, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gated_tiles, "product", products.gated)
+    monkeypatch.setattr(gated_tiles, "product", multiply)
     monkeypatch.setattr(gated_tiles, "_kernel", lambda form: None)
     monkeypatch.setattr(nvrtc, "compile_ahead", lambda source, macros: sources.append(source))
     return sources
@@ -52,12 +57,24 @@ def takes(tiles: GatedTiles, rows: int) -> bool:
 
 
 @pytest.mark.usefixtures("compiled")
+def test_a_kernel_whose_additions_are_wrong_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor, weight: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return multiply(x, weight, added if added is None else (added[0], added[1].abs()))
+
+    monkeypatch.setattr(gated_tiles, "product", wrong)
+    tiles, _ = choosing({}, lambda rows: True)
+    tiles.choose([WEIGHT], ROWS, products.gated)
+    assert not any(takes(tiles, rows) for rows in ROWS)
+
+
+@pytest.mark.usefixtures("compiled")
 def test_it_takes_the_numbers_of_rows_for_which_it_is_faster() -> None:
     tiles, raced = choosing({}, lambda rows: rows != 200)
     assert tiles.choose([WEIGHT], ROWS, products.gated) == 4
     assert raced == [65, 128, 200, 512]
     assert [takes(tiles, rows) for rows in (*ROWS, 66)] == [False, False, True, True, False, True, False, False]
     assert not tiles.takes(torch.zeros(128, 64), WEIGHT)
+    assert not tiles.takes(torch.zeros(128, 65, dtype=torch.bfloat16)[:, :64], WEIGHT)
     assert not tiles.takes(torch.zeros(128, 64, dtype=torch.bfloat16), WEIGHT[:32])
 
 

@@ -23,7 +23,7 @@ _CONTEXT = 512
 
 def run(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
-    for name, least in (("epochs", 1), ("batch", 1), ("max-tokens", 4), ("context", 16)):
+    for name, least in (("epochs", 1), ("batch", 1), ("max-tokens", 4), ("context", 16), ("draft-vocab", 1)):
         value = getattr(args, name.replace("-", "_"))
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: give at least {least}.")
@@ -59,6 +59,12 @@ def make_parser() -> OctavoParser:
     parser.add_argument(
         "--context", type=int, metavar="N", help="most tokens with the prompt (512, or as many as the model takes)"
     )
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        metavar="N",
+        help="have the head draw only the N tokens that the answers have most often, which takes less time (all)",
+    )
     parser.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help="of the prompts, to test on (0.1)")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="of the model and the training (the first GPU, or cpu)"
@@ -72,7 +78,7 @@ def work(args: argparse.Namespace, folder: Path) -> None:
 
     from octavo.features.speculation.eagle.corpus import collect, read_prompts, target_of
     from octavo.features.speculation.eagle.head import EagleHead, save_head
-    from octavo.features.speculation.eagle.training import Recipe, acceptance, train
+    from octavo.features.speculation.eagle.training import Recipe, acceptance, frequent_tokens, train
     from octavo.hub.resolve import resolve
     from octavo.models.save.places import new_place
 
@@ -86,6 +92,11 @@ def work(args: argparse.Namespace, folder: Path) -> None:
     with open_display() as display:
         target = target_of(resolve(args.model, progress=display.download))
         context = _context(args.context, target.shape.max_position_embeddings)
+        if args.draft_vocab is not None and args.draft_vocab > target.shape.vocab_size:
+            raise ConfigError(
+                f"--draft-vocab {args.draft_vocab}: the model has {target.shape.vocab_size} tokens. Give fewer, or "
+                "leave it out."
+            )
 
         def shown(phase: str, done: int, total: int) -> None:
             if done == total or done % 128 == 0:
@@ -97,16 +108,17 @@ def work(args: argparse.Namespace, folder: Path) -> None:
     head, target, examples = EagleHead(target.shape).to(device), target.to(device), [one.to(device) for one in examples]
     tests, rest = examples[:held], examples[held:]
     say(f"{sum(one.num_answer for one in rest):,} tokens of {len(rest)} answers to train on, {held} answers held out")
-    say(f"before: {_shown(acceptance(head, target, tests))}")
+    drawn = None if args.draft_vocab is None else frequent_tokens(rest, args.draft_vocab, target)
+    say(f"before: {_shown(acceptance(head, target, tests, drawn=drawn))}")
 
     def note(step: int, steps: int, loss: float) -> None:
         if step % _EVERY == 0 or step == steps:
             say(f"step {step} of {steps}: loss {loss:.3f}")
 
     train(head, target, rest, Recipe(args.epochs, args.batch, args.learning_rate, args.seed), note)
-    print(f"after: {_shown(acceptance(head, target, tests))}")
+    print(f"after: {_shown(acceptance(head, target, tests, drawn=drawn))}")
     with new_place(folder, folder=True):
-        save_head(head, target.embeddings, folder)
+        save_head(head, target.embeddings, folder, drawn=drawn)
     say(f"wrote {folder}")
 
 

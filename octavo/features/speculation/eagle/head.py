@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from octavo.models.save.tensors import save_tensors
 
-_EMBEDDINGS = "embed_tokens.weight"
+_EMBEDDINGS, _OUTPUT, _DIFFERENCES = _TABLES = "embed_tokens.weight", "lm_head.weight", "d2t"
+"""Tensors of a stored head besides its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +138,39 @@ class EagleHead(nn.Module):
         return x
 
 
-def save_head(head: EagleHead, embeddings: Tensor, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+class DraftVocabulary(NamedTuple):
+    """The only tokens that a head draws.
+
+    Attributes:
+        tokens: [n] int64, ascending.
+        output: [n, hidden_size], their rows of the model's output head.
+    """
+
+    tokens: Tensor
+    output: Tensor
+
+
+def save_head(
+    head: EagleHead,
+    embeddings: Tensor,
+    folder: Path,
+    *,
+    drawn: DraftVocabulary | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Write the head in the layout of the published ones: model.safetensors with the embedding table, and config.json.
 
     Args:
         embeddings: [vocab_size, hidden_size], those of the model.
+        drawn: None for all tokens of the model; else `lm_head` and `d2t` are stored, too, as in heads of EAGLE-3.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in head.state_dict().items()}
-    save_tensors(tensors | {_EMBEDDINGS: embeddings.to("cpu", dtype).contiguous()}, folder / "model.safetensors")
+    tensors[_EMBEDDINGS] = embeddings.to("cpu", dtype).contiguous()
+    if drawn is not None:
+        tensors[_OUTPUT] = drawn.output.to("cpu", dtype).contiguous()
+        tensors[_DIFFERENCES] = drawn.tokens.cpu() - torch.arange(len(drawn.tokens))
+    save_tensors(tensors, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -155,6 +180,8 @@ def save_head(head: EagleHead, embeddings: Tensor, folder: Path, *, dtype: torch
         "torch_dtype": str(dtype).removeprefix("torch."),
         **asdict(head.shape),
     }
+    if drawn is not None:
+        config["draft_vocab_size"] = len(drawn.tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -162,5 +189,5 @@ def load_head(folder: Path) -> EagleHead:
     """Read a head that `save_head` wrote, as float32."""
     head = EagleHead(HeadShape.of(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
     stored = load_file(folder / "model.safetensors")
-    head.load_state_dict({name: value.float() for name, value in stored.items() if name != _EMBEDDINGS})
+    head.load_state_dict({name: value.float() for name, value in stored.items() if name not in _TABLES})
     return head

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from octavo.features.speculation.eagle.corpus import Example, Target
-from octavo.features.speculation.eagle.head import EagleHead
+from octavo.features.speculation.eagle.head import DraftVocabulary, EagleHead
 
 _TOKEN_WEIGHT = 0.1
 """Weight of the tokens' loss beside that of the states, as published."""
@@ -116,39 +117,68 @@ def _loss(head: EagleHead, target: Target, examples: Sequence[Example], noise: t
     return distance + _TOKEN_WEIGHT * functional.cross_entropy(predicted @ rows.T, probabilities)
 
 
+def frequent_tokens(examples: Sequence[Example], count: int, target: Target) -> DraftVocabulary:
+    """Return the tokens that answers have most often; where they have fewer, those with the lowest numbers, too."""
+    size = len(target.output)
+    seen = torch.zeros(size, dtype=torch.int64)
+    for one in examples:
+        seen += torch.bincount(one.tokens[one.num_prompt :].cpu(), minlength=size)
+    tokens = seen.argsort(descending=True, stable=True)[:count].sort().values.to(target.output.device)
+    return DraftVocabulary(tokens, target.output[tokens])
+
+
 @torch.inference_mode()
 def acceptance(
-    head: EagleHead, target: Target, examples: Sequence[Example], *, chain: int = 3, positions: int = 8
+    head: EagleHead,
+    target: Target,
+    examples: Sequence[Example],
+    *,
+    drawn: DraftVocabulary | None = None,
+    chain: int = 3,
+    positions: int = 8,
 ) -> HeadAcceptance:
     """Return how many drafts of the head the model accepts in its greedy answers.
 
     Args:
+        drawn: the tokens that the head draws; None for all.
         chain: drafts after each position.
         positions: places of each answer at which chains begin, evenly spaced; shorter answers have none.
     """
     firsts, lengths = 0, []
     total = 0
+    draw = partial(_drafts, drawn or DraftVocabulary(torch.arange(len(target.output)), target.output))
     for one in examples:
         expected = (one.states @ target.output.T).argmax(-1)  # the model's token after each position
         embedded = functional.embedding(one.tokens[1:], target.embeddings)
-        drafts = (head(embedded[None], one.states[None, :-1])[0] @ target.output.T).argmax(-1)
+        drafts = draw(head(embedded[None], one.states[None, :-1])[0])
         right = drafts[one.num_prompt - 1 :] == expected[one.num_prompt :]
         firsts, total = firsts + int(right.sum()), total + len(right)
         last = len(one.tokens) - 1 - chain
         if last >= one.num_prompt:
             ends = torch.linspace(one.num_prompt, last, positions).long().unique().tolist()
-            lengths += [_accepted(head, target, one, embedded, expected, end, chain) for end in ends]
+            lengths += [_accepted(head, draw, one, embedded, expected, end, chain) for end in ends]
     return HeadAcceptance(firsts / max(1, total), sum(lengths) / max(1, len(lengths)), chain)
 
 
+def _drafts(drawn: DraftVocabulary, states: Tensor) -> Tensor:
+    """Return the likeliest tokens of predicted states [n, hidden_size]."""
+    return drawn.tokens.to(states.device)[(states @ drawn.output.T).argmax(-1)]
+
+
 def _accepted(
-    head: EagleHead, target: Target, one: Example, embedded: Tensor, expected: Tensor, end: int, chain: int
+    head: EagleHead,
+    draw: Callable[[Tensor], Tensor],
+    one: Example,
+    embedded: Tensor,
+    expected: Tensor,
+    end: int,
+    chain: int,
 ) -> int:
     """Return how many of `chain` drafts after the first `end` + 1 tokens are the model's, in a row."""
     states = one.states[:end]
     for place in range(end, end + chain):
         predicted = head(embedded[None, :place], states[None])[0, -1:]
-        if int((predicted @ target.output.T).argmax(-1)) != int(expected[place]):
+        if int(draw(predicted)) != int(expected[place]):
             return place - end
         states = torch.cat([states, predicted])
     return chain

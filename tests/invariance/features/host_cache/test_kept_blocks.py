@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.loop import EngineLoop
+from octavo.features.host_cache.worker import HostPages
 
 WINDOWED = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
 MIXED = LLAMA | {
@@ -99,12 +101,9 @@ def test_evicted_blocks_come_back(name: str, overlap: bool) -> None:
 def test_states_of_recurrent_layers_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.models.implementation.CausalLM", Hybrid)
     config = LLAMA | {"num_hidden_layers": 4}
-    settings = {"attention_backend": "torch", "num_blocks": 40}
-    expected, _ = run(engine(config, **settings), requests())
-    loop = engine(config, **settings, **MUCH)
-    assert run(loop, requests(), close=False)[0] == expected
-    loop.reset_prefix_cache()
-    tokens, stats = run(loop, requests())
+    settings = {"attention_backend": "torch", "num_blocks": 24}
+    expected, _ = run(engine(config, **settings), requests(3))
+    tokens, stats = run(engine(config, **settings, **MUCH), requests(3))
     assert tokens == expected
     assert stats.blocks_loaded > 0
     assert stats.loads_failed == 0
@@ -123,19 +122,34 @@ def test_little_memory_keeps_what_was_used_last() -> None:
     assert stats.loads_failed == 0
 
 
-def test_after_a_sleep_blocks_come_from_the_host() -> None:
+@pytest.mark.parametrize("how", ["sleep", "reset", "weights"])
+def test_what_may_be_of_other_weights_is_forgotten(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places are free again, those of stores that had not ended, too."""
+    halves: list[HostPages] = []
+    attach = HostPages.attach
+    monkeypatch.setattr(HostPages, "attach", lambda self, *of: (halves.append(self), attach(self, *of))[1])
     asked = requests(1)
     expected, _ = run(engine(), asked)
     loop = engine(enable_sleep_mode=True, **MUCH)
-    run(loop, asked, close=False)
-    loop.pause(PauseMode.KEEP)
-    loop.sleep(2)
-    loop.idle()
-    loop.wake_up(list(SleepTag))
+    tokens_of(drive(loop, asked, at_once=1))
+    if how == "sleep":
+        loop.pause(PauseMode.KEEP)
+        loop.sleep(2)
+        loop.idle()
+        loop.wake_up(list(SleepTag))
+    elif how == "weights":
+        loop.pause(PauseMode.KEEP)
+        loop.update_weights(loop.check_weights().stage_weights(None, "dummy"), "same", flush_cache=True)
+        loop.resume()
+    else:
+        loop.reset_prefix_cache()
     before = loop.stats().blocks_loaded
-    tokens, stats = run(loop, asked)
+    tokens, stats = run(loop, asked, close=False)
     assert tokens == expected
-    assert stats.blocks_loaded > before
+    assert stats.blocks_loaded == before
+    places = halves[-1]._host.places
+    assert len(places._of) + len(places._free) == places_of(loop)
+    assert len(places._of) == metrics(stats)["host_kv_blocks"]
 
 
 @pytest.mark.parametrize(
@@ -154,18 +168,21 @@ def test_each_rank_keeps_its_part_of_a_block(settings: dict[str, Any], monkeypat
 def test_where_the_state_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's runner, in Triton's interpreter without one."""
     pytest.importorskip("triton")
-    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, **behind(monkeypatch), **MUCH}
+    small = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "num_blocks": 4, "max_model_len": 48}
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    asked = [GenerateRequest(id="a", tokens=list(range(4, 40)), params=params)]
-    loop = engine(QWEN3, **small)
-    expected, _ = run(loop, asked, close=False)
-    loop.reset_prefix_cache()
-    tokens, stats = run(loop, asked)
-    assert tokens == expected
-    assert stats.blocks_loaded == 2
+    talks = [list(range(4 + i, 40 + i)) for i in (0, 9)]
+    asked = [GenerateRequest(id=f"{turn}{i}", tokens=talks[i], params=params) for turn in "ab" for i in (0, 1)]
+    tokens, stats = run(engine(QWEN3, **small, **behind(monkeypatch), **MUCH), asked)
+    assert stats.blocks_loaded > 0
+    assert [tokens[f"a{i}", 0] for i in (0, 1)] == [tokens[f"b{i}", 0] for i in (0, 1)]
 
 
 def test_it_needs_prefix_caching() -> None:
     with pytest.raises(ConfigError, match=r"--kv-offloading-size 0\.01 needs prefix caching"):
         engine(enable_prefix_caching=False, **MUCH)
     run(engine(enable_prefix_caching=False, kv_offloading_size=0), requests(1)[:1])
+
+
+def test_steps_are_not_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--record-steps can't be used with --kv-offloading-size"):
+        engine(record_steps=str(tmp_path), **MUCH)

@@ -220,14 +220,20 @@ def test_one_row(case: str, extras: Sequence[str], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(GPU, reason="the stand-in of the compiler replaces the interpreter's launches")
-def test_what_layers_launch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hopper", [False, True])
+def test_what_layers_launch_is_compiled_ahead(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gated products of some numbers of rows need on a Hopper GPU is loaded, too: no step that is recorded can."""
     launched = collected(monkeypatch)
-    forms: list[kernels.Form] = []
-    monkeypatch.setattr(kernels, "compile_ahead", forms.append)
+    forms: list[tuple[kernels.Form, bool]] = []
+    loaded: list[tuple[kernels.Form, bool]] = []
+    monkeypatch.setattr(kernels, "compile_ahead", lambda form, *, alone: forms.append((form, alone)))
+    monkeypatch.setattr(kernels, "expand", lambda form, *, alone: loaded.append((form, alone)))
+    monkeypatch.setattr(ahead.gated_tiles, "runs", lambda device: hopper)
     _, delta = world("two halves", torch.float16, 1)
     build = Build(torch.float16, DEVICE, None, everywhere(Unquantized, torch.float16, DEVICE))
     up = build.linear("gate", "up", inputs=136, outputs=(152, 152), shard=COL, gates=True)
     down = build.linear("down", inputs=136, outputs=304, shard=ROW)
     ahead.compile_ahead([(up, delta), (down, delta)], [], None, torch.float16, DEVICE)
     assert launched == ["row_shrink_kernel", "row_expand_kernel", "adapted_row_kernel"] * 2
-    assert forms == [delta.form]
+    assert forms == [(delta.form, hopper)]
+    assert loaded == [(delta.form, True)] * hopper

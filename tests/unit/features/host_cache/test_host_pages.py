@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.features.host_cache import worker
 from octavo.features.host_cache.worker import HostPages
 from octavo.worker.hooks import Site
 
 PAGE = 32
 
 
-def site(page_bytes: int = PAGE, ranks: int = 1) -> Site:
-    return cast("Site", SimpleNamespace(blocks=SimpleNamespace(page_bytes=page_bytes), ranks=ranks))
+def site(page_bytes: int = PAGE, ranks: int = 1, neighbours: int = 1) -> Site:
+    blocks = SimpleNamespace(page_bytes=page_bytes)
+    return cast("Site", SimpleNamespace(blocks=blocks, ranks=ranks, neighbours=neighbours))
 
 
 def pages_of(places: int = 10, **how: Any) -> HostPages:
@@ -92,11 +94,25 @@ def test_a_place_is_not_filled_again_while_it_is_read() -> None:
     assert torch.equal(load(host, 20, 21, 22)[0], content(20, 21, 22))
 
 
-def test_pages_outlast_a_sleep() -> None:
+def test_a_store_ends_before_the_device_is_left() -> None:
+    """Else it could keep pages after the engine half had them dropped."""
     host = pages_of()
-    store(host, 1)
+    storing = [host.store(names(number), content(number)) for number in range(8)]
+    host.detach()
+    assert all(one.done() for one in storing)
+    host.call("drop", {"pages": names(*range(8))})
     host.attach(cast("Any", None), site())
-    assert torch.equal(load(host, 1)[0], content(1))
+    assert store(host, *range(10)) == []
+
+
+def test_limits_of_a_container_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "memory_left", lambda: 40 * PAGE)
+    assert pages_of(40).call("places", {}) == 40
+    with pytest.raises(ConfigError, match="are for this machine"):
+        pages_of(41)
+    assert pages_of(80, ranks=4, neighbours=2).call("places", {}) == 20
+    with pytest.raises(ConfigError, match="are for this machine"):
+        pages_of(84, ranks=4, neighbours=2)
 
 
 def test_each_rank_has_its_part_of_the_memory() -> None:
@@ -106,7 +122,7 @@ def test_each_rank_has_its_part_of_the_memory() -> None:
 def test_too_little_or_too_much_memory() -> None:
     with pytest.raises(ConfigError, match=r"leaves 32 bytes to each rank, but a KV block has 32\. Set at least"):
         pages_of(2, ranks=2)
-    with pytest.raises(ConfigError, match=r"leaves \d+\.\d GiB to each rank, but this machine has"):
+    with pytest.raises(ConfigError, match=r"\d+\.\d GiB are for this machine, which has \d+\.\d GiB of memory"):
         pages_of(1 << 45)
 
 

@@ -55,6 +55,28 @@ def test_pages_whose_beginning_is_lost() -> None:
     assert index.resize(0) == [page(2, 1), page(2)]
 
 
+def test_a_beginning_that_comes_back_stays_with_what_continues_it() -> None:
+    index = PageIndex()
+    index.resize(3)
+    index.add([page(1), page(1, 1)], [b"", page(1)])
+    index.discard([page(1)])
+    index.add([page(1)], [b""])
+    index.use(page(1, 1))
+    assert index.add([page(2), page(3)], [b"", b""]) == [page(1, 1)]
+
+
+def test_what_was_lost_often_takes_no_memory() -> None:
+    index = PageIndex()
+    index.resize(10)
+    for _ in range(1000):
+        index.add([page(1), page(1, 1)], [b"", page(1)])
+        index.discard([page(1, 1), page(1)])
+    assert len(index._ends) < 100
+    assert index.add([page(1)], [b""]) == []
+    assert index.clear() == [page(1)]
+    assert len(index) == 0
+
+
 class Model:
     """The same, slowly. The order of pages is that of their last use."""
 

@@ -17,7 +17,7 @@ from octavo.core.errors import ConfigError
 from octavo.features.speculation.eagle.command import _context
 from octavo.features.speculation.eagle.corpus import Example, Target, read_prompts
 from octavo.features.speculation.eagle.head import EagleHead, HeadShape, load_head, save_head
-from octavo.features.speculation.eagle.training import Recipe, acceptance, train
+from octavo.features.speculation.eagle.training import Recipe, acceptance, frequent_tokens, train
 
 SHAPE = HeadShape(
     hidden_size=32,
@@ -130,6 +130,25 @@ def test_acceptance_counts_the_drafts_that_are_the_models_tokens() -> None:
     assert (wrong.first, wrong.length) == (0.0, 0.0)
 
 
+def test_a_head_may_draw_frequent_tokens_only(tmp_path: Path) -> None:
+    target = small_target()
+    examples = [cycle(target, 5, 1), cycle(target, 5, 1), cycle(target, 30, 2)]
+    drawn = frequent_tokens(examples, 11, target)
+    # Answers have 8 to 16 twice each, then 36, 38, 0, 2, ...; of tokens that are seen as often, the lower ones.
+    assert drawn.tokens.tolist() == [0, 2, *range(8, 17)]
+    assert torch.equal(drawn.output, target.output[drawn.tokens])
+    inside, outside = cycle(target, 5, 1), cycle(target, 20, 1)
+    assert acceptance(Knowing(inside), target, [inside], drawn=drawn).first == 8 / 9  # the last one is 17
+    assert acceptance(Knowing(outside), target, [outside], drawn=drawn).first == 0.0
+
+    save_head(EagleHead(SHAPE), target.embeddings, tmp_path, drawn=drawn, dtype=torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["d2t"] + torch.arange(11), drawn.tokens)
+    assert torch.equal(stored["lm_head.weight"], drawn.output)
+    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 11
+    assert load_head(tmp_path).shape == SHAPE
+
+
 def test_prompts_are_read_from_lines_of_json_or_text(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text('{"prompt": "One"}\n\n{"messages": [{"role": "user", "content": "Two"}]}\nThree\n')
@@ -167,7 +186,8 @@ def test_the_command_trains_a_head_for_a_model(tmp_path: Path, capsys: pytest.Ca
 def test_the_command_is_listed_and_refuses_odd_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     assert "spec-train" in capsys.readouterr().out
-    for flag, value in (("--epochs", "0"), ("--held-out", "1"), ("--context", "2"), ("--learning-rate", "nan")):
+    odd = ("--epochs", "0"), ("--held-out", "1"), ("--context", "2"), ("--learning-rate", "nan"), ("--draft-vocab", "0")
+    for flag, value in odd:
         assert main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "h"), flag, value]) == 1
         assert f"{flag} {value.removesuffix('.0')}" in capsys.readouterr().err.replace("1.0", "1")
     (tmp_path / "two").write_text("a\nb\n")
@@ -188,8 +208,9 @@ def test_prompts_and_answers_fit_the_model(tmp_path: Path, capsys: pytest.Captur
     model = save_decoder(tmp_path / "model", 3)
     (tmp_path / "prompts").write_text("a\nb\n")
     words = ["spec-train", str(model), "--data", str(tmp_path / "prompts"), "-o", str(tmp_path / "head")]
-    assert main([*words, "--context", "1000000"]) == 1
-    assert "--context 1000000: the model has" in capsys.readouterr().err
+    for flag in ("--context", "--draft-vocab"):
+        assert main([*words, flag, "1000000"]) == 1
+        assert f"{flag} 1000000: the model has" in capsys.readouterr().err
     (tmp_path / "prompts").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "word " * 400}) + "\n")
     assert main([*words, "--device", "cpu"]) == 1
     assert "Prompt 2 of 2 can't be answered: This model's maximum context length is 128" in capsys.readouterr().err
