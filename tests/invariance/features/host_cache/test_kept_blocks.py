@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_engine import drive, tiny_config, tokens_of
-from toy_models import LLAMA, QWEN3, VOCAB, behind, model_files
+from toy_models import LATENT, LLAMA, QWEN3, VOCAB, behind, model_files
 from toy_recurrent import Hybrid
 
 from octavo.build import build_core
@@ -79,6 +79,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fastest, windowed": (WINDOWED, {"num_blocks": 12}),
     "three groups": (MIXED, {"num_blocks": 48, "attention_backend": "torch"}),
     "int8": (LLAMA, {"kv_cache_dtype": "int8"}),
+    "latent": (LATENT, {}),
 }
 
 
