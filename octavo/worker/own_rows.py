@@ -275,7 +275,7 @@ def check_features(hooks: Hooks) -> None:
     for refused, what in (
         (hooks.varies, "adapters"),
         (hooks.preparing, "models and heads that draft"),
-        (hooks.tiers, "tiers of the KV cache"),
+        (hooks.tiers, "KV blocks outside of the device (--kv-offloading-size)"),
     ):
         if refused:
             raise ConfigError(f"{_FLAGS}: {what} don't work with data-parallel attention. {_REMEDY}")

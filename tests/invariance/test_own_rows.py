@@ -139,6 +139,12 @@ def test_adapters_are_refused_before_the_weights_are_loaded(monkeypatch: pytest.
         engine(MODELS[GROUPED], **FEW, **TWO, enable_lora=True)
 
 
+@pytest.mark.features("host_cache")
+def test_blocks_in_the_hosts_memory_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\(--kv-offloading-size\) don't work with data-parallel attention"):
+        engine(MODELS[GROUPED], **FEW, **TWO, kv_offloading_size=0.01)
+
+
 def test_features_with_weights_of_their_own_are_refused() -> None:
     """They would compute all rows, with the block numbers of each rank's own requests."""
 
