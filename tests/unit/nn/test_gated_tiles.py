@@ -57,8 +57,11 @@ def takes(tiles: GatedTiles, rows: int) -> bool:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_kernel_whose_additions_are_wrong_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kernel_whose_additions_are_wrong_is_not_chosen(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: Tensor, weight: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        if added is not None and fails:
+            raise nvrtc.CudaError("the GPU's driver failed")
         return multiply(x, weight, added if added is None else (added[0], added[1].abs()))
 
     monkeypatch.setattr(gated_tiles, "product", wrong)
