@@ -4,8 +4,8 @@ without.
     python benchmarks/host_cache.py [MODEL] [--talks 12] [--turns 3] [--prompt 600] [--cache 96MiB] [--size 1]
         [--settings {}] [--output FILE]
 
-Each conversation goes on after all others had their turn. The time to the first token of a turn is that of its prompt,
-which begins with all turns before it. Two engines take turns, too; their answers must be equal. Random tokens, greedy.
+Conversations take turns in order. A turn's prompt begins with all turns before it; its time to first token is measured.
+Both engines run in alternation and must give equal answers. Prompts are random tokens, decoding is greedy.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def check_features(hooks: Hooks) -> None:
     for refused, what in (
         (hooks.varies, "adapters"),
         (hooks.preparing, "models and heads that draft"),
-        (hooks.tiers, "KV blocks outside of the device (--kv-offloading-size)"),
+        (hooks.tiers, f"KV blocks outside of the device ({', '.join(hooks.tiers)})"),
     ):
         if refused:
             raise ConfigError(f"{_FLAGS}: {what} don't work with data-parallel attention. {_REMEDY}")

@@ -141,7 +141,7 @@ def test_adapters_are_refused_before_the_weights_are_loaded(monkeypatch: pytest.
 
 @pytest.mark.features("host_cache")
 def test_blocks_in_the_hosts_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\(--kv-offloading-size\) don't work with data-parallel attention"):
+    with pytest.raises(ConfigError, match=r"\(host_cache\) don't work with data-parallel attention"):
         engine(MODELS[GROUPED], **FEW, **TWO, kv_offloading_size=0.01)
 
 

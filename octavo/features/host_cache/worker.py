@@ -23,7 +23,7 @@ from octavo.worker.hooks import Site, WorkerHook
 log = logging.getLogger(__name__)
 
 _LEAST = 8
-"""Places, some of which are spare."""
+"""Fewest places per rank; some are kept free for pages that arrive."""
 _THREADS = 4
 _ROOM_BYTES, _ROOMS = 16 << 20, 4
 """Of what a load fills at a time, for the copy to the device."""

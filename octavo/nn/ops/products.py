@@ -25,7 +25,7 @@ from octavo.nn.ops import few_rows, gated_tiles, row16, triton_norm
 from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.cublaslt import Library, Product, algorithm_of, aligned, library
 from octavo.nn.ops.gated_tiles import GatedTiles
-from octavo.nn.ops.race import Track
+from octavo.nn.ops.race import Multiply, Track
 from octavo.nn.ops.ring_rows import RingRows, Usual
 
 log = logging.getLogger(__name__)
@@ -193,13 +193,7 @@ class Products:
 
         return algorithm if self._pays(in_halves, at_once, like.weights, rows) else b""
 
-    def _better(
-        self,
-        other: Callable[[Tensor], Tensor],
-        usual: Callable[[Tensor], Tensor],
-        weights: Sequence[Tensor],
-        rows: int,
-    ) -> bool:
+    def _better(self, other: Multiply, usual: Multiply, weights: Sequence[Tensor], rows: int) -> bool:
         """Return whether `other` gives the same result, and is clearly faster."""
         return _same(other, usual, weights[0]) and self._pays(other, usual, weights, rows)
 

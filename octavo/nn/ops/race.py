@@ -8,6 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+Multiply = Callable[[Tensor], Tensor]
+"""Multiplies by the matrix that it gets."""
+Pays = Callable[[Multiply, Multiply, Sequence[Tensor], int], bool]
+"""Returns whether the first product is faster than the second with the same result, for like matrices and some rows."""
+
 _MICROSECONDS = 200
 """Target duration of a round of calls."""
 _MAX_CALLS = 4

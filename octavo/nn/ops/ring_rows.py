@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.ops import row16
+from octavo.nn.ops.race import Pays
 from octavo.nn.ops.ring import COLUMNS, MOST_ROWS, columns_for
 from octavo.nn.ops.triton_norm import rms_norm, sum_rms_norm
 
@@ -56,14 +57,10 @@ class RingRows:
 
     Args:
         known: earlier choices, by name; gets new ones.
-        pays: returns whether the first of two functions of a matrix is faster and gives the same result.
+        pays: whether the kernel is to be used in place of another product.
     """
 
-    def __init__(
-        self,
-        known: MutableMapping[str, str],
-        pays: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Sequence[Tensor], int], bool],
-    ) -> None:
+    def __init__(self, known: MutableMapping[str, str], pays: Pays) -> None:
         self._known = known
         self._pays = pays
         self._chosen: set[Use] = set()

@@ -9,8 +9,8 @@ import torch
 
 
 def tile_source(name: str, columns: int, dtype: torch.dtype) -> str:
-    """Return the source of a function: acc [64, columns] += rows [64, 16] @ matrix [columns, 16]^T, of which rows and
-    matrix are in shared memory.
+    """Return the source of a function: acc [64, columns] += rows [64, 16] @ matrix [columns, 16]^T. `rows` and `matrix`
+    are in shared memory.
 
     Args:
         columns: a multiple of 8, up to 256.

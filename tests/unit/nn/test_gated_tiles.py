@@ -20,7 +20,7 @@ from octavo.nn.ops.activation import silu_mul
 from octavo.nn.ops.gated_tiles import Form, GatedTiles, plan_of
 from octavo.nn.quant.gpu import OnGpu
 
-WEIGHT = torch.randn(64, 64).bfloat16()
+WEIGHT = torch.randn(64, 64).bfloat16() / 8
 ROWS = (8, 64, 65, 128, 200, 512, 513)
 
 

@@ -10,7 +10,7 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, u32 barr
                ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row) : "memory");
 }
 
-// Copy `bytes`, a multiple of 16, of which both addresses are multiples, too.
+// Copy from global to shared memory. Both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");

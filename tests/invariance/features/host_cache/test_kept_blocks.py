@@ -36,7 +36,7 @@ Tokens = dict[tuple[str, int], list[int]]
 
 
 def requests(rounds: int = 2) -> list[GenerateRequest]:
-    """Conversations, each of which goes on after all others."""
+    """Conversations that take turns: each continues after all others have."""
     rng = random.Random(5)
     talks = [[rng.randrange(4, VOCAB) for _ in range(rng.randrange(20, 60))] for _ in range(6)]
     made = []

@@ -270,5 +270,5 @@ def test_all_copies_are_made_one_after_the_other(worker: LoraWorker, tmp_path: P
     pages = torch.zeros(count, 3072, dtype=torch.uint8)
     wait([worker.load(page_names(uid, count), pages.clone) for uid in uids])
     while worker._host._unmade:
-        threading.Event().wait(0.001)
+        worker._host._copiers.submit(int).result(10)  # behind the copy that is being made
     assert all(worker._host.copies[uid].made for uid in uids)
