@@ -27,15 +27,17 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_workloads import ceilings
 from torch import Tensor
 
-from octavo.nn.attention import fused_decode, triton, triton_few
+from octavo.nn.attention import fused_decode, prompt_tiles, triton, triton_few
 from octavo.nn.attention.base import AttentionSpec, BackendRequest
 from octavo.nn.attention.libraries.attention import LibraryAttention
 from octavo.nn.attention.select import select
@@ -56,7 +58,7 @@ WINDOW, WINDOWED = 4096, ((32, 4096), (32, 8192), (32, 14336))
 TAIL = 5
 """Keys by which these contexts are shorter: few contexts end with a tile of keys."""
 QUERIES = (1, 2, 4, 8)
-PROMPTS = ((1, 8192, 0), (2, 4096, 0), (4, 2048, 0), (8, 1024, 0), (4, 2048, 6144))
+PROMPTS = ((1, 8192, 0), (2, 4096, 0), (4, 2048, 0), (8, 1024, 0), (1, 1024, 0), (4, 2048, 6144), (1, 8192, 32_768))
 """(rows, tokens computed, tokens in the cache before)."""
 
 
@@ -141,12 +143,17 @@ def verifying(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
 
 
 def prompts(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
+    """In CUDA, where that kernel serves the layer, and in Triton."""
     for (rows, count, past), (kind, dtype) in itertools.product(PROMPTS, KINDS.items()):
         pairs = rows * (count * past + count * (count + 1) // 2)
         work = Work(spec, dtype, [past + count] * rows, [count] * rows, copies=1)
-        for label, seconds in timed(work, "prefill_shape", SHAPES["prefill"] if sweep else []):
-            rate = 4 * spec.num_heads * spec.head_dim * pairs / seconds / 1e12
-            yield show(f"prefill {rows} x {count} after {past} {kind} {label}", seconds, {"tflop_s": round(rate, 1)})
+        for kernel in ("cuda", "triton") if work.runs_in_cuda else ("triton",):
+            with nullcontext() if kernel == "cuda" else patch.object(prompt_tiles, "serves", lambda *_: False):
+                shapes = SHAPES["prefill"] if sweep and kernel == "triton" else []
+                for label, seconds in timed(work, "prefill_shape", shapes):
+                    rate = 4 * spec.num_heads * spec.head_dim * pairs / seconds / 1e12
+                    what = f"prefill {rows} x {count} after {past} {kind} {kernel} {label}"
+                    yield show(what, seconds, {"tflop_s": round(rate, 1)})
 
 
 def windows(spec: AttentionSpec, sweep: bool) -> Iterator[dict[str, Any]]:
@@ -285,6 +292,12 @@ class Work:
             table_rows=torch.arange(len(lengths), dtype=torch.int32, device="cuda"),
             past_lens=[length - count for length, count in zip(lengths, counts, strict=True)],
         )
+
+    @property
+    def runs_in_cuda(self) -> bool:
+        """Whether the CUDA kernel computes rows with many queries."""
+        q, fresh = self.qkv[:, : self.spec.num_heads], self.qkv[:, self.spec.num_heads :]
+        return prompt_tiles.serves(q, fresh, self.caches[0], self.step, self.spec)
 
     def run(self) -> tuple[Callable[[], Any], int]:
         """What to time, and how many times the work it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.device.launch_sizes import cdiv, next_power_of_2
 from octavo.device.transfer import upload_parts
-from octavo.nn.attention import fused_decode
+from octavo.nn.attention import fused_decode, prompt_tiles
 from octavo.nn.attention.base import AttentionSpec, Norms
 from octavo.nn.attention.fp8 import PLAIN, form_of, means_of, tile_width
 from octavo.nn.attention.triton_arguments import Output, as_words, head_terms, scales_of, two_strides
@@ -51,7 +51,8 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """One step's attention: at most one launch of each kind per layer, the tiles on the stream `beside` if given."""
+    """One step's attention: at most one launch of each kind per layer, the tiles on the stream `beside` if given, where
+    decoding needs a part of the GPU at the same time."""
 
     few: Few | None
     many: Many | None
@@ -170,6 +171,10 @@ class TritonAttention:
         if few is not None and fused_decode.serves(few, step, qkv, norms, cache, spec):
             fused_decode.compile_ahead(fused_decode.form_of(qkv, norms, cache, step, spec, few.count, sinks))
             return
+        q, fresh = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :]
+        if launches.many is not None and prompt_tiles.serves(q, fresh, cache, step, spec):
+            prompt_tiles.compile_ahead(prompt_tiles.form_of(q, cache, step, spec))
+            step = replace(step, attn=replace(launches, beside=_stream(step.device)))  # as recorded steps have it
         self.rotate_and_attend(qkv, norms, cos_sin, cache, scales, step, spec, sinks, rounded_by)
         if step.num_tokens >= MANY_WRITTEN:  # as for as many rows of one query each
             rotate_and_write(qkv, norms, cos_sin, cache, scales, step, kept=False)
@@ -310,8 +315,11 @@ def attend_parts(
     launches: Launches = step.attn
     out = Output.of(q, rounded_by)
     if launches.many is not None:
-        with _forked(launches.beside):
-            _attend_many(q, fresh, cache, scales, step, spec, launches.many, out, sinks)
+        if launches.beside is None and rounded_by is None and prompt_tiles.serves(q, fresh, cache, step, spec):
+            prompt_tiles.attend(q, cache, step, spec, launches.many.tiles, out.values)
+        else:
+            with _forked(launches.beside):
+                _attend_many(q, fresh, cache, scales, step, spec, launches.many, out, sinks)
     if launches.few is not None:
         attend_few(q, cache, scales, step, spec, launches.few, out, sinks)
     if launches.beside is not None:

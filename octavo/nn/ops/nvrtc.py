@@ -150,19 +150,29 @@ def address(tensor: Tensor) -> c_void_p:
 
 def tiles_of(x: Tensor, rows: int, columns: int) -> TensorMap:
     """Return how to copy tiles [rows, columns], 128 bytes wide, of x [M, K], contiguous, of a 16-bit dtype."""
-    count, size = x.shape
+    return boxes_of(x, (rows, columns))
+
+
+def boxes_of(x: Tensor, box: Sequence[int]) -> TensorMap:
+    """Return how to copy boxes of x, of a 16-bit dtype and up to 5 dimensions, to shared memory, where the 128 bytes of
+    each row are swizzled. What a box has beyond the ends of x is zeros.
+
+    Args:
+        x: the numbers of its last dimension are adjacent; other strides are multiples of 16 bytes, as is its address.
+        box: its size in each dimension, in the last one 128 bytes.
+    """
     memory = (c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     start = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    lib = driver()
+    count, lib = x.dim(), driver()
     status = lib.cuTensorMapEncodeTiled(
         c_void_p(start),
         c_int(_TENSOR_TYPES[x.dtype]),
-        c_uint32(2),
+        c_uint32(count),
         address(x),
-        (c_uint64 * 2)(size, count),
-        (c_uint64 * 1)(size * x.element_size()),
-        (c_uint32 * 2)(columns, rows),
-        (c_uint32 * 2)(1, 1),
+        (c_uint64 * count)(*reversed(x.shape)),
+        (c_uint64 * (count - 1))(*(stride * x.element_size() for stride in reversed(x.stride()[:-1]))),
+        (c_uint32 * count)(*reversed(box)),
+        (c_uint32 * count)(*[1] * count),
         c_int(0),
         c_int(_SWIZZLE_128),
         c_int(_PROMOTE_128),

@@ -15,8 +15,7 @@ def tile_source(name: str, columns: int, dtype: torch.dtype) -> str:
     Args:
         columns: a multiple of 8, up to 256.
     """
-    kind = "f16" if dtype == torch.float16 else "bf16"
-    count = columns // 2
+    kind, count = _kind(dtype), columns // 2
     return f"""
 __device__ __forceinline__ void {name}(float* acc, unsigned long long rows, unsigned long long matrix) {{
   asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
@@ -25,6 +24,40 @@ __device__ __forceinline__ void {name}(float* acc, unsigned long long rows, unsi
                : "l"(rows), "l"(matrix));
 }}
 """
+
+
+def fresh_tile_source(name: str, columns: int, dtype: torch.dtype) -> str:
+    """Return the source of a function like that of `tile_source` with one more argument: 0 to overwrite acc, 1 to add."""
+    count = columns // 2
+    return f"""
+__device__ __forceinline__ void {name}(float* acc, unsigned long long rows, unsigned long long matrix, int adds) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{_kind(dtype)}.{_kind(dtype)} "
+               "{{{numbered(0, count)}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+               : {operands("acc", count)}
+               : "l"(rows), "l"(matrix), "r"(adds));
+}}
+"""
+
+
+def mixed_source(name: str, columns: int, dtype: torch.dtype) -> str:
+    """Return the source of a function: acc [64, columns] = weights [64, 16] @ values [16, columns], or added to it if
+    `adds`. `weights` are in registers, four words of each thread; `values` are in shared memory, the numbers of a row
+    adjacent."""
+    count = columns // 2
+    return f"""
+__device__ __forceinline__ void {name}(float* acc, const unsigned* weights, unsigned long long values, int adds) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{_kind(dtype)}.{_kind(dtype)} "
+               "{{{numbered(0, count)}}}, {{{numbered(count, 4)}}}, %{count + 4}, p, 1, 1, 1;\\n}}"
+               : {operands("acc", count)}
+               : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values), "r"(adds));
+}}
+"""
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "f16" if dtype == torch.float16 else "bf16"
 
 
 def numbered(first: int, count: int) -> str:
