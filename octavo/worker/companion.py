@@ -40,7 +40,7 @@ class Companion(Worker):
         Raises:
             ConfigError: the settings, or an architecture, that it can't have.
         """
-        self._beside = beside
+        self._beside, self._called = beside, f"the companion model {files.name}"
         self.followed = followed_group(beside.cache_groups)
         chosen, gguf = beside.config, files.format == "gguf"
         random = chosen.load_format == "dummy" and not files.weights

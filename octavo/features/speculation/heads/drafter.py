@@ -91,7 +91,7 @@ class HeadDrafter(CompanionDrafter):
         own = open_checkpoint(files, "dummy" if random else "auto", worker.config.seed, device)
         shared = model if isinstance(model, CausalLM) and (model.is_whole or model.spec.tied) else None
         kind = cast("Kind", self._config.method)
-        layers = HeadLayers(kind, spec, shared, own, worker.checkpoint())
+        layers = HeadLayers(kind, spec, shared, own, worker.checkpoint(), self._torch_needed(worker))
         self._companion = Companion(worker, files, layers)
         kept = cast("HeadSpec", self._companion.spec)
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
@@ -110,6 +110,14 @@ class HeadDrafter(CompanionDrafter):
             widest = int(np.bincount(self.tree.depths).max())
             states += 2 * min(limits[0], MOST_DRAFTED) * widest * worker.spec.vocab_size * 4  # logits
         return self._companion.reserved_for(limits) + Reserved(workspace=states)
+
+    def _torch_needed(self, worker: Worker) -> str:
+        """Return why the head can't be a native program even where there are kernels for its layers; "" if it can."""
+        if self.tree is not None:
+            return "drafts in trees"
+        if worker.mesh.size > 1:
+            return "heads that several ranks divide"
+        return "" if isinstance(worker.model, NativeDecoder) else "heads of models that run in torch"
 
     def _check_places(self, kept: HeadSpec, layers: range) -> None:
         """Raise ConfigError if the head reads states that another stage of a pipeline computes."""
@@ -133,7 +141,8 @@ class HeadDrafter(CompanionDrafter):
 
     @property
     def _head(self) -> HeadModel:
-        return cast("HeadModel", self._companion.model)
+        model = self._companion.model
+        return cast("HeadModel", model.source if isinstance(model, NativeDecoder) else model)
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         assert site.room is not None
@@ -300,11 +309,11 @@ class HeadDrafter(CompanionDrafter):
         given, going = self._head.given, list(range(len(slots)))
         for count in range(1, max(most)):
             left = [place for place, i in enumerate(going) if most[i] > count]
-            hidden = step.hidden
-            assert hidden is not None
+            hidden = given if step.hidden is None else step.hidden  # a replay leaves them where it found the states
             if len(left) < len(going):
                 hidden = hidden.index_select(0, self._device.upload(np.array(left)))
-            given[: len(left)].copy_(hidden[: len(left)])
+            if hidden is not given:
+                given[: len(left)].copy_(hidden[: len(left)])
             going = [going[place] for place in left]
             step = self._compute([slots[i] for i in going], [1] * len(going), samples=True)
 
