@@ -156,7 +156,8 @@ class Decode(ctypes.Structure):
         ("external", c_void_p * EXTERNALS),
         *((name, c_void_p) for name in ("chosen", "peaks", "kept")),
         *((name, c_int64) for name in ("token_stride", "table_stride", "group_stride", "logit_stride")),
-        *((name, c_int32) for name in ("count", "results", "block_size", "operations", "columns", "groups", "rewinds")),
+        *((name, c_int32) for name in ("count", "results", "block_size", "operations", "columns", "groups")),
+        *((name, c_int32) for name in ("rewinds", "times")),
     )
 
 

@@ -1,4 +1,4 @@
-"""`NativeReplay`: steps of one token per row, and its drafts, from embedding to sampled token in a single native call;
+"""`NativeReplay`: steps of few tokens per row, and its drafts, from embedding to sampled token in a single native call;
 in a stage of a pipeline, from the states of the stage before to those for the next one.
 
 Python work costs more than its instructions here: the weights have just evicted the processor's caches, so every object
@@ -7,7 +7,7 @@ is read from memory. Therefore only objects that change are touched.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -26,14 +26,19 @@ from octavo.worker.step import Step
 
 
 class NativeReplay:
-    """A `Replay` that also samples, unless a later stage does: the kernels read slots and masks themselves."""
+    """A `Replay` that also samples, unless a later stage does: the kernels read slots and masks themselves.
+
+    Attributes:
+        most_behind: most known tokens of a step's rows, besides one of each; all of them are given logits. More than 0
+            only where no hook takes part in steps, and drafts are not verified.
+    """
 
     def __init__(self, model: NativeDecoder, slots: HostSlots, variants: Collection[Variant] = (ORDINARY,)) -> None:
         """
         Args:
             variants: those that it takes.
         """
-        self.count = 0
+        self.count = self.most_behind = 0
         self.draws = model.samples
         self._variants = frozenset(variants)
         self._variant = ORDINARY
@@ -59,11 +64,14 @@ class NativeReplay:
             block_size=slots.block_size,
             groups=len(slots.block_tables),
             rewinds=int(slots.rewinds),
+            times=1,
         )
         self._make_room(count)
         self._results: tuple[Tensor, Ints, NDArray[np.float32]] = torch.empty(0), self._chosen, self._peaks
         self._before: tuple[Ints, Ints, NDArray[np.int32]] | None = None
         """Lengths of the slots before a step with drafts, [R], and their tokens from there on: places and values."""
+        self._last: Ints | None = None
+        """[R] each row's last token in the batch; None if rows have no known tokens besides it."""
         self._laid_out = False
         self._adoptions = 0
 
@@ -83,17 +91,32 @@ class NativeReplay:
             self._laid_out = True
             return True
         count, results = len(plan.slots), plan.total_tokens
-        if results != count + sum(plan.num_drafts) or (self.draws and not self._draws_all(plan)):
+        behind = results - count - sum(plan.num_drafts)
+        if (behind and not self._takes_behind(plan.slots, behind)) or (self.draws and not self._draws_all(plan)):
             return False
         if self._slots.tree is not None and self._slots.tree.branches(plan):
             return False
-        self._rows[:count], self._drafts[:count] = plan.slots, plan.num_drafts
-        self._drafted = results > count
+        self._rows[:count] = plan.slots
+        self._drafts[:count] = np.subtract(plan.num_tokens, 1) if behind else plan.num_drafts
+        self._drafted = results - behind > count
+        self._last = np.cumsum(plan.num_tokens) - 1 if behind else None
         self._make_room(results)
         self._batch.count, self._batch.results = count, results
         self._results = self._model.lay_out(self._batch), self._chosen[:results], self._peaks[:results]
-        self._laid_out, self._adoptions = True, self._model.adoptions
+        self._laid_out, self._adoptions = not behind, self._model.adoptions
         return True
+
+    def _takes_behind(self, slots: Sequence[int], behind: int) -> bool:
+        """Return whether rows may have this many known tokens besides one of each: of requests that `forward` has
+        begun, since it binds the caches."""
+        return self.draws and behind <= self.most_behind and bool(self._slots.computed[slots].all())
+
+    def again(self, times: int) -> None:
+        """Repeat the step computed last for the tokens that it drew, `times` times in a row. It had one token of each
+        row. The results are only in the slots."""
+        self._batch.times = times
+        self._model.decode(self._batch)
+        self._batch.times = 1
 
     def _draws_all(self, plan: StepPlan) -> bool:
         """Return whether the kernels can draw the tokens of all rows."""
@@ -113,6 +136,8 @@ class NativeReplay:
         self._before = self._drafts_now() if self._drafted else None
         flawed = self._model.decode(batch)
         _, chosen, peaks = self._results
+        if self._last is not None:
+            chosen, peaks = chosen[self._last], peaks[self._last]
         tokens = chosen.tolist()
         if flawed:
             for row in np.flatnonzero(~np.isfinite(peaks)).tolist():

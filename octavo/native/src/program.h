@@ -64,8 +64,8 @@ struct OctavoStep {
     int64_t slot(int group, int64_t token) const { return slots[group * group_slots + token]; }
 };
 
-// A step of one token and some drafts for each of `count` slots; see decode.cpp. The first six are those of
-// octavo/worker/slots.py. A row of logits per token: `results` in all.
+// A step of the known tokens that are not computed, usually one, and some drafts for each of `count` slots; see
+// decode.cpp. The first six are those of octavo/worker/slots.py. A row of logits per token: `results` in all.
 struct OctavoDecode {
     int32_t* tokens;
     int64_t *length, *computed;
@@ -73,7 +73,7 @@ struct OctavoDecode {
     const int32_t* block_tables;
     const OctavoSampling* sampling;
     const int64_t* slots;   // [count], the slots to compute
-    const int64_t* drafts;  // [count], tokens of each row after the first: drafts, then padding
+    const int64_t* drafts;  // [count], tokens of each row after the first: known ones, drafts, padding
     const uint32_t* const* allowed;  // [results] or null, as `OctavoSample::allowed`
     void* external[3];
     int64_t* chosen;  // [results], the sampled tokens
@@ -84,6 +84,7 @@ struct OctavoDecode {
     int32_t columns;  // of logits; 0 in a stage of a pipeline without a head, whose result is external[0]
     int32_t groups;
     int32_t rewinds;  // a row with a rejected draft is computed again, since a recurrent state can't take it back
+    int32_t times;    // steps in a row, each for the tokens that the one before has drawn; further ones have no drafts
 };
 
 }  // extern "C"

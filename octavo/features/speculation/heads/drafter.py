@@ -44,9 +44,14 @@ from octavo.worker.branches import check_branches, widen
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
 from octavo.worker.hooks import Capacity, Reserved, Site
+from octavo.worker.native_replay import NativeReplay
 from octavo.worker.slots import HostSlots
 from octavo.worker.step import Step
 from octavo.worker.worker import Worker
+
+
+_MOST_BEHIND = 16
+"""Most tokens of a step, besides one of each row, up to which the head's logits of all of them cost little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,8 @@ class HeadDrafter(CompanionDrafter):
             self._head.share(model)
         self._head.reserve(tokens, device)
         self._begin(site)
+        if isinstance(self._runner.replay, NativeReplay):
+            self._runner.replay.most_behind = _MOST_BEHIND
         self._target = model
         self._pairs = LastPairs(site.room.num_slots, site.device)
         self._waiting = None if site.device.resident else Waiting(rewinds=self._rewinds)
@@ -342,20 +349,25 @@ class HeadDrafter(CompanionDrafter):
 
     def _go_on(self, slots: list[int], most: list[int], step: Step) -> None:
         """Draw the drafts after the first ones, which this step drew; each slot has its own number."""
-        given, going, again = self._head.given, list(range(len(slots))), False
-        for count in range(1, max(most)):
-            before = len(going)
+        given, replay, going = self._head.given, self._runner.replay, list(range(len(slots)))
+        count, longest = 1, max(most)
+        while count < longest:
             left = [place for place, i in enumerate(going) if most[i] > count]
-            hidden = given if step.hidden is None else step.hidden  # a replay leaves them where it found the states
-            if len(left) < len(going):
-                hidden = hidden.index_select(0, self._device.upload(np.array(left)))
-            if hidden is not given:
+            ends = left
+            if step.hidden is None:  # a replay leaves the hidden states where it found those of the target
+                ends = [sum(step.plan.num_tokens[: place + 1]) - 1 for place in left]
+            if step.hidden is not None or ends != list(range(len(left))):
+                hidden = given if step.hidden is None else step.hidden
+                whole = step.hidden is not None and len(left) == len(going)
+                hidden = hidden if whole else hidden.index_select(0, self._device.upload(np.array(ends)))
                 given[: len(left)].copy_(hidden[: len(left)])
             going = [going[place] for place in left]
-            step = self._compute(
-                [slots[i] for i in going], [1] * len(going), samples=True, repeats=again and len(left) == before
-            )
-            again = True
+            step = self._compute([slots[i] for i in going], [1] * len(going), samples=True)
+            count += 1
+            more = min(most[i] for i in going) - count
+            if more > 0 and step.hidden is None and isinstance(replay, NativeReplay):
+                replay.again(more)
+                count += more
 
     def _follow(
         self,
