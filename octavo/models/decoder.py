@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,6 +122,24 @@ class DecoderLayer(nn.Module):
             mixer.out.emit_into(b, mixed, DTYPES[dtype], self.mixed_norm, self.multiplier)
         if mlp is not None and not self.parallel:
             mlp.emit(b, self.post_norm, self.mlp_norm, self.multiplier)
+
+
+def mixed_width(layers: Iterable[nn.Module]) -> int:
+    """Return the values of a token that the widest mixer of packed layers gives to its output projection, in whole
+    panels."""
+    mixers = (layer.mixer for layer in layers if isinstance(layer, DecoderLayer))
+    widest = max((mixer.out.matrix.columns for mixer in mixers if mixer is not None), default=0)
+    return -(-widest // PANEL) * PANEL
+
+
+def emit_layers(b: ProgramBuilder, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Add packed decoder layers to a native program, each from a mark "layer" with its number on. The last one's mixer
+    writes to an external buffer."""
+    own = [layer for layer in layers if isinstance(layer, DecoderLayer)]
+    attended = b.scratch("attended", mixed_width(own) * 4)
+    for i, layer in enumerate(own):
+        b.mark(f"layer {i}")
+        layer.emit(b, dtype, attended if i < len(own) - 1 else ATTENDED)
 
 
 class CausalLM(nn.Module):
@@ -300,24 +318,17 @@ class CausalLM(nn.Module):
             self.positions.emit_positions(b, self.spec.position_offset)
         if self.embedding_norm is not None:
             self.embedding_norm.emit(b, RESIDUAL, RESIDUAL, Dtype.FLOAT)
-        attended = b.scratch("attended", self.mixed_width * 4)
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            b.mark(f"layer {i}")
-            layer.emit(b, self._dtype, attended if i < len(self.layers) - 1 else ATTENDED)
+        emit_layers(b, self.layers, self._dtype)
         b.mark("head")
         if self.is_last:
             cap, scale = self.spec.logit_cap, self.spec.multipliers.logits
             capped = Results(scale=scale) if cap is None else Results(function=Function.CAP, scale=scale, limit=cap)
             self.head.emit_logits(b, self.norm, capped)
 
-    @property
     def mixed_width(self) -> int:
-        """Values of a token that the widest mixer gives to its output projection, in whole panels. The layers must be
-        packed."""
-        mixers = (layer.mixer for layer in self.layers if isinstance(layer, DecoderLayer))
-        widest = max((mixer.out.matrix.columns for mixer in mixers if mixer is not None), default=0)
-        return -(-widest // PANEL) * PANEL
+        """Return the values of a token that the widest mixer gives to its output projection, in whole panels. The
+        layers must be packed."""
+        return mixed_width(self.layers)
 
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to [S, hidden_size]; return the model's dtype."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from octavo.core.spans import Spans, Watched
 from octavo.models.decoder import CausalLM
 from octavo.models.mixers.table import MIXERS
-from octavo.models.native import NativeDecoder, reason_against
+from octavo.models.native import Emitting, NativeDecoder, reason_against
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import AnyBackend
@@ -31,6 +31,7 @@ class ModelSpec(Protocol):
         intermediate_size: outputs of the widest linear layer in front of another one.
         tied: whether the output head is the embedding table.
         max_position: maximum number of tokens of a sequence.
+        lacking: what the CPU's kernels lack to run it as a native program; None for nothing.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -52,6 +53,9 @@ class ModelSpec(Protocol):
 
     @property
     def max_position(self) -> int: ...
+
+    @property
+    def lacking(self) -> str | None: ...
 
     def within(self, max_length: int | None) -> Self:
         """Return the spec for sequences of at most this many tokens; None for the model's own limit."""
@@ -122,23 +126,26 @@ def compiled(
     mesh: Mesh = ALONE,
     *,
     exchanges_rows: bool = False,
+    name: str = "the model",
 ) -> Model:
     """Compile the model, or a stage of one, to a native program if possible, else return it unchanged. Its weights must
     be loaded.
 
     Args:
         mesh, exchanges_rows: see `reason_against`.
+        name: of the model, for the log.
     """
-    if not isinstance(attention, NativeBackend) or not isinstance(model, CausalLM):
+    if not isinstance(attention, NativeBackend) or not isinstance(model, Emitting):
         return model
     reason = reason_against(model.spec, mesh, exchanges_rows=exchanges_rows)
-    if not _has_mixers_of_spec(model):
+    if isinstance(model, CausalLM) and not _has_mixers_of_spec(model):
         reason = reason or "its layers are not those of its spec"
     if reason is None:
         return NativeDecoder(model, attention.pool, activation_dtype)
     log.warning(
-        "the model runs layer by layer in torch instead of as one native program, which takes 2 to 6 times as long "
-        "where both can be had (docs/cpu.md): %s",
+        "%s runs layer by layer in torch instead of as one native program, which takes 2 to 6 times as long where both "
+        "can be had (docs/cpu.md): %s",
+        name,
         reason,
     )
     return model

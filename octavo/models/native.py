@@ -1,16 +1,18 @@
 """`NativeDecoder`: a decoder, or a stage of one, run by Octavo's C++ kernels, in one call per step.
 
 The model's layers emit the operations (their `emit` methods); this class runs them in the methods of `CausalLM`. The
-program of a stage of a pipeline has its layers, the first one's also the embeddings, the last one's the head.
+program of a stage of a pipeline has its layers, the first one's also the embeddings, the last one's the head. Models of
+other classes run, too, if they are `Emitting`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.core.spans import Spans
@@ -20,6 +22,7 @@ from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Decode, Dtype, StepArgs
 from octavo.native.builder import ATTENDED, LOGITS, RESIDUAL, ProgramBuilder
 from octavo.native.program import Pool, Program
+from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.cached import CachedLayer
 from octavo.nn.embedding import Embedding
 from octavo.nn.experts import ExpertLayer
@@ -31,19 +34,71 @@ from octavo.nn.step import StepInput
 from octavo.nn.taps import Taps
 from octavo.parallel.mesh import ALONE, Mesh
 
+if TYPE_CHECKING:
+    from octavo.models.model import ModelSpec
 
-def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, exchanges_rows: bool = False) -> str | None:
+
+@runtime_checkable
+class Emitting(Protocol):
+    """A model whose layers emit a native program, such as `CausalLM`.
+
+    Attributes:
+        spec: its architecture.
+        attention_layers, cached_layers: as those of `CausalLM`.
+        layers: those that mark their beginnings in the program, as "layer 0" and so on.
+        layer_range: their numbers in `spec`.
+        is_last: the program ends with logits.
+        entry: [tokens, hidden_size] float32, what the layers begin with in place of embeddings, at a fixed address:
+            set before each step. A step that `decode` computes leaves the rows' hidden states there. None if the
+            program begins with embeddings.
+    """
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def attention_layers(self) -> list[PagedAttention]: ...
+
+    @property
+    def cached_layers(self) -> Sequence[CachedLayer]: ...
+
+    @property
+    def layers(self) -> nn.ModuleList: ...
+
+    @property
+    def layer_range(self) -> range: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    @property
+    def entry(self) -> Tensor | None: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def pack(self) -> None:
+        """Convert all weights to the CPU kernels' format, for `emit`."""
+        ...
+
+    def emit(self, b: ProgramBuilder) -> None:
+        """Add the model to a native program. It marks "layers", where `forward` begins, "rest", see `DecoderLayer`, and
+        "head", where `logits` begins. Logits that no operation writes are minus infinity."""
+        ...
+
+    def mixed_width(self) -> int: ...
+
+    def final(self, hidden: Tensor) -> Tensor: ...
+
+
+def reason_against(spec: ModelSpec, mesh: Mesh = ALONE, *, exchanges_rows: bool = False) -> str | None:
     """Return the reason why the kernels can't run a model of this spec; None if they can.
 
     Args:
         mesh: the ranks that divide its layers.
         exchanges_rows: ranks send each other single rows.
     """
-    parts = dict.fromkeys((*spec.mlps, *(spec.mixer_of(layer) for layer in range(spec.num_layers))))
-    reasons = [part.lacking for part in parts if part is not None]
-    lacking = next((reason for reason in reasons if reason is not None), None)
-    if lacking is not None:
-        return f"the kernels lack {lacking}"
+    if spec.lacking is not None:
+        return f"the kernels lack {spec.lacking}"
     if mesh.context is not None:
         return "ranks divide the tokens of its prompts"
     if spec.hidden_size % PANEL:
@@ -51,11 +106,13 @@ def reason_against(spec: DecoderSpec, mesh: Mesh = ALONE, *, exchanges_rows: boo
     return None if mesh.size == 1 else _reason_against_ranks(spec, mesh, exchanges_rows=exchanges_rows)
 
 
-def _reason_against_ranks(spec: DecoderSpec, mesh: Mesh, *, exchanges_rows: bool) -> str | None:
+def _reason_against_ranks(spec: ModelSpec, mesh: Mesh, *, exchanges_rows: bool) -> str | None:
     if not mesh.shares_memory:
         return "it is divided over ranks that share no memory, or several machines"
     if exchanges_rows:
         return "its ranks exchange rows (--all2all-backend all_to_all, or data-parallel attention)"
+    if not isinstance(spec, DecoderSpec):
+        return "several ranks divide it"
     if spec.head_norms is not None and spec.head_norms.over == "all":
         return "ranks divide what it normalizes together"
     return None
@@ -96,7 +153,7 @@ class NativeDecoder:
         adoptions: number of times the weights were replaced; each replacement invalidates laid-out batches.
     """
 
-    def __init__(self, model: CausalLM, pool: Pool, activation_dtype: str = "int16") -> None:
+    def __init__(self, model: Emitting, pool: Pool, activation_dtype: str = "int16") -> None:
         """Pack the model's weights; only this object can compute with them afterwards.
 
         Args:
@@ -154,10 +211,10 @@ class NativeDecoder:
         return sum(layer.nbytes for layer in weight_layers(self.source))
 
     def embed(self, step: StepInput) -> Tensor:
-        """Return the embeddings of `step.input_ids`, [T, hidden_size] float32; in a later stage of a pipeline, a copy
-        of the hidden states that it received."""
-        if not self.source.is_first:
-            return self.source.embed(step).clone()  # `forward` changes them
+        """Return the embeddings of `step.input_ids`, [T, hidden_size] float32; a copy of the model's `entry`, if it has
+        that."""
+        if self.source.entry is not None:
+            return self.source.entry[: step.num_tokens].clone()  # `forward` changes them
         x = torch.empty(step.num_tokens, self.spec.hidden_size)
         self._run(0, self._program.layers_from, step.attn, x)
         return x
@@ -201,6 +258,7 @@ class NativeDecoder:
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Return the classification head's outputs: [R, hidden_size] to [R, labels]."""
+        assert isinstance(self.source, CausalLM)
         return self.source.classify(pooled)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -241,7 +299,7 @@ class NativeDecoder:
         """
         rows = batch.results
         if self.source.entry is not None:
-            self._residual = self.source.entry  # what the stage before has sent
+            self._residual = self.source.entry
         elif self._residual.shape[0] < rows:
             self._residual = torch.empty(rows, self.spec.hidden_size)
         if self._attended.shape[0] < rows:
@@ -279,11 +337,11 @@ class NativeDecoder:
 
     def _make_room(self, rows: int) -> None:
         if self._logits.shape[0] < rows:
-            self._logits = torch.empty(rows, self._logits_width)
+            self._logits = torch.full((rows, self._logits_width), float("-inf"))
 
     @property
     def _mixed_width(self) -> int:
-        return self.source.mixed_width
+        return self.source.mixed_width()
 
     @property
     def _logits_width(self) -> int:

@@ -219,6 +219,13 @@ class DecoderSpec:
         return self.mixers[layer] if self.mixers else ATTENTION
 
     @property
+    def lacking(self) -> str | None:
+        """What the CPU's kernels lack for one of its layers; None for nothing."""
+        parts = dict.fromkeys((*self.mlps, *(self.mixer_of(layer) for layer in range(self.num_layers))))
+        reasons = (part.lacking for part in parts if part is not None)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @property
     def summary(self) -> Literal["mean", "last"]:
         """Pooling, unless the checkpoint states it. Without later ones to read, a token knows only what precedes it."""
         return "mean" if self.bidirectional and not self.num_labels else "last"

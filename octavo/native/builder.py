@@ -409,6 +409,15 @@ class ProgramBuilder:
         self.add(OpKind.QUANTIZE, Dtype.FLOAT, source, output, columns=columns)
         self.ops[-1].planes = 0
 
+    def copy(self, source: int, output: int, columns: int, *, begin: int = 0, places: int = 0) -> None:
+        """Add an operation: copy float32 rows into rows that may be longer, whose other values it leaves.
+
+        Args:
+            begin: place of the first value.
+            places: address of int32 [columns], the place of each value; 0 if they are adjacent.
+        """
+        self.add(OpKind.COPY, Dtype.FLOAT, source, output, columns=columns, begin=begin, third=places)
+
     def all_reduce(
         self, source: int, output: int, columns: int, exchange: Exchange, *, add: float | None = None
     ) -> None:

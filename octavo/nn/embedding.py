@@ -104,10 +104,12 @@ class Embedding(WeightLayer):
         assert isinstance(other, Embedding)
         self._matrix = other._matrix
 
-    def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
-        """Add the look-up of the table's rows, times `scale`, into the residual stream, to a native program."""
+    def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0, output: int = RESIDUAL) -> None:
+        """Add the look-up of the table's rows, times `scale`, to a native program. The output is the residual stream,
+        or, if no ranks divide the table, any buffer of float32 rows."""
         assert self._matrix is not None, "the table is not packed"
-        emit_lookup(b, self._matrix, in_panels=self._matrix.is_quantized, scale=scale, own=self.own)
+        assert self.own is None or output == RESIDUAL
+        emit_lookup(b, self._matrix, output, in_panels=self._matrix.is_quantized, scale=scale, own=self.own)
         self.emit_found(b)
 
     def emit_found(self, b: ProgramBuilder) -> None:
@@ -164,7 +166,7 @@ class TiedHead(Projection):
 
     def emit_lookup(self, b: ProgramBuilder, scale: float = 1.0) -> None:
         """Add a look-up of the table's rows, times `scale`, into the residual stream, to a native program."""
-        emit_lookup(b, self.matrix, in_panels=True, scale=scale, own=self.source.own)
+        emit_lookup(b, self.matrix, RESIDUAL, in_panels=True, scale=scale, own=self.source.own)
         self.source.emit_found(b)
 
     @property

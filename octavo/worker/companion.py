@@ -32,15 +32,18 @@ class Companion(Worker):
         followed: the worker's cache group whose block tables it follows.
     """
 
-    def __init__(self, beside: Worker, files: ModelFiles, implementation: Implementation = OWN) -> None:
+    def __init__(
+        self, beside: Worker, files: ModelFiles, implementation: Implementation = OWN, dtype: str | None = None
+    ) -> None:
         """
         Args:
             beside: a worker whose weights are loaded.
+            dtype: in place of the setting `dtype`.
 
         Raises:
             ConfigError: the settings, or an architecture, that it can't have.
         """
-        self._beside = beside
+        self._beside, self._called = beside, f"the companion model {files.name}"
         self.followed = followed_group(beside.cache_groups)
         chosen, gguf = beside.config, files.format == "gguf"
         random = chosen.load_format == "dummy" and not files.weights
@@ -51,6 +54,7 @@ class Companion(Worker):
             rope_scaling={},
             rope_theta=None,
             disable_sliding_window=False,
+            dtype=chosen.dtype if dtype is None else dtype,
             load_format="dummy" if random else "auto",
             activation_dtype=chosen.activation_dtype if gguf else "int16",
             head_dtype="auto",

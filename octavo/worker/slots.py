@@ -223,6 +223,12 @@ class HostSlots:
         """Continue these slots elsewhere: take over their last tokens, lengths and computed positions."""
         where.write(*(torch.from_numpy(part) for part in (self.tokens, self.length, self.computed)))
 
+    def resume(self, slot: int, start: int, tokens: NDArray[np.int32], computed: int) -> None:
+        """Set a slot's known tokens from place `start` on, and how many positions are computed."""
+        end = start + len(tokens)
+        self.tokens[slot, start:end] = tokens
+        self.length[slot], self.computed[slot] = end, computed
+
     def tables_of(self, slots: Tensor) -> Tensor:
         """Return the block tables of these slots [D] in the first group, [D, blocks] int32."""
         return torch.from_numpy(self.block_tables[0, slots.numpy()])

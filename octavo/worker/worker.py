@@ -88,6 +88,8 @@ class Worker:
         ModelFileError: the weights don't match the configuration.
     """
 
+    _called = "the model"
+
     def __init__(
         self,
         config: ModelConfig,
@@ -229,7 +231,9 @@ class Worker:
         report = load_weights(model, named, unneeded=elsewhere)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
         sends = self.parallel.sends_rows
-        form = compiled(model, self.attention, self.config.activation_dtype, self.mesh, exchanges_rows=sends)
+        form = compiled(
+            model, self.attention, self.config.activation_dtype, self.mesh, exchanges_rows=sends, name=self._called
+        )
         return LoadedModel(form, model, report, scales)
 
     def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
@@ -298,7 +302,6 @@ class Worker:
         """Whether the model will run as a native program."""
         return (
             isinstance(self.attention, NativeBackend)
-            and isinstance(self.spec, DecoderSpec)
             and reason_against(self.spec, self.mesh, exchanges_rows=self.parallel.sends_rows) is None
         )
 

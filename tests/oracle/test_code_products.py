@@ -181,7 +181,7 @@ def test_rows_of_16_bits_are_looked_up(pool, generator, dtype):
     weight = torch.randn(41, 64, generator=generator).to(dtype)
     matrix, ids = narrow(dtype, weight), torch.tensor([40, 0, 17])
     b = ProgramBuilder.make(64 * 4, 64 * 4)
-    emit_lookup(b, matrix, in_panels=True)
+    emit_lookup(b, matrix, RESIDUAL, in_panels=True)
     stream = torch.zeros(3, 64)
     run(pool, b, stream, torch.zeros(3, 64), input_ids=ids.data_ptr())
     assert torch.equal(stream, weight[ids].float())

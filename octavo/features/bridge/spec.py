@@ -31,6 +31,10 @@ class BridgedSpec:
         return len(self.layers)
 
     @property
+    def lacking(self) -> str:
+        return "modules of transformers"
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(self.attention(i).window for i in range(self.num_layers))
 

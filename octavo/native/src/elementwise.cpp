@@ -205,6 +205,21 @@ void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread
     });
 }
 
+// --- copies --------------------------------------------------------------------------------------------------------
+
+// Copies the values of float32 rows to the places `third` of longer rows, or from place `begin` on.
+void run_copy(Program& program, const OctavoOp& op, int64_t task, int) {
+    const int32_t* places = static_cast<const int32_t*>(op.third);
+    for_rows(program, task, [&](int row) {
+        const float* x = program.at<float>(op.input, row);
+        float* const to = program.at<float>(op.output, row);
+        if (places == nullptr)
+            std::copy(x, x + op.columns, to + op.begin);
+        else
+            for (int c = 0; c < op.columns; c++) to[places[c]] = x[c];
+    });
+}
+
 // --- rotary positions (Su et al. 2021), and keys and values to their places in the cache ---------------------------
 
 // Rotates a head in place, after its own norm if it has one; channel i is paired with channel i + rotary_dim / 2.
@@ -338,6 +353,8 @@ OpCode embed_code() { return {tasks_by_rows, run_embed}; }
 OpCode quantize_code() { return {quantize_tasks, run_quantize}; }
 
 OpCode norm_code() { return {norm_tasks, run_norm}; }
+
+OpCode copy_code() { return {tasks_by_rows, run_copy}; }
 
 OpCode rope_code() { return {tasks_by_rows, run_rope}; }
 

@@ -32,7 +32,7 @@ constexpr int kTaskTokens = 32;    // of the products with the expansion's matri
 constexpr int kTaskQueries = 48;   // queries of heads in a task of attention, at most
 constexpr int kSplitTokens = 8;    // rows with at most this many tokens are split over their context
 
-enum LatentKind { kLatentStore = 20, kAbsorb, kLatentAttend, kLatentMerge, kLatentExpand };  // of `OpKind`
+enum LatentKind { kLatentStore = 21, kAbsorb, kLatentAttend, kLatentMerge, kLatentExpand };  // of `OpKind`
 
 struct Layer {
     const OctavoLatent& own;

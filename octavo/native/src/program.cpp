@@ -16,7 +16,7 @@ namespace {
 const OpCode& code_of(const OctavoOp& op) {
     static const OpCode table[kKinds] = {embed_code(),    norm_code(),   linear_code(), rope_code(),
                                          attend_code(),   merge_code(),  quantize_code(), shrink_code(),
-                                         share_code(), all_reduce_code(), all_gather_code()};
+                                         share_code(),   all_reduce_code(), all_gather_code(), copy_code()};
     return op.code != nullptr ? *static_cast<const OpCode*>(op.code) : table[op.kind];
 }
 

@@ -29,7 +29,8 @@ struct OctavoOp {
     int32_t function;            // of a product's results (results.h)
     int32_t centered;            // the norm subtracts the mean
     int32_t groups, begin;       // groups of `columns` values that a norm computes separately; the first one's start,
-                                 // or what a rotation adds to positions for the factors of queries
+                                 // or where copied values begin, or what a rotation adds to positions for the factors
+                                 // of queries
     int32_t own_weights;         // each of these groups has weights (and biases) of its own
     int32_t by_position;         // rows of a table are looked up by the tokens' positions, not by their ids
     int32_t cache_dtype, group;  // `group`: of the layer's KV cache, whose block tables the operation reads
@@ -90,7 +91,8 @@ struct OctavoDecode {
 namespace octavo {
 
 enum Kind {  // of the main library
-    kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kShare, kAllReduce, kAllGather, kKinds
+    kEmbed, kNorm, kLinear, kRope, kAttend, kMerge, kQuantize, kShrink, kShare, kAllReduce, kAllGather, kCopy,
+    kKinds
 };
 enum Dtype { kFloat, kBfloat, kInt8, kInt4, kCode4, kCode6, kE4m3, kE5m2, kBf16, kF16 };
 enum Epilogue { kStore, kAdd, kGate };
@@ -240,7 +242,7 @@ struct OpCode {
 };
 
 OpCode embed_code(), norm_code(), linear_code(), rope_code(), attend_code(), merge_code(), quantize_code(),
-    shrink_code(), share_code(), all_reduce_code(), all_gather_code();
+    shrink_code(), share_code(), all_reduce_code(), all_gather_code(), copy_code();
 
 // `OpCode::plan` of attention.
 void plan_attention(const Program& program, const OctavoOp& op, AttentionPlan& plan);

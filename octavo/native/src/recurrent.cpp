@@ -10,7 +10,7 @@ namespace octavo {
 
 namespace {
 
-enum RecurrentKind { kConv = 25, kGatedNorm, kSsd, kDelta, kSigmoidGate, kScan, kSquares };  // of `OpKind`
+enum RecurrentKind { kConv = 26, kGatedNorm, kSsd, kDelta, kSigmoidGate, kScan, kSquares };  // of `OpKind`
 
 using Run = void (*)(Program&, const OctavoOp&, int64_t, int);
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.native.bindings import Dtype, LowRank
-from octavo.native.builder import RESIDUAL, STORED, ProgramBuilder, Results, row_bytes
+from octavo.native.builder import STORED, ProgramBuilder, Results, row_bytes
 from octavo.nn.quant.blocks import BlockQuantized
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.panels import PANEL, interleave, pack_, pack_halves, pad_bias, whole_halves, whole_words
@@ -174,15 +174,14 @@ def table_of(weight: Stored) -> Matrix:
 
 
 def emit_lookup(
-    b: ProgramBuilder, matrix: Matrix, *, in_panels: bool, scale: float = 1.0, own: range | None = None
+    b: ProgramBuilder, matrix: Matrix, output: int, *, in_panels: bool, scale: float = 1.0, own: range | None = None
 ) -> None:
-    """Add a look-up of a matrix's rows, times `scale`, into the residual stream, to a native program; `own` as for
-    `ProgramBuilder.embed`."""
+    """Add a look-up of a matrix's rows, times `scale`, to a native program; `own` as for `ProgramBuilder.embed`."""
     b.embed(
         matrix.weight.data_ptr(),
         matrix.dtype,
         matrix.columns,
-        RESIDUAL,
+        output,
         packed=in_panels,
         zero_point=matrix.zero_point,
         minima=matrix.minima,

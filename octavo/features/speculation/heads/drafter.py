@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.draft_tree import DraftTree
@@ -43,6 +44,7 @@ from octavo.worker.branches import check_branches, widen
 from octavo.worker.companion import Companion
 from octavo.worker.drafts import Drafting, Drafts, Following, Ints
 from octavo.worker.hooks import Capacity, Reserved, Site
+from octavo.worker.slots import HostSlots
 from octavo.worker.step import Step
 from octavo.worker.worker import Worker
 
@@ -91,8 +93,10 @@ class HeadDrafter(CompanionDrafter):
         own = open_checkpoint(files, "dummy" if random else "auto", worker.config.seed, device)
         shared = model if isinstance(model, CausalLM) and (model.is_whole or model.spec.tied) else None
         kind = cast("Kind", self._config.method)
-        layers = HeadLayers(kind, spec, shared, own, worker.checkpoint())
-        self._companion = Companion(worker, files, layers)
+        layers = HeadLayers(kind, spec, shared, own, worker.checkpoint(), self._torch_needed(worker))
+        # In float32, weights that are stored in 16 bits stay so: that computes the same from half the bytes.
+        narrow = worker.dtype == torch.float32 and not worker.device.resident
+        self._companion = Companion(worker, files, layers, dtype="auto" if narrow else None)
         kept = cast("HeadSpec", self._companion.spec)
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
         self._companion.prepare_kernels()
@@ -110,6 +114,14 @@ class HeadDrafter(CompanionDrafter):
             widest = int(np.bincount(self.tree.depths).max())
             states += 2 * min(limits[0], MOST_DRAFTED) * widest * worker.spec.vocab_size * 4  # logits
         return self._companion.reserved_for(limits) + Reserved(workspace=states)
+
+    def _torch_needed(self, worker: Worker) -> str:
+        """Return why the head can't be a native program even where there are kernels for its layers; "" if it can."""
+        if self.tree is not None:
+            return "drafts in trees"
+        if worker.mesh.size > 1:
+            return "heads that several ranks divide"
+        return "" if isinstance(worker.model, NativeDecoder) else "heads of models that run in torch"
 
     def _check_places(self, kept: HeadSpec, layers: range) -> None:
         """Raise ConfigError if the head reads states that another stage of a pipeline computes."""
@@ -133,7 +145,8 @@ class HeadDrafter(CompanionDrafter):
 
     @property
     def _head(self) -> HeadModel:
-        return cast("HeadModel", self._companion.model)
+        model = self._companion.model
+        return cast("HeadModel", model.source if isinstance(model, NativeDecoder) else model)
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         assert site.room is not None
@@ -178,14 +191,14 @@ class HeadDrafter(CompanionDrafter):
             self._compute_all(plan, states, tokens, length)
             return
         self._waiting.add(plan, states, length, self._off)
-        due = []
+        due: list[int] = []
         for row, (slot, count, drafts) in enumerate(zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True)):
             if slot not in self._off and row not in plan.proposals:
                 waits = self._waiting.count(slot)
                 if waits >= MOST_WAITING or (waits and count - drafts > 1):  # others may share a prompt's blocks
                     due.append(slot)
         if due:
-            self._catch_up(due, tokens, length)
+            self._catch_up(due, tokens.numpy(), length.numpy())
 
     def _compute_all(self, plan: StepPlan, states: Tensor, tokens: Tensor, length: Tensor) -> None:
         self._head.given[: len(states)].copy_(self._head.states(states, cast("CausalLM", self._target)))
@@ -203,25 +216,55 @@ class HeadDrafter(CompanionDrafter):
             self._follow([plan.slots[row] for row in sampled], index, known, tokens, 1, 0)
 
     def _catch_up(
-        self, slots: list[int], tokens: Tensor, length: Tensor, *, samples: bool = False, draws: bool = True
+        self,
+        slots: list[int],
+        tokens: NDArray[np.int32],
+        length: Ints,
+        *,
+        samples: bool = False,
+        draws: bool = True,
     ) -> Step | None:
-        """Compute what waits; return the last step, which samples and draws as `_compute` says."""
-        waiting, step = self._waiting, None
+        """On a CPU, compute what waits; return the last step, which samples and draws as `_compute` says.
+
+        Args:
+            tokens, length: those of the target's slots, as in `Drafting`.
+        """
+        waiting, own, step = self._waiting, self._runner.slots, None
         assert waiting is not None
-        index = torch.tensor(slots)
-        known = length[index].long()
+        assert isinstance(own, HostSlots)
+        for slot in slots:
+            done = waiting.done(slot)
+            own.resume(slot, done, np.maximum(tokens[slot, done + 1 : length[slot]], 0), done)
         left = [waiting.count(slot) for slot in slots]
-        behind = known - 1 - torch.tensor([waiting.done(slot) for slot in slots])
-        self._follow(slots, index, known, tokens, int(behind.max()), behind)
-        while sum(left):
-            part = left if sum(left) <= self._most_tokens else first_part(left, self._most_tokens)
-            rows = [row for row, count in enumerate(part) if count]
+        total = sum(left)
+        while total:
+            whole = total <= self._most_tokens
+            part = left if whole else first_part(left, self._most_tokens)
             states = waiting.take(slots, part)
             self._head.given[: len(states)].copy_(self._head.states(states, cast("CausalLM", self._target)))
+            total -= len(states)
+            if whole:
+                return self._compute(slots, part, samples=samples, draws=draws)
+            rows = [row for row, count in enumerate(part) if count]
             left = [all_of - done for all_of, done in zip(left, part, strict=True)]
-            last = samples and not sum(left)
-            step = self._compute([slots[row] for row in rows], [part[row] for row in rows], samples=last, draws=draws)
+            step = self._compute([slots[row] for row in rows], [part[row] for row in rows])
         return step
+
+    def _propose_on_host(self, drafting: Drafting, chosen: list[int], limits: list[int]) -> Tensor:
+        """On a CPU, return chains of drafts for the chosen ones of the drafting rows, [D, K]."""
+        slots = [drafting.plan.slots[drafting.rows[i]] for i in chosen]
+        length, own = drafting.length.numpy(), self._runner.slots
+        assert isinstance(own, HostSlots)
+        step = self._catch_up(slots, drafting.tokens.numpy(), length, samples=True)
+        assert step is not None, "the step's own tokens wait"
+        self._go_on(slots, [limits[i] for i in chosen], step)
+        found = np.zeros((len(limits), max(limits)), dtype=np.int64)
+        for i, slot in zip(chosen, slots, strict=True):
+            known = int(length[slot]) - 1
+            drafts = own.tokens[slot, known : known + limits[i]]  # fewer at the end of its row, where none are used
+            found[i, : len(drafts)] = drafts
+            own.resume(slot, known, drafts[:0], known)
+        return torch.from_numpy(found)
 
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
         plan = drafting.plan
@@ -229,6 +272,8 @@ class HeadDrafter(CompanionDrafter):
         chosen = [i for i, row in enumerate(drafting.rows) if plan.slots[row] not in self._off]
         if not chosen:
             return None
+        if self._waiting is not None and self.tree is None:
+            return self._drafts(drafting, chosen, self._propose_on_host(drafting, chosen, limits))
         found = torch.zeros(len(limits), max(limits), dtype=torch.int64, device=drafting.tokens.device)
         # Steps of the head overwrite the states beside the plan's tokens, so those that are needed are copied first.
         given = self._head.given.index_select(0, self._last) if self._waiting is None else None
@@ -287,7 +332,7 @@ class HeadDrafter(CompanionDrafter):
         """Compute these rows' last known tokens, and draw their first drafts if it `draws`."""
         drafting, slots = rows.drafting, rows.slots
         if self._waiting is not None:
-            step = self._catch_up(slots, drafting.tokens, drafting.length, samples=True, draws=draws)
+            step = self._catch_up(slots, drafting.tokens.numpy(), drafting.length.numpy(), samples=True, draws=draws)
             assert step is not None, "the step's own tokens wait"
             return step
         assert rows.given is not None
@@ -297,16 +342,20 @@ class HeadDrafter(CompanionDrafter):
 
     def _go_on(self, slots: list[int], most: list[int], step: Step) -> None:
         """Draw the drafts after the first ones, which this step drew; each slot has its own number."""
-        given, going = self._head.given, list(range(len(slots)))
+        given, going, again = self._head.given, list(range(len(slots))), False
         for count in range(1, max(most)):
+            before = len(going)
             left = [place for place, i in enumerate(going) if most[i] > count]
-            hidden = step.hidden
-            assert hidden is not None
+            hidden = given if step.hidden is None else step.hidden  # a replay leaves them where it found the states
             if len(left) < len(going):
                 hidden = hidden.index_select(0, self._device.upload(np.array(left)))
-            given[: len(left)].copy_(hidden[: len(left)])
+            if hidden is not given:
+                given[: len(left)].copy_(hidden[: len(left)])
             going = [going[place] for place in left]
-            step = self._compute([slots[i] for i in going], [1] * len(going), samples=True)
+            step = self._compute(
+                [slots[i] for i in going], [1] * len(going), samples=True, repeats=again and len(left) == before
+            )
+            again = True
 
     def _follow(
         self,
@@ -315,16 +364,16 @@ class HeadDrafter(CompanionDrafter):
         known: Tensor,
         tokens: Tensor,
         width: int,
-        behind: int | Tensor | None,
+        behind: int | None,
     ) -> None:
-        """Take over the last `width` tokens of the target's slots; the last `behind` of them are not computed, in all
-        slots alike or, on a CPU, in each [D]; None leaves that as it is."""
+        """Take over the last `width` tokens of the target's slots; the last `behind` of them are not computed; None
+        leaves that as it is."""
         places = (known[:, None] - width + torch.arange(width, device=known.device)).clamp_(min=1)
         last = tokens[index[:, None], places].clamp(min=0)
         most, least, _ = self._reach.of(slots)
-        counts = torch.full_like(known, behind) if isinstance(behind, int) else behind
+        counts = None if behind is None else torch.full_like(known, behind)
         own: tuple[Ints, Ints] = (most - 1, np.maximum(least - 1, 0))
-        uncomputed = behind.numpy() if isinstance(behind, Tensor) else np.full(len(most), behind or 0)
+        uncomputed = np.full(len(most), behind or 0)
         self._runner.slots.follow(Following(slots, index, known - 1, last, counts, *own, uncomputed))
 
     def _own_row(self, row: NewRow) -> NewRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,20 +36,31 @@ class HeadLayers:
 
     name = ""
 
-    def __init__(self, kind: Kind, target: DecoderSpec, model: CausalLM | None, own: Checkpoint, source: Checkpoint):
+    def __init__(
+        self,
+        kind: Kind,
+        target: DecoderSpec,
+        model: CausalLM | None,
+        own: Checkpoint,
+        source: Checkpoint,
+        needs_torch: str = "",
+    ) -> None:
         """
         Args:
             model: the target, if its embedding and head can be used as they are.
             own: the head's checkpoint; without names for random tensors.
             source: the target's checkpoint.
+            needs_torch: see `HeadSpec`.
         """
         self._kind: Kind = kind
         self._target, self._model = target, model
         self._own = own
         self._source = source
+        self._needs_torch = needs_torch
 
     def spec_of(self, config: Config) -> HeadSpec:
-        return head_spec(self._kind, config, self._target, self._own.names())
+        spec = head_spec(self._kind, config, self._target, self._own.names())
+        return replace(spec, needs_torch=self._needs_torch)
 
     def attention(self, spec: ModelSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
         assert isinstance(spec, HeadSpec)

@@ -25,17 +25,21 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError
 from octavo.features.speculation.heads.spec import ANOTHER, HeadSpec
-from octavo.models.decoder import CausalLM, DecoderLayer
+from octavo.models.decoder import CausalLM, DecoderLayer, emit_layers, mixed_width
 from octavo.models.feed_forwards.table import make_feed_forward
 from octavo.models.mixers.attention import Attention
 from octavo.models.norms import make_norm
 from octavo.models.spec import PRE
+from octavo.native.bindings import Dtype
+from octavo.native.builder import LOGITS, RESIDUAL, ProgramBuilder
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.build import Build
 from octavo.nn.embedding import Embedding, TiedHead
+from octavo.nn.experts import ExpertLayer
 from octavo.nn.latent.layer import PagedLatents
-from octavo.nn.linear import Linear
-from octavo.nn.norm import NoNorm
+from octavo.nn.linear import Linear, Projection
+from octavo.nn.norm import NoNorm, Norm
+from octavo.nn.quant.panels import PANEL
 from octavo.nn.rope import Rope
 from octavo.nn.shard import COL, NONE, ROW, Heads
 from octavo.nn.step import StepInput
@@ -50,6 +54,7 @@ class DraftTokens(WeightLayer):
         super().__init__("", device)
         self._count, self._vocab_size = count, vocab_size
         self.ids = torch.empty(0, dtype=torch.int64)
+        self._places = torch.empty(0, dtype=torch.int32)
 
     def wanted(self) -> list[Wanted]:
         return [Wanted("d2t", TensorSpec((self._count,), torch.int64))]
@@ -63,9 +68,17 @@ class DraftTokens(WeightLayer):
                 f"{self._vocab_size}. {ANOTHER}"
             )
 
+    def pack(self) -> None:
+        """Convert the ids to the form that the CPU kernels read, for `emit`."""
+        self._places = self.ids.int()
+
+    def emit(self, b: ProgramBuilder, source: int) -> None:
+        """Add to a native program: put logits of the draft vocabulary in their places among those of all tokens."""
+        b.copy(source, LOGITS, self._count, places=self._places.data_ptr())
+
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(self.ids)
+        return tensor_bytes(self.ids, self._places)
 
 
 class HeadModel(nn.Module):
@@ -73,9 +86,13 @@ class HeadModel(nn.Module):
 
     Attributes:
         given: [tokens, hidden_size], the state beside each token of a step; set before the step, at fixed addresses.
+        layer_range: its layers among those of `HeadSpec`.
+        is_last: it ends with logits.
     """
 
     layers: nn.ModuleList
+    layer_range: range
+    is_last = True
 
     def __init__(self, b: Build, spec: HeadSpec, target: CausalLM | None, tables: Set[str]) -> None:
         """
@@ -106,6 +123,7 @@ class HeadModel(nn.Module):
 
     def finish(self) -> None:
         """Collect the layers that keep keys and values."""
+        self.layer_range = range(self.spec.num_layers)
         self.attention_layers = [m for m in self.modules() if isinstance(m, PagedAttention)]
         self.cached_layers = [m for m in self.modules() if isinstance(m, PagedAttention | PagedLatents)]
         self.recordable = all(getattr(m, "recordable", True) for m in self.modules() if m is not self)
@@ -113,6 +131,37 @@ class HeadModel(nn.Module):
     def reserve(self, tokens: int, device: torch.device) -> None:
         """Allocate `given` for steps of up to this many tokens, padding included."""
         self.given = torch.zeros(tokens, self.spec.hidden_size, dtype=self.residual_dtype, device=device)
+
+    @property
+    def entry(self) -> Tensor:
+        return self.given
+
+    def mixed_width(self) -> int:
+        return mixed_width(self.layers)
+
+    def pack(self) -> None:
+        """See `CausalLM.pack`."""
+        assert self.embedding is not None and self.head is not None, "a packed target shares no tables"
+        for layer in self.modules():
+            if isinstance(layer, Projection | ExpertLayer | Norm | Embedding | DraftTokens):
+                layer.pack()
+
+    def emit(self, b: ProgramBuilder) -> None:
+        """See `CausalLM.emit`. The residual stream begins with the states, so there is nothing before its layers."""
+        b.mark("layers")
+        self.emit_layers(b)
+        b.mark("head")
+        assert self.head is not None
+        if self.draft_tokens is None:
+            self.head.emit(b, RESIDUAL, Dtype.FLOAT, LOGITS)
+            return
+        own = b.scratch("own logits", -(-self.head.matrix.rows // PANEL) * PANEL * 4)
+        self.head.emit(b, RESIDUAL, Dtype.FLOAT, own)
+        self.draft_tokens.emit(b, own)
+
+    @abstractmethod
+    def emit_layers(self, b: ProgramBuilder) -> None:
+        """Add `embed` and `forward` to a native program, from states to outputs in the residual stream."""
 
     def share(self, target: CausalLM) -> None:
         """Use the embedding and the head of this model, if the head has none of its own."""
@@ -178,6 +227,16 @@ class EagleModel(HeadModel):
         for i, layer in enumerate(self.layers):
             layer(stream, step, step.hidden_rows if i == last else None)
         return stream.total()
+
+    def emit_layers(self, b: ProgramBuilder) -> None:
+        assert self.embedding is not None
+        size = self.spec.hidden_size
+        pair = b.scratch("pair", 2 * size * 4)
+        self.embedding.emit_lookup(b, output=pair)
+        b.run_beside()
+        b.copy(RESIDUAL, pair, size, begin=size)
+        self.fc.emit(b, pair, Dtype.FLOAT, RESIDUAL)
+        emit_layers(b, self.layers, self._dtype)
 
 
 class Eagle3Model(HeadModel):

@@ -33,6 +33,7 @@ class HeadSpec:
         normed_residual: the residual of an EAGLE-3 layer begins with the state after its norm.
         normed_places: what EAGLE-3 reads of all places is normed before the product that joins it.
         form: of `mtp`.
+        needs_torch: why it can't be a native program even where there are kernels for its layers; "" if it can.
     """
 
     kind: Kind
@@ -45,6 +46,7 @@ class HeadSpec:
     normed_residual: bool = False
     normed_places: bool = False
     form: MtpForm = DEEPSEEK
+    needs_torch: str = ""
 
     @property
     def hidden_size(self) -> int:
@@ -65,6 +67,12 @@ class HeadSpec:
     @property
     def max_position(self) -> int:
         return self.decoder.max_position
+
+    @property
+    def lacking(self) -> str | None:
+        if self.kind != "eagle":
+            return f"heads with method={self.kind}"
+        return self.needs_torch or self.decoder.lacking
 
     def within(self, max_length: int | None) -> Self:
         return self

@@ -68,9 +68,10 @@ class Waiting:
         for slot, count in zip(slots, counts, strict=True):
             if not count:
                 continue
-            states = torch.cat(self._states[slot])
+            pieces = self._states[slot]
+            states = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             parts.append(states[:count])
             self._states[slot] = [states[count:]] if count < len(states) else []
             self._count[slot] -= count
             self._done[slot] += count
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
