@@ -95,11 +95,11 @@ def draft(
         known = (w, embedded, h, heads, kv_heads)
         out = (eagle(*known) if kind == "eagle" else eagle3(*known, normed=normed))[-1:]
         if kind == "eagle":
-            token = int(F.linear(out, w["lm_head.weight"])[0].topk(1 + rank).indices[-1])
+            logits = F.linear(out, w["lm_head.weight"])[0]
         else:
             logits = F.linear(rms(out, w["norm.weight"]), w["lm_head.weight"])[0]
-            token = int(logits.topk(1 + rank).indices[-1])
-            token += int(w["d2t"][token])
+        token = int(logits.topk(1 + rank).indices[-1])
+        token += int(w["d2t"][token]) if "d2t" in w else 0
         drafts.append(token)
         following.append(token)
         h = torch.cat([h, out])

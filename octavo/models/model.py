@@ -124,9 +124,9 @@ def compiled(
     attention: AnyBackend,
     activation_dtype: str = "int16",
     mesh: Mesh = ALONE,
+    name: str = "the model",
     *,
     exchanges_rows: bool = False,
-    name: str = "the model",
 ) -> Model:
     """Compile the model, or a stage of one, to a native program if possible, else return it unchanged. Its weights must
     be loaded.

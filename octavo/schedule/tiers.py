@@ -29,9 +29,9 @@ from octavo.schedule.request import Request
 
 log = logging.getLogger(__name__)
 
-_STORED_PART, _STORED_ANYWAY = 8, 256
+_STORED_PART, _STORED_ANYWAY = 8, 1024
 """Blocks that are on their way to a tier are at most this part of the cache, or this number if it is at most half of
-it: a step can fill many blocks of a small cache."""
+it: a step of 8,192 tokens can fill 512 blocks."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -33,7 +34,11 @@ class Companion(Worker):
     """
 
     def __init__(
-        self, beside: Worker, files: ModelFiles, implementation: Implementation = OWN, dtype: str | None = None
+        self,
+        beside: Worker,
+        files: ModelFiles,
+        implementation: Implementation = OWN,
+        dtype: Literal["auto"] | None = None,
     ) -> None:
         """
         Args:
@@ -43,7 +48,7 @@ class Companion(Worker):
         Raises:
             ConfigError: the settings, or an architecture, that it can't have.
         """
-        self._beside, self._called = beside, f"the companion model {files.name}"
+        self._beside, self._name = beside, f"the companion model {files.name}"
         self.followed = followed_group(beside.cache_groups)
         chosen, gguf = beside.config, files.format == "gguf"
         random = chosen.load_format == "dummy" and not files.weights

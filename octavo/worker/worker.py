@@ -88,7 +88,7 @@ class Worker:
         ModelFileError: the weights don't match the configuration.
     """
 
-    _called = "the model"
+    _name = "the model"
 
     def __init__(
         self,
@@ -230,10 +230,8 @@ class Worker:
         named = self._implementation.named(checkpoint, self.spec)
         report = load_weights(model, named, unneeded=elsewhere)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
-        sends = self.parallel.sends_rows
-        form = compiled(
-            model, self.attention, self.config.activation_dtype, self.mesh, exchanges_rows=sends, name=self._called
-        )
+        sends, activations = self.parallel.sends_rows, self.config.activation_dtype
+        form = compiled(model, self.attention, activations, self.mesh, self._name, exchanges_rows=sends)
         return LoadedModel(form, model, report, scales)
 
     def _build(self, schemes: Schemes, device: torch.device, keep: Keep = fused) -> Build:
@@ -300,10 +298,8 @@ class Worker:
     @property
     def _takes_native(self) -> bool:
         """Whether the model will run as a native program."""
-        return (
-            isinstance(self.attention, NativeBackend)
-            and reason_against(self.spec, self.mesh, exchanges_rows=self.parallel.sends_rows) is None
-        )
+        reason = reason_against(self.spec, self.mesh, exchanges_rows=self.parallel.sends_rows)
+        return isinstance(self.attention, NativeBackend) and reason is None
 
     def _schemes(self, keep: Keep = fused) -> Schemes:
         return schemes_of(self.config, self.files, self.device, self.dtype, keep, native=self._takes_native)

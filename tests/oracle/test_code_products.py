@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.models.load.gguf_blocks import _NONLINEAR, _SIX_BITS, _THREE_BITS, _TWO_BITS
 from octavo.models.load.quantized.codes import FLOATS
 from octavo.native.bindings import Dtype, Epilogue
-from octavo.native.builder import ProgramBuilder, Results
+from octavo.native.builder import RESIDUAL, ProgramBuilder, Results
 from octavo.native.program import Pool
 from octavo.nn.quant.blocks import BlockQuantized, dequantized
 from octavo.nn.quant.codes import pack_codes, unified

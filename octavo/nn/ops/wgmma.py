@@ -27,7 +27,8 @@ __device__ __forceinline__ void {name}(float* acc, unsigned long long rows, unsi
 
 
 def fresh_tile_source(name: str, columns: int, dtype: torch.dtype) -> str:
-    """Return the source of a function like that of `tile_source` with one more argument: 0 to overwrite acc, 1 to add."""
+    """Return the source of a function like that of `tile_source`, with a further argument: 0 to overwrite acc, 1 to
+    add."""
     count = columns // 2
     return f"""
 __device__ __forceinline__ void {name}(float* acc, unsigned long long rows, unsigned long long matrix, int adds) {{

@@ -141,7 +141,8 @@ class HeadModel(nn.Module):
 
     def pack(self) -> None:
         """See `CausalLM.pack`."""
-        assert self.embedding is not None and self.head is not None, "a packed target shares no tables"
+        assert self.embedding is not None, "a packed target shares no tables"
+        assert self.head is not None
         for layer in self.modules():
             if isinstance(layer, Projection | ExpertLayer | Norm | Embedding | DraftTokens):
                 layer.pack()
@@ -159,9 +160,10 @@ class HeadModel(nn.Module):
         self.head.emit(b, RESIDUAL, Dtype.FLOAT, own)
         self.draft_tokens.emit(b, own)
 
-    @abstractmethod
     def emit_layers(self, b: ProgramBuilder) -> None:
-        """Add `embed` and `forward` to a native program, from states to outputs in the residual stream."""
+        """Add `embed` and `forward` to a native program, from states to outputs in the residual stream; not called for
+        heads whose spec is `lacking` something."""
+        raise NotImplementedError
 
     def share(self, target: CausalLM) -> None:
         """Use the embedding and the head of this model, if the head has none of its own."""

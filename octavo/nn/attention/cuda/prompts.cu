@@ -69,13 +69,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barri
                ::"r"(to), "l"(map), "r"(barrier), "r"(channel), "r"(head), "r"(token) : "memory");
 }
 
-// One lane of a warp, the same one each time.
-__device__ __forceinline__ bool elected() {
-  u32 chosen;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
-  return chosen;
-}
-
 // Make stores of this thread visible to the copy engine and the matrix units.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -84,7 +77,8 @@ __device__ __forceinline__ void clear(u32 at) {
 }
 
 // A warp that copies keys or values. Two warps share the pages of a tile in the cache, since a page takes a warp as long
-// as a whole tile in the projection's output; the first one also copies everything else.
+// as a whole tile in the projection's output; the first one also copies everything else. Both arrive at the barrier of
+// each tile, so that neither falls behind by a round of stages, after which parities repeat.
 struct Copies {
   const TensorMap *step_map, *cache_map;
   const int* tables;
@@ -104,7 +98,8 @@ struct Copies {
   __device__ __forceinline__ void copy(const Item& it, int tile, int cell, u32 to, u32 barrier, bool all) const {
     const int fresh = tile - it.paged_tiles(), head = heads + value * kv_heads + it.head / SHARING;
     if (fresh >= 0) {
-      if (!leads || share) return;
+      if (!leads) return;
+      if (share) return arrive(barrier);
       expect(barrier, TILE_BYTES);
 #pragma unroll
       for (int c = 0; c < PARTS; c++)
@@ -115,7 +110,7 @@ struct Copies {
 #pragma unroll
     for (int p = 0; p < PAGES; p++) cells[p] = __shfl_sync(~0u, cell, p);
     if (!leads) return;
-    if (!share) expect(barrier, TILE_BYTES);
+    expect(barrier, (all ? PAGES : (PAGES + 1 - share) / 2) * (PAGE * ROW_BYTES * PARTS));
 #pragma unroll
     for (int p = 0; p < PAGES; p++)
       if (all || p % 2 == share)
@@ -162,6 +157,8 @@ struct Copies {
         } else if (share == 0) {
           copy_cleared(it, tile, own, at.stage, valid, shared(&m.partial), partial_parity);
           partial_parity ^= 1;
+        } else if (leads) {
+          arrive(full + 8 * at.stage);
         }
       }
     }
@@ -185,16 +182,6 @@ struct Copies {
         copy_box(to + (c * QUERIES + i) * ROW_BYTES, step_map, barrier, 64 * c, it.head, it.start + it.first + i);
   }
 };
-
-// Of four lanes' words, give each lane those of its number, in the order of lanes: its own inverse.
-__device__ __forceinline__ uint4 across(u32 a, u32 b, u32 c, u32 d) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-  const u32 near_low = __shfl_xor_sync(~0u, odd ? a : b, 1), near_high = __shfl_xor_sync(~0u, odd ? c : d, 1);
-  const u32 low0 = odd ? near_low : a, low1 = odd ? b : near_low;
-  const u32 high0 = odd ? near_high : c, high1 = odd ? d : near_high;
-  const u32 far0 = __shfl_xor_sync(~0u, high ? low0 : high0, 2), far1 = __shfl_xor_sync(~0u, high ? low1 : high1, 2);
-  return high ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
-}
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -387,8 +374,8 @@ prompts(const __grid_constant__ TensorMap step_map, const __grid_constant__ Tens
   overlap();
   if (threadIdx.x == 0) {
     prepare(m.query_full, m.query_empty, 1, 8);
-    prepare(m.key_full, m.key_empty, 1, 8);
-    prepare(m.value_full, m.value_empty, 1, 8);
+    prepare(m.key_full, m.key_empty, 2, 8);
+    prepare(m.value_full, m.value_empty, 2, 8);
     init(shared(&m.partial), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -47,17 +47,6 @@ __device__ __forceinline__ float2 load_pair(u32 from) {
   return v;
 }
 
-// Of four lanes' words, give each lane those of its number, in the order of lanes.
-__device__ __forceinline__ uint4 across(int lane, u32 a, u32 b, u32 c, u32 d) {
-  const bool odd = lane & 1, high = lane & 2;
-  const u32 near_low = __shfl_xor_sync(~0u, odd ? a : b, 1), near_high = __shfl_xor_sync(~0u, odd ? c : d, 1);
-  // Words 0 or 1, and 2 or 3, of this lane and its neighbour.
-  const u32 low0 = odd ? near_low : a, low1 = odd ? b : near_low;
-  const u32 high0 = odd ? near_high : c, high1 = odd ? d : near_high;
-  const u32 far0 = __shfl_xor_sync(~0u, high ? low0 : high0, 2), far1 = __shfl_xor_sync(~0u, high ? low1 : high1, 2);
-  return high ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
-}
-
 extern "C" __global__ void __launch_bounds__(384, 1)
 experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const unsigned char* x,
         const float* x_scales, const float* scales, const int* order, const int* tiles, u16* out, int num_tiles, int top_k,
@@ -260,7 +249,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
 #endif
           word[i] = narrow2(a, b);
         }
-        const uint4 eight = across(lane, word[0], word[1], word[2], word[3]);
+        const uint4 eight = across(word[0], word[1], word[2], word[3]);
         const int n = t.n + 8 * (j + lane % 4);
         if (valid && n < N) *(uint4*)(to + n) = eight;
       }

@@ -17,13 +17,6 @@
 #define STAGE_BYTES (X_BYTES + 2 * SIDE_BYTES)
 #define TILES (SIDE / 8)  // of 8 outputs
 
-// One lane of a warp, the same one each time.
-__device__ __forceinline__ bool elected() {
-  u32 chosen;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
-  return chosen;
-}
-
 __device__ __forceinline__ int block_of_cluster() {
   int rank = 0;
 #if TALL > 1
@@ -65,16 +58,6 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap* map, u32 ba
 #else
   copy_tile(to, map, barrier, k, row);
 #endif
-}
-
-// Of four lanes' words, give each lane those of its number, in the order of lanes: its own inverse.
-__device__ __forceinline__ uint4 across(u32 a, u32 b, u32 c, u32 d) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-  const u32 near_low = __shfl_xor_sync(~0u, odd ? a : b, 1), near_high = __shfl_xor_sync(~0u, odd ? c : d, 1);
-  const u32 low0 = odd ? near_low : a, low1 = odd ? b : near_low;
-  const u32 high0 = odd ? near_high : c, high1 = odd ? d : near_high;
-  const u32 far0 = __shfl_xor_sync(~0u, high ? low0 : high0, 2), far1 = __shfl_xor_sync(~0u, high ? low1 : high1, 2);
-  return high ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
 }
 
 // The tiles that a block takes.

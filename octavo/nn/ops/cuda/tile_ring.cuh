@@ -1,5 +1,5 @@
 // A ring of tiles in shared memory: one thread copies them, by the copy engine, ahead of warp groups that multiply them.
-// See barriers.cuh.
+// See barriers.cuh. And what such kernels do with results.
 
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -23,6 +23,23 @@ __device__ __forceinline__ void prepare(u64 (&full)[SIZE], u64 (&empty)[SIZE], i
     init(shared(&full[s]), filled);
     init(shared(&empty[s]), emptied);
   }
+}
+
+// One lane of a warp, the same one each time.
+__device__ __forceinline__ bool elected() {
+  u32 chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+  return chosen;
+}
+
+// Of four lanes' words, give each lane those of its number, in the order of lanes: its own inverse.
+__device__ __forceinline__ uint4 across(u32 a, u32 b, u32 c, u32 d) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  const u32 near_low = __shfl_xor_sync(~0u, odd ? a : b, 1), near_high = __shfl_xor_sync(~0u, odd ? c : d, 1);
+  const u32 low0 = odd ? near_low : a, low1 = odd ? b : near_low;
+  const u32 high0 = odd ? near_high : c, high1 = odd ? d : near_high;
+  const u32 far0 = __shfl_xor_sync(~0u, high ? low0 : high0, 2), far1 = __shfl_xor_sync(~0u, high ? low1 : high1, 2);
+  return high ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
 }
 
 // Where a warp group is in a ring of SIZE stages.

@@ -24,11 +24,13 @@ from octavo.features.speculation.engine import SpeculationEngine
 from octavo.features.speculation.heads.drafter import HeadDrafter
 from octavo.features.speculation.heads.layers import HeadLayers
 from octavo.features.speculation.heads.medusa import MedusaDrafter
+from octavo.features.speculation.heads.model import EagleModel
 from octavo.hub.resolve import resolve
+from octavo.models.native import NativeDecoder
 from octavo.worker.drafts import Drafting, Drafts
 from octavo.worker.hooks import WorkerHook
 
-SIZE, HEADS, KV_HEADS, VOCAB, INNER, LAYERS, DRAFT_VOCAB = 32, 4, 2, 97, 48, 4, 40
+SIZE, HEADS, KV_HEADS, VOCAB, INNER, LAYERS, DRAFT_VOCAB = 64, 4, 2, 97, 48, 4, 40
 TAPPED = [1, 2, 4]
 AUX = "eagle_aux_hidden_state_layer_ids"
 CONFIG: dict[str, Any] = {
@@ -207,6 +209,40 @@ def test_drafts_after_steps_without_any_are_the_references(
     loop.close()
 
 
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_a_head_draws_its_own_tokens(
+    backend: str | None, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE's first form with a draft vocabulary; on a CPU it is a native program, as its target is."""
+    folder, model = target
+    head, weights = random_head("eagle", tmp_path / "head", draft_vocab_size=DRAFT_VOCAB)
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(7))[:DRAFT_VOCAB].sort().values
+    weights["lm_head.weight"] = model.lm_head.weight.detach()[ids].contiguous()
+    weights["d2t"] = ids - torch.arange(DRAFT_VOCAB)
+    save_file(weights, head / "model.safetensors")
+    kinds: list[type] = []
+    attach = HeadDrafter.attach
+
+    def noting(self: HeadDrafter, target: Any, site: Any) -> None:
+        attach(self, target, site)
+        kinds.append(type(self._companion.model))
+
+    monkeypatch.setattr(HeadDrafter, "attach", noting)
+    proposed = spied(monkeypatch, HeadDrafter, greedy(model))
+    settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
+    own = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
+    proposed.clear()  # those of the warm-up
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    asked = [GenerateRequest(id=str(n), tokens=list(range(3 + n, 3 + 2 * n)), params=params) for n in (1, 7, 25)]
+    assert len(tokens_of(drive(loop, asked))) == 3
+    assert kinds == [NativeDecoder if backend is None and not torch.cuda.is_available() else EagleModel]
+    assert len(proposed) > 9
+    for known, drafts in proposed:
+        assert drafts == reference("eagle", model, weights, known, len(drafts))
+    loop.close()
+
+
 def reference(
     kind: str,
     model: transformers.LlamaForCausalLM,
@@ -379,12 +415,12 @@ def test_a_head_computes_in_the_dtype_of_its_model(
 @pytest.mark.parametrize(
     ("kind", "changes", "error", "says"),
     [
-        ("eagle", {"hidden_size": 64}, ConfigError, "for a model of hidden size 64, and the model has 32"),
+        ("eagle", {"hidden_size": 32}, ConfigError, "for a model of hidden size 32, and the model has 64"),
         (
             "eagle",
-            {"hidden_size": 64, "target_hidden_size": SIZE},
+            {"hidden_size": 32, "target_hidden_size": SIZE},
             ConfigError,
-            "for a model of hidden size 64, and the model has 32",
+            "for a model of hidden size 32, and the model has 64",
         ),
         ("eagle3", {"draft_vocab_size": 41}, ModelFileError, r"lm_head\.weight .* has shape"),
         ("eagle3", {"draft_vocab_size": 98}, ConfigError, "draws from 98 tokens, and the model has 97"),
