@@ -249,6 +249,7 @@ class Eagle3Model(HeadModel):
         size, own, at = spec.hidden_size, spec.decoder, b.at("midlayer")
         inputs = len(spec.places) * spec.target_size
         self.fc = b.linear("fc", inputs=inputs, outputs=size, shard=NONE, bias=spec.bias)
+        self.layers = nn.ModuleList()
         self.places_norm = make_norm(b, "input_norm", inputs, own.norm) if spec.normed_places else None
         self.rope = b.rope(own.rope)
         self.input_norm = make_norm(at, "input_layernorm", size, own.norm)
