@@ -49,7 +49,6 @@ from octavo.worker.slots import HostSlots
 from octavo.worker.step import Step
 from octavo.worker.worker import Worker
 
-
 _MOST_BEHIND = 16
 """Most tokens of a step, besides one of each row, up to which the head's logits of all of them cost little."""
 
