@@ -53,6 +53,19 @@ def run(pool: Pool, builder: ProgramBuilder, source: Tensor, result: Tensor, **b
     return result
 
 
+def test_copies_are_put_where_they_belong(pool, generator):
+    """From a place on, and to a place for each value; other values stay."""
+    x = torch.randn(5, 40, generator=generator)
+    places = torch.randperm(96, generator=generator)[:40].int()
+    for begin, address in ((7, 0), (0, places.data_ptr())):
+        b = ProgramBuilder.make(40 * 4, 96 * 4)
+        b.copy(0, 1, 40, begin=begin, places=address)
+        result = torch.full((5, 96), -1.0)
+        expected = result.clone()
+        expected[:, places.long() if address else torch.arange(7, 47)] = x
+        torch.testing.assert_close(run(pool, b, x, result), expected, rtol=0, atol=0)
+
+
 def random_blocks(generator: torch.Generator, rows: int, columns: int, kind: str) -> QuantizedBlocks:
     bits, zero_point, has_minima = FORMATS[kind]
     shape = (rows, columns // 32)

@@ -39,6 +39,7 @@ from octavo.models.load import open_checkpoint
 from octavo.models.model import EncoderModel, Model
 from octavo.models.native import NativeDecoder
 from octavo.models.spec import DecoderSpec
+from octavo.native.build import load_separate
 from octavo.nn.taps import Taps
 from octavo.worker.branches import check_branches, widen
 from octavo.worker.companion import Companion
@@ -100,6 +101,8 @@ class HeadDrafter(CompanionDrafter):
         kept = cast("HeadSpec", self._companion.spec)
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
         self._companion.prepare_kernels()
+        if narrow and isinstance(worker.model, NativeDecoder):
+            load_separate("codes", worker.settings.cpu_isa)  # not in the first step, since compiling takes seconds
         self._recorded_queries = widen(self._companion.attention, self.tree)
         self._companion.load()
         if self.tree is not None:
