@@ -325,11 +325,6 @@ class CausalLM(nn.Module):
             capped = Results(scale=scale) if cap is None else Results(function=Function.CAP, scale=scale, limit=cap)
             self.head.emit_logits(b, self.norm, capped)
 
-    def mixed_width(self) -> int:
-        """Return the values of a token that the widest mixer gives to its output projection, in whole panels. The
-        layers must be packed."""
-        return mixed_width(self.layers)
-
     def final(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to [S, hidden_size]; return the model's dtype."""
         return self.norm(hidden)

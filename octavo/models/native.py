@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.core.spans import Spans
-from octavo.models.decoder import CausalLM
+from octavo.models.decoder import CausalLM, mixed_width
 from octavo.models.load.weights import replace_weights, weight_layers
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Decode, Dtype, StepArgs
@@ -84,8 +84,6 @@ class Emitting(Protocol):
         """Add the model to a native program. It marks "layers", where `forward` begins, "rest", see `DecoderLayer`, and
         "head", where `logits` begins. Logits that no operation writes are minus infinity."""
         ...
-
-    def mixed_width(self) -> int: ...
 
     def final(self, hidden: Tensor) -> Tensor: ...
 
@@ -341,7 +339,7 @@ class NativeDecoder:
 
     @property
     def _mixed_width(self) -> int:
-        return self.source.mixed_width()
+        return mixed_width(self.source.layers)
 
     @property
     def _logits_width(self) -> int:

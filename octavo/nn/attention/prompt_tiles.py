@@ -28,7 +28,9 @@ _PART = 64
 _STAGES = 2
 _ALIGNMENT = 1 << 10
 _THREADS = 384
-_MOST_CELLS = 1 << 31
+_MOST_CELLS, _MOST_CHANNELS = 1 << 31, 256
+_ALIGNED = 16
+"""Bytes, of addresses that the copy engine reads from."""
 _LIMIT = 0.02
 """Largest relative error of the trial."""
 
@@ -67,14 +69,16 @@ def serves(q: Tensor, fresh: Tensor | None, cache: Tensor, step: StepInput, spec
         return False
     if fresh is None or step.unseen is not None or spec.scale <= 0:
         return False
+    dim, page = cache.shape[4], cache.shape[3]
+    if dim % _PART or dim > _MOST_CHANNELS or page % 8 or _keys_of(dim) % page:
+        return False
     if q.dtype not in (torch.float16, torch.bfloat16) or cache.dtype != q.dtype or not _usable(q.device):
         return False
-    dim, page = cache.shape[4], cache.shape[3]
     behind = fresh.data_ptr() == q.data_ptr() + q.shape[1] * dim * q.element_size()
-    adjacent = behind and q.stride() == fresh.stride() and q.stride()[1:] == (dim, 1) and q.data_ptr() % 16 == 0
+    adjacent = behind and q.stride() == fresh.stride() and q.stride()[1:] == (dim, 1) and q.stride(0) % _PART == 0
     cells = cache.stride()[3:] == (dim, 1) and all(stride % dim == 0 for stride in cache.stride()[:3])
-    fits = dim % _PART == 0 and dim <= 256 and page % 8 == 0 and _keys_of(dim) % page == 0 and q.stride(0) % 8 == 0
-    return fits and adjacent and cells and cache.stride(0) // dim * cache.shape[0] < _MOST_CELLS
+    aligned = q.data_ptr() % _ALIGNED == 0 and cache.data_ptr() % _ALIGNED == 0
+    return adjacent and cells and aligned and cache.stride(0) // dim * cache.shape[0] < _MOST_CELLS
 
 
 @functools.cache

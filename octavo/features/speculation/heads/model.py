@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError
 from octavo.features.speculation.heads.spec import ANOTHER, HeadSpec
-from octavo.models.decoder import CausalLM, DecoderLayer, emit_layers, mixed_width
+from octavo.models.decoder import CausalLM, DecoderLayer, emit_layers
 from octavo.models.feed_forwards.table import make_feed_forward
 from octavo.models.mixers.attention import Attention
 from octavo.models.norms import make_norm
@@ -88,9 +88,9 @@ class HeadModel(nn.Module):
         given: [tokens, hidden_size], the state beside each token of a step; set before the step, at fixed addresses.
         layer_range: its layers among those of `HeadSpec`.
         is_last: it ends with logits.
+        layers: like those of the target.
     """
 
-    layers: nn.ModuleList
     layer_range: range
     is_last = True
 
@@ -104,6 +104,7 @@ class HeadModel(nn.Module):
         self.spec = spec
         self.residual_dtype = b.residual_dtype(spec.hidden_size)
         self.given = torch.empty(0)
+        self.layers = nn.ModuleList()
         self._dtype = b.dtype
         self._target = [] if target is None else [target]  # in a list, so that the loader does not walk it
         shares = target is not None and target.spec.hidden_size == spec.hidden_size
@@ -135,9 +136,6 @@ class HeadModel(nn.Module):
     @property
     def entry(self) -> Tensor:
         return self.given
-
-    def mixed_width(self) -> int:
-        return mixed_width(self.layers)
 
     def pack(self) -> None:
         """See `CausalLM.pack`."""

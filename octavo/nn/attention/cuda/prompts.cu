@@ -1,6 +1,6 @@
 // Attention of rows with many queries on a Hopper GPU, over the keys of earlier steps in a paged cache and those of this
-// step in the projection's output. After FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608): one warp
-// copies ahead, and two warp groups of 64 queries each take turns, so that one computes exponentials while the other
+// step in the projection's output. After FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608): four warps
+// copy ahead, and two warp groups of 64 queries each take turns, so that one computes exponentials while the other
 // multiplies; each also multiplies one tile of keys while it weighs the next.
 //
 // Blocks stay on their multiprocessors and take one item after another, a head of a tile of 128 queries. Tiles of keys are

@@ -209,6 +209,22 @@ def test_drafts_after_steps_without_any_are_the_references(
     loop.close()
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_the_log_says_which_heads_run_in_torch(
+    kind: str, target: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU, where the target is a native program."""
+    head, _ = random_head(kind, tmp_path / "head")
+    own = {"method": kind, "model": str(head), "num_speculative_tokens": 3}
+    settings = {"load_format": "auto", "device": "cpu", "attention_backend": "native"}
+    loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(target[0])))
+    loop.close()
+    said = f"the companion model {head} runs layer by layer in torch"
+    reasons = [line for line in caplog.messages if said in line]
+    assert len(reasons) == (kind != "eagle")
+    assert all(line.endswith("the kernels lack heads with method=eagle3") for line in reasons)
+
+
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_a_head_draws_its_own_tokens(
     backend: str | None, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
