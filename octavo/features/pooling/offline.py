@@ -9,6 +9,8 @@ from contextlib import closing
 from functools import cached_property
 from typing import Any, get_args
 
+import numpy as np
+
 from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
 from octavo.core.request import GenerateRequest
@@ -18,6 +20,8 @@ from octavo.features.pooling.params import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    Pooled,
+    PooledData,
     PooledOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -134,8 +138,13 @@ class PoolingMethods(ABC):
         use_tqdm: UseTqdm = None,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        convert_to_numpy: bool = False,
     ) -> list[PoolingRequestOutput]:
-        """Return the task's result for each prompt, in `outputs.data`: by default a vector for each token."""
+        """Return the task's result for each prompt, in `outputs.data`: by default a vector for each token.
+
+        Args:
+            convert_to_numpy: return arrays in float32 in place of lists, which takes less time and memory.
+        """
         if pooling_task not in get_args(Task):
             raise InvalidRequestError(
                 f"pooling_task must be one of {', '.join(get_args(Task))}.", param="pooling_task", value=pooling_task
@@ -148,7 +157,7 @@ class PoolingMethods(ABC):
         return [
             PoolingRequestOutput(
                 one.request_id,
-                PoolingOutput(one.pooled.rows() if several else one.pooled.values()),
+                PoolingOutput(_data(one.pooled, several=several, as_array=convert_to_numpy)),
                 tokens,
                 one.num_cached_tokens,
             )
@@ -214,6 +223,12 @@ class PoolingMethods(ABC):
         with open_progress(use_tqdm, len(requests)) as progress:
             done = self._pooling.run(self._core, requests, progress)
         return [(request.tokens, one) for request, one in zip(requests, done, strict=True)]
+
+
+def _data(pooled: Pooled, *, several: bool, as_array: bool) -> PooledData:
+    if as_array:
+        return np.frombuffer(pooled.data, "<f4").reshape(pooled.shape)
+    return pooled.rows() if several else pooled.values()
 
 
 def _tokenizing(truncate: int | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -13,9 +13,14 @@ from octavo.core.info import ModelInfo
 from octavo.core.output import RequestTimes
 from octavo.features.pooling.payload import NAME
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 Task = Literal["embed", "classify", "token_embed"]
 Pooling = Literal["mean", "cls", "last"]
 Activation = Literal["none", "normalize", "sigmoid", "softmax"]
+PooledData: TypeAlias = "list[float] | list[list[float]] | NDArray[np.float32]"
 DenseActivation = Literal["identity", "tanh", "relu", "gelu", "sigmoid", "silu"]
 
 
@@ -122,7 +127,7 @@ class PooledOutput:
 class PoolingOutput:
     """`data` is one vector, or one for each token."""
 
-    data: list[float] | list[list[float]]
+    data: PooledData
 
 
 @dataclass(slots=True)

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from octavo.features.speculation.eagle.training import HeadAcceptance
 
 
-_EVERY = 20
-"""Steps from one printed loss to the next."""
+_LINES = 40
+"""Most printed losses."""
 _CONTEXT = 512
+_LEAST = {"write-prompts": 2, "epochs": 1, "batch": 1, "max-tokens": 4, "context": 16, "draft-vocab": 1}
 
 
 def run(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
-    for name, least in (("epochs", 1), ("batch", 1), ("max-tokens", 4), ("context", 16), ("draft-vocab", 1)):
+    if args.data is None and args.write_prompts is None:
+        raise ConfigError("There is nothing to train on: give --data FILE, --write-prompts N, or both.")
+    for name, least in _LEAST.items():
         value = getattr(args, name.replace("-", "_"))
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: give at least {least}.")
@@ -44,12 +47,18 @@ def make_parser() -> OctavoParser:
         "octavo spec-train",
         words="MODEL",
         description="Train a head that predicts a model's next hidden states, from which its tokens are drafted. The "
-        "model answers the prompts of a file greedily, and the head learns from its hidden states. The drafts that the "
-        "model would accept are counted before and after, on prompts that were held out.",
+        "model answers prompts of a file, or of its own, greedily, and the head learns from its hidden states. The "
+        "drafts that the model would accept are counted before and after, on prompts that were held out.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a catalogue name or a Hugging Face id")
     parser.add_argument(
-        "--data", required=True, metavar="FILE", help="prompts, one a line: JSON with messages or prompt, or plain text"
+        "--data", metavar="FILE", help="prompts, one a line: JSON with messages or prompt, or plain text"
+    )
+    parser.add_argument(
+        "--write-prompts",
+        type=int,
+        metavar="N",
+        help="have the model write N prompts itself, by continuing its chat template where a user's text begins",
     )
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new folder for the head")
     parser.add_argument("--epochs", type=int, default=6, metavar="N", help="times that each answer is seen (6)")
@@ -76,18 +85,15 @@ def make_parser() -> OctavoParser:
 def work(args: argparse.Namespace, folder: Path) -> None:
     import torch
 
-    from octavo.features.speculation.eagle.corpus import collect, read_prompts, target_of
+    from octavo.features.speculation.eagle.corpus import collect, target_of
     from octavo.features.speculation.eagle.head import EagleHead, save_head
+    from octavo.features.speculation.eagle.prompts import read_prompts
     from octavo.features.speculation.eagle.training import Recipe, acceptance, frequent_tokens, train
     from octavo.hub.resolve import resolve
     from octavo.models.save.places import new_place
 
-    prompts = read_prompts(Path(args.data).expanduser())
-    held = max(1, round(len(prompts) * args.held_out))
-    if held == len(prompts):
-        raise ConfigError(
-            f"--held-out {args.held_out} leaves none of the {held} prompts to train on. Lower it, or give more prompts."
-        )
+    prompts = [] if args.data is None else read_prompts(Path(args.data).expanduser())
+    _held_out(args.held_out, len(prompts) + (args.write_prompts or 0))
     settings = {} if args.device is None else {"device": args.device}
     with open_display() as display:
         target = target_of(resolve(args.model, progress=display.download))
@@ -102,24 +108,46 @@ def work(args: argparse.Namespace, folder: Path) -> None:
             if done == total or done % 128 == 0:
                 say(f"{phase}: {done} of {total}")
 
-        examples = collect(args.model, prompts, max_tokens=args.max_tokens, context=context, progress=shown, **settings)
+        examples = collect(
+            args.model,
+            prompts,
+            written=args.write_prompts or 0,
+            max_tokens=args.max_tokens,
+            context=context,
+            seed=args.seed,
+            progress=shown,
+            **settings,
+        )
     torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    head, target, examples = EagleHead(target.shape).to(device), target.to(device), [one.to(device) for one in examples]
+    head, target = EagleHead(target.shape).to(device), target.to(device)
+    held = _held_out(args.held_out, len(examples))
     tests, rest = examples[:held], examples[held:]
     say(f"{sum(one.num_answer for one in rest):,} tokens of {len(rest)} answers to train on, {held} answers held out")
     drawn = None if args.draft_vocab is None else frequent_tokens(rest, args.draft_vocab, target)
     say(f"before: {_shown(acceptance(head, target, tests, drawn=drawn))}")
 
     def note(step: int, steps: int, loss: float) -> None:
-        if step % _EVERY == 0 or step == steps:
+        if step % math.ceil(steps / _LINES) == 0 or step == steps:
             say(f"step {step} of {steps}: loss {loss:.3f}")
 
-    train(head, target, rest, Recipe(args.epochs, args.batch, args.learning_rate, args.seed), note)
+    recipe = Recipe(epochs=args.epochs, batch=args.batch, rate=args.learning_rate, seed=args.seed)
+    train(head, target, rest, recipe, note, drawn=drawn)
     print(f"after: {_shown(acceptance(head, target, tests, drawn=drawn))}")
     with new_place(folder, folder=True):
         save_head(head, target.embeddings, folder, drawn=drawn)
     say(f"wrote {folder}")
+
+
+def _held_out(share: float, count: int) -> int:
+    """Return how many of the prompts are held out."""
+    held = max(1, round(count * share))
+    if held >= count:
+        raise ConfigError(
+            f"--held-out {share} leaves none of the {held} prompts to train on. Lower it, or give more prompts."
+        )
+    return held
 
 
 def _context(given: int | None, longest: int) -> int:

@@ -5,17 +5,17 @@ They come from Octavo's own engines, so the head sees what it will see when it d
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.features.speculation.eagle.head import HeadShape
+from octavo.features.speculation.eagle.prompts import OnProgress, as_message, write_prompts
 from octavo.hub.files import ModelFiles
 from octavo.models.encoders.registry import is_encoder
 from octavo.models.load import open_checkpoint
@@ -24,10 +24,10 @@ from octavo.models.registry import spec_of
 from octavo.nn.weights import TensorSpec
 from octavo.text.prompts.prompt import TokensPrompt
 
-_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+if TYPE_CHECKING:
+    from octavo import LLM
 
-OnProgress = Callable[[str, int, int], None]
-"""Called with a phase, and how much of it is done, of how much."""
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Example:
 
     Attributes:
         tokens: [n] int64.
-        states: [n, hidden_size] float32, the model's hidden states after its final norm.
+        states: [n, hidden_size], the model's hidden states after its final norm; in bfloat16 if collected, since a
+            head is trained with far more noise than this rounds.
         num_prompt: tokens of the prompt.
     """
 
@@ -48,8 +49,9 @@ class Example:
     def num_answer(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def to(self, device: str) -> Example:
-        return Example(self.tokens.to(device), self.states.to(device), self.num_prompt)
+    def on(self, device: torch.device) -> Example:
+        """Return it on a device, with states in float32."""
+        return Example(self.tokens.to(device), self.states.to(device).float(), self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,39 +118,6 @@ def target_of(files: ModelFiles) -> Target:
     return Target(shape, embeddings, output)
 
 
-def read_prompts(path: Path) -> list[Any]:
-    """Return the prompts of a file: one a line, as JSON with `messages` or `prompt`, or as plain text.
-
-    Raises:
-        ConfigError: the file can't be read, or has fewer than two prompts.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line ends may be in the strings of JSON
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--data {path}: {error}. Give a file in UTF-8 with a prompt on each line.") from error
-    prompts = [_prompt(line.strip(), number, path) for number, line in enumerate(lines, 1) if line.strip()]
-    if len(prompts) < 2:
-        raise ConfigError(
-            f"--data {path} has {len(prompts)} prompts; at least 2 are needed, one to train and one to test."
-        )
-    return prompts
-
-
-def _prompt(line: str, number: int, path: Path) -> Any:
-    if not line.startswith("{"):
-        return [{"role": "user", "content": line}]
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--data {path}, line {number} is not valid JSON: {error}.") from error
-    for key, kind in (("messages", list), ("prompt", str)):
-        if isinstance(found.get(key), kind) and found[key]:
-            return found[key]
-    raise ConfigError(
-        f"--data {path}, line {number} has neither messages (a list) nor prompt (a text), or it is empty."
-    )
-
-
 def collect(
     model: str,
     prompts: Sequence[Any],
@@ -156,7 +125,9 @@ def collect(
     max_tokens: int,
     context: int,
     progress: OnProgress,
-    at_once: int = 16,
+    written: int = 0,
+    seed: int = 0,
+    at_once: int = 128,
     **settings: Any,
 ) -> list[Example]:
     """Let the model answer prompts greedily; return them with the hidden states of all tokens.
@@ -165,62 +136,51 @@ def collect(
         prompts: texts, completed as they are, or lists of messages.
         max_tokens: most tokens of an answer.
         context: most tokens of a prompt and its answer.
+        written: further prompts that the model writes itself.
+        seed: of those.
         settings: keywords of `LLM` for both engines: one that answers, and one that reads.
 
     Raises:
-        ConfigError: a prompt can't be answered, for example because it is longer than the context.
+        ConfigError: a prompt can't be answered, for example because it is longer than the context; or the model can't
+            write prompts.
     """
-    answers = _answers(model, prompts, max_tokens, context, progress, settings)
-    return _examples(model, answers, context, progress, at_once, settings)
+    from octavo import LLM
+
+    with closing(LLM(model, max_model_len=context, **settings)) as llm:
+        prompts = list(prompts)
+        if written:
+            texts = write_prompts(llm, written, context=context, seed=seed, progress=progress)
+            prompts += map(as_message, texts)
+        answers = _answers(llm, prompts, max_tokens)
+        progress("answers", len(prompts), len(prompts))
+    with closing(LLM(model, runner="pooling", max_model_len=context, **settings)) as llm:
+        return _examples(llm, answers, progress, at_once)
 
 
-def _answers(
-    model: str,
-    prompts: Sequence[Any],
-    max_tokens: int,
-    context: int,
-    progress: OnProgress,
-    settings: dict[str, Any],
-) -> list[tuple[list[int], list[int]]]:
+def _answers(llm: LLM, prompts: Sequence[Any], max_tokens: int) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each prompt and answer. All prompts are checked before the first is answered."""
-    from octavo import LLM, SamplingParams
+    from octavo import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    llm = LLM(model, max_model_len=context, **settings)
-    try:
-        for number, one in enumerate(prompts, 1):
-            try:
-                (llm.enqueue if isinstance(one, str) else llm.enqueue_chat)(one, params)
-            except InvalidRequestError as error:
-                raise ConfigError(f"Prompt {number} of {len(prompts)} can't be answered: {error}") from error
-        outputs = llm.wait_for_completion()
-        progress("answers", len(prompts), len(prompts))
-        return [(list(one.prompt_token_ids or ()), list(one.outputs[0].token_ids)) for one in outputs]
-    finally:
-        llm.close()
+    for number, one in enumerate(prompts, 1):
+        try:
+            (llm.enqueue if isinstance(one, str) else llm.enqueue_chat)(one, params)
+        except InvalidRequestError as error:
+            raise ConfigError(f"Prompt {number} of {len(prompts)} can't be answered: {error}") from error
+    outputs = llm.wait_for_completion()
+    return [(list(one.prompt_token_ids or ()), list(one.outputs[0].token_ids)) for one in outputs]
 
 
 def _examples(
-    model: str,
-    answers: Sequence[tuple[list[int], list[int]]],
-    context: int,
-    progress: OnProgress,
-    at_once: int,
-    settings: dict[str, Any],
+    llm: LLM, answers: Sequence[tuple[list[int], list[int]]], progress: OnProgress, at_once: int
 ) -> list[Example]:
-    from octavo import LLM
-
     made = []
-    llm = LLM(model, runner="pooling", max_model_len=context, **settings)
-    try:
-        for start in range(0, len(answers), at_once):
-            chunk = answers[start : start + at_once]
-            whole = [TokensPrompt(prompt_token_ids=prompt + answer) for prompt, answer in chunk]
-            read = llm.encode(whole, normalize=False, use_tqdm=False)
-            for (prompt, answer), one in zip(chunk, read, strict=True):
-                states = torch.tensor(one.outputs.data, dtype=torch.float32)
-                made.append(Example(torch.tensor(prompt + answer), states, len(prompt)))
-            progress("hidden states", min(start + at_once, len(answers)), len(answers))
-    finally:
-        llm.close()
+    for start in range(0, len(answers), at_once):
+        chunk = answers[start : start + at_once]
+        whole = [TokensPrompt(prompt_token_ids=prompt + answer) for prompt, answer in chunk]
+        read = llm.encode(whole, normalize=False, use_tqdm=False, convert_to_numpy=True)
+        for (prompt, answer), one in zip(chunk, read, strict=True):
+            states = torch.tensor(one.outputs.data, dtype=torch.bfloat16)
+            made.append(Example(torch.tensor(prompt + answer), states, len(prompt)))
+        progress("hidden states", min(start + at_once, len(answers)), len(answers))
     return made

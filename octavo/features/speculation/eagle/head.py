@@ -20,6 +20,9 @@ from octavo.models.save.tensors import save_tensors
 _EMBEDDINGS, _OUTPUT, _DIFFERENCES = _TABLES = "embed_tokens.weight", "lm_head.weight", "d2t"
 """Tensors of a stored head besides its parameters."""
 
+Passes = list[tuple[Tensor, Tensor]]
+"""Keys and values [B, num_key_value_heads, T, head_dim] of the same positions in several passes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
@@ -50,12 +53,15 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend causally among positions 0 to T - 1: [B, T, hidden_size] to the same shape."""
+    def forward(self, x: Tensor, passes: Passes) -> Tensor:
+        """Attend causally among positions 0 to T - 1, [B, T, hidden_size] to the same shape; add a pass to `passes`."""
         heads = [part(x).unflatten(-1, (-1, self._shape.head_dim)).transpose(1, 2) for part in self._inputs]
         cos, sin = self._rotation(x.shape[1])
         q, k = (_rotated(part, cos, sin) for part in heads[:2])
-        mixed = functional.scaled_dot_product_attention(q, k, heads[2], is_causal=True, enable_gqa=True)
+        passes.append((k, heads[2]))
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(*passes, strict=True))
+        seen = _seen(x.shape[1], len(passes), x.device)
+        mixed = functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -73,6 +79,14 @@ class _Attention(nn.Module):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _seen(count: int, passes: int, device: torch.device) -> Tensor:
+    """Return which positions of all passes each position of the last one attends to, [count, passes * count]."""
+    places = torch.arange(count, device=device)
+    behind = places[:, None] - places
+    last = [behind == offset for offset in range(passes - 2, -1, -1)]
+    return torch.cat([behind >= passes - 1, *last], dim=1)
 
 
 class _Mlp(nn.Module):
@@ -96,8 +110,8 @@ class _Layer(nn.Module):
         self.mlp = _Mlp(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(x)
+    def forward(self, x: Tensor, passes: Passes) -> Tensor:
+        x = x + self.self_attn(x, passes)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -125,16 +139,20 @@ class EagleHead(nn.Module):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
 
-    def forward(self, embeddings: Tensor, states: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, states: Tensor, passes: Passes | None = None) -> Tensor:
         """Return the predicted hidden states of the next positions, [B, T, hidden_size].
 
         Args:
             embeddings: [B, T, hidden_size], of the token after each position.
-            states: [B, T, hidden_size], the model's hidden states.
+            states: [B, T, hidden_size], the model's hidden states; in a further pass the states that the pass before
+                has predicted for the same positions.
+            passes: the passes before; this one is added. In pass n, each position attends to itself and the n - 2
+                positions before it as pass n, n - 1, ..., 2 has computed them, and to all earlier ones of the first:
+                as when the head draws its n-th draft.
         """
         x: Tensor = self.fc(torch.cat([embeddings, states], dim=-1))
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, [] if passes is None else passes)
         return x
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from toy_models import save_decoder
 
+from octavo import LLM
 from octavo.cli.main import main
 from octavo.core.errors import ConfigError
 from octavo.features.speculation.eagle.command import _context
-from octavo.features.speculation.eagle.corpus import Example, Target, read_prompts
-from octavo.features.speculation.eagle.head import EagleHead, HeadShape, load_head, save_head
+from octavo.features.speculation.eagle.corpus import Example, Target
+from octavo.features.speculation.eagle.head import EagleHead, HeadShape, Passes, load_head, save_head
+from octavo.features.speculation.eagle.prompts import read_prompts, write_prompts
 from octavo.features.speculation.eagle.training import Recipe, acceptance, frequent_tokens, train
 
 SHAPE = HeadShape(
@@ -108,6 +112,37 @@ def test_a_trained_head_drafts_what_it_has_learned() -> None:
     assert after.length > 1
 
 
+@torch.no_grad()
+def test_later_passes_compute_what_drafts_in_a_row_do() -> None:
+    """The draft after each position in pass n is that after n - 1 others, each from the head's own state before."""
+    torch.manual_seed(0)
+    head = scrambled(EagleHead(SHAPE)).double()
+    embedded, states = torch.randn(2, 7, 32).double(), torch.randn(2, 7, 32).double()
+    passes: Passes = []
+    given = states
+    for number in range(3):
+        predicted = head(embedded, given, passes)
+        for place in range(number, 7):
+            known = place + 1 - number
+            row = states[:, :known]
+            for count in range(known, place + 1):
+                row = torch.cat([row, head(embedded[:, :count], row)[:, -1:]], dim=1)
+            expected = head(embedded[:, : place + 1], row)[:, -1]
+            torch.testing.assert_close(predicted[:, place], expected)
+        given = torch.cat([states[:, :1], predicted[:, :-1]], dim=1)
+
+
+def test_the_rows_of_drawn_tokens_are_trained_too() -> None:
+    target = small_target()
+    examples = [cycle(target, begin, 1) for begin in range(20)]
+    drawn = frequent_tokens(examples, 25, target)
+    output, rows = target.output.clone(), drawn.output.clone()
+    train(EagleHead(SHAPE), target, examples, Recipe(epochs=2, batch=10, rate=1e-2), drawn=drawn)
+    assert torch.equal(target.output, output)
+    assert ((drawn.output - rows).abs().amax(dim=1) > 1e-3).all()
+    assert not drawn.output.requires_grad
+
+
 class Knowing(EagleHead):
     """Returns the states of `example`, `late` positions too early or too late."""
 
@@ -115,7 +150,7 @@ class Knowing(EagleHead):
         super().__init__(SHAPE)
         self.example, self.late = example, late
 
-    def forward(self, embeddings: Tensor, states: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, states: Tensor, passes: Passes | None = None) -> Tensor:
         count = states.shape[1]
         return self.example.states[1 + self.late :][:count][None]
 
@@ -167,6 +202,57 @@ def test_prompts_are_read_from_lines_of_json_or_text(tmp_path: Path) -> None:
             read_prompts(file)
 
 
+def with_template(folder: Path, template: str) -> str:
+    """A tiny model whose users' texts are where the template says."""
+    save_decoder(folder, 3)
+    template = template.replace("text", "messages[0]['content']")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "ends"),
+    [
+        ("<s>User: {{ text }}</s>Bot:", "<s>User:", {"stop_token_ids": [2], "stop": None}),
+        ("User: {{ text }}\n\nBot: ", "User:", {"stop_token_ids": None, "stop": ["Bot:"]}),
+    ],
+)
+def test_a_written_prompt_is_where_the_template_has_the_users_text(
+    template: str, before: str, ends: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    with closing(LLM(with_template(tmp_path / "model", template), device="cpu")) as llm:
+        monkeypatch.setattr(llm, "generate", lambda *given, **_: asked.append(given) or [])
+        with pytest.raises(ConfigError, match="the model wrote 0 prompts in 11 attempts"):
+            write_prompts(llm, 10, context=128, seed=4, progress=lambda *_: None)
+        prompts, params = asked[0]
+        assert {llm.get_tokenizer().decode(one["prompt_token_ids"]) for one in prompts} == {before}
+    assert [one.seed for one in params] == list(range(4, 15))
+    assert all(getattr(one, name) == value for one in params for name, value in ends.items())
+
+
+def test_written_prompts_are_whole_and_differ(tmp_path: Path) -> None:
+    """The same seed gives the same ones."""
+    with closing(LLM(with_template(tmp_path / "model", "e{{ text }}e"), device="cpu")) as llm:
+
+        def written(seed: int) -> list[str]:
+            return write_prompts(llm, 5, context=128, seed=seed, progress=lambda *_: None)
+
+        first = written(0)
+        assert len(set(first)) == 5
+        assert not any("e" in text or text != text.strip() for text in first)
+        assert written(0) == first
+        assert written(10**6) != first
+
+
+def test_a_model_without_a_template_writes_no_prompts(tmp_path: Path) -> None:
+    with (
+        closing(LLM(str(save_decoder(tmp_path / "model", 3)), device="cpu")) as llm,
+        pytest.raises(ConfigError, match=r"--write-prompts: the model can't begin a chat: .* Use --data"),
+    ):
+        write_prompts(llm, 2, context=128, seed=0, progress=lambda *_: None)
+
+
 @pytest.mark.slow
 @pytest.mark.features("pooling")
 def test_the_command_trains_a_head_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,15 +267,28 @@ def test_the_command_trains_a_head_for_a_model(tmp_path: Path, capsys: pytest.Ca
     assert load_head(tmp_path / "head").shape.hidden_size == 64
     assert main(words) == 1
     assert "is not empty" in capsys.readouterr().err
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "e{{ messages[0]['content'] }}e"}))
+    words[2:6] = ["--write-prompts", "5", "-o", str(tmp_path / "another")]
+    assert main([*words, "--draft-vocab", "50"]) == 0
+    assert "written prompts: 5 of 5" in capsys.readouterr().err
 
 
 def test_the_command_is_listed_and_refuses_odd_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     assert "spec-train" in capsys.readouterr().out
-    odd = ("--epochs", "0"), ("--held-out", "1"), ("--context", "2"), ("--learning-rate", "nan"), ("--draft-vocab", "0")
+    odd = (
+        ("--write-prompts", "1"),
+        ("--epochs", "0"),
+        ("--held-out", "1"),
+        ("--context", "2"),
+        ("--learning-rate", "nan"),
+        ("--draft-vocab", "0"),
+    )
     for flag, value in odd:
         assert main(["spec-train", "m", "--data", "d", "-o", str(tmp_path / "h"), flag, value]) == 1
         assert f"{flag} {value.removesuffix('.0')}" in capsys.readouterr().err.replace("1.0", "1")
+    assert main(["spec-train", "m", "-o", str(tmp_path / "h")]) == 1
+    assert "give --data FILE, --write-prompts N, or both" in capsys.readouterr().err
     (tmp_path / "two").write_text("a\nb\n")
     assert main(["spec-train", "m", "--data", str(tmp_path / "two"), "-o", "h", "--held-out", "0.8"]) == 1
     assert "--held-out 0.8 leaves none of the 2 prompts to train on" in capsys.readouterr().err
