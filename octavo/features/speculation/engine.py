@@ -34,6 +34,8 @@ _TRIAL_ROWS = 2
 """Most rows of a request's trial, each with `TRIAL` drafts."""
 _PLAIN = 5
 """Steps without drafts in a row, to measure what drafts save. The first one may overlap with a step before."""
+_PERIOD, _VARIED = 48, 2
+"""In so many steps of each period, requests that draft get one draft more or less than seems best."""
 _MANY = 8
 """Rows from which on requests draft together or not at all: one row with drafts makes the whole step slower."""
 _MEASURED = 4
@@ -220,12 +222,19 @@ class SpeculationEngine(EngineHook):
             return 0
         if trials.resume:
             return self.max_drafts if self._whole else min(TRIAL, self.max_chain)
-        best = self._best(one.acceptance.share)
-        if not best and self._best(_HOPE * one.acceptance.share):
+        best = self._varied(self._best(one.acceptance))
+        if not best and self._best(one.acceptance, _HOPE):
             best = self.max_drafts if self._whole else 1
         if not best:
             trials.resume = place + trials.pause
         return best if most is None else min(best, most)
+
+    def _varied(self, best: int) -> int:
+        """Return another number of drafts now and then, since what one draft costs is seen only where numbers differ."""
+        turn, step = divmod(self._steps, _PERIOD)
+        if step >= _VARIED or not best or self.max_drafts == 1 or self._rows >= _MANY or self._whole:
+            return best
+        return best + 1 if best == 1 or (turn % 2 and best < self.max_drafts) else best - 1
 
     def on_verify(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._counters.verified(num_drafts, num_accepted)
@@ -240,7 +249,7 @@ class SpeculationEngine(EngineHook):
             one.acceptance.fade()
         one.acceptance.add(min(num_drafts, self.max_chain), num_accepted)
         if self._adaptive:
-            self._judge(one.acceptance.share, one.trials, self._place(request))
+            self._judge(one.acceptance, one.trials, self._place(request))
 
     @property
     def _whole(self) -> bool:
@@ -251,13 +260,13 @@ class SpeculationEngine(EngineHook):
         """Return where the request's trials are counted from."""
         return self._steps if self._trials is not None else request.num_output + request.pending
 
-    def _judge(self, share: float, trials: _Trials, place: int) -> None:
-        """Begin or end a pause after drafts of a request with this share of accepted ones were verified."""
+    def _judge(self, acceptance: Acceptance, trials: _Trials, place: int) -> None:
+        """Begin or end a pause after drafts of a request that are accepted this often were verified."""
         if place < trials.resume:  # they were drafted before the pause
             return
-        if self._best(_HOPE * share):
+        if self._best(acceptance, _HOPE):
             trials.tried = trials.resume = 0
-            if self._best(share):
+            if self._best(acceptance):
                 trials.pause = max(_FIRST_PAUSE, trials.pause // 2)
             return
         trials.tried += 1
@@ -265,41 +274,38 @@ class SpeculationEngine(EngineHook):
             trials.tried, trials.resume = 0, place + trials.pause
             trials.pause = min(2 * trials.pause, _LONGEST_PAUSE)
 
-    def _best(self, share: float) -> int:
+    def _best(self, acceptance: Acceptance, hope: float = 1.0) -> int:
         """Return the number of drafts that saves the most time in a step like the last; 0 if none saves any.
 
         Args:
-            share: chance that a draft is accepted if those before it are.
+            acceptance: of the request's drafts.
+            hope: how many times as many are accepted.
 
         A draft that is accepted saves a token's share of a step without drafts. Of a tree, one draft of each depth can
-        be, so the share is that of depths, and the whole tree or nothing is drafted.
+        be, so chances are those of depths, and the whole tree or nothing is drafted.
         """
-        share = min(share, 1.0)
         if self._rows >= _MANY:
-            return self._best_of_many(share)
+            return self._best_of_many(acceptance, hope)
         if self._prices is None:
             return self.max_drafts
         value, overhead, cost = self._prices
+        chances = acceptance.chances(self.max_chain, hope)
         if self._whole:
-            gain = value * sum(share**depth for depth in range(1, self.max_chain + 1))
-            return self.max_drafts if gain > _MARGIN * (overhead + cost * self.max_drafts) else 0
-        best, most, gain, chance = 0, 0.0, 0.0, 1.0
-        for count in range(1, self.max_drafts + 1):
-            chance *= share
+            return self.max_drafts if value * sum(chances) > _MARGIN * (overhead + cost * self.max_drafts) else 0
+        best, most, gain = 0, 0.0, 0.0
+        for count, chance in enumerate(chances, 1):
             gain += chance * value
             left = gain - _MARGIN * (overhead + cost * count)
             if left > most:
                 best, most = count, left
         return best
 
-    def _best_of_many(self, share: float) -> int:
+    def _best_of_many(self, acceptance: Acceptance, hope: float) -> int:
         """Return how many drafts are at least half as likely accepted as the last one of a usual row. What they cost,
         `Together` weighs."""
         most = self._most or TRIAL
-        least, count, chance = self._overall.share**most / 2, 0, share
-        while count < most and chance >= least:
-            count, chance = count + 1, chance * share
-        return count
+        least, share = self._overall.share**most / 2, min(1.0, hope * acceptance.share)
+        return sum(share**count >= least for count in range(1, most + 1))
 
     def _priced(self, rows: int) -> tuple[float, float, float] | None:
         plain = self._costs.plain(rows)
