@@ -230,7 +230,7 @@ class SpeculationEngine(EngineHook):
         return best if most is None else min(best, most)
 
     def _varied(self, best: int) -> int:
-        """Return another number of drafts now and then, since what one draft costs is seen only where numbers differ."""
+        """Return another number now and then, since what a draft costs is seen only where numbers differ."""
         turn, step = divmod(self._steps, _PERIOD)
         if step >= _VARIED or not best or self.max_drafts == 1 or self._rows >= _MANY or self._whole:
             return best
