@@ -18,6 +18,9 @@ from octavo.hub.files import ModelFiles
 from octavo.models.implementation import OWN, Implementation
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.cached import CachedLayer
+from octavo.nn.quant.base import Schemes, everywhere
+from octavo.nn.quant.blocks import RoundedBlocks
+from octavo.nn.weights import Keep, fused
 from octavo.worker.hooks import Capacity, Reserved
 from octavo.worker.runner import Runner
 from octavo.worker.worker import Worker
@@ -39,16 +42,19 @@ class Companion(Worker):
         files: ModelFiles,
         implementation: Implementation = OWN,
         dtype: Literal["auto"] | None = None,
+        *,
+        rounded: bool = False,
     ) -> None:
         """
         Args:
             beside: a worker whose weights are loaded.
             dtype: in place of the setting `dtype`.
+            rounded: round weights to 8-bit integers if the model runs as a native program.
 
         Raises:
             ConfigError: the settings, or an architecture, that it can't have.
         """
-        self._beside, self._name = beside, f"the companion model {files.name}"
+        self._beside, self._name, self._rounded = beside, f"the companion model {files.name}", rounded
         self.followed = followed_group(beside.cache_groups)
         chosen, gguf = beside.config, files.format == "gguf"
         random = chosen.load_format == "dummy" and not files.weights
@@ -84,6 +90,11 @@ class Companion(Worker):
         torch.set_num_threads(threads)
         if isinstance(self.attention, NativeBackend) and isinstance(self._beside.attention, NativeBackend):
             self.attention.pool = self._beside.attention.pool
+
+    def _schemes(self, keep: Keep = fused) -> Schemes:
+        if self._rounded and self._takes_native:
+            return everywhere(RoundedBlocks, self.dtype, self.device.torch_device, keep)
+        return super()._schemes(keep)
 
     def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:
         """All layers are in one group, also those with windows: the tables that they follow have all blocks."""

@@ -101,7 +101,8 @@ class HeadDrafter(CompanionDrafter):
         layers = HeadLayers(kind, spec, shared, own, worker.checkpoint(), self._torch_needed(worker))
         # In float32, weights that are stored in 16 bits stay so: that computes the same from half the bytes.
         narrow = worker.dtype == torch.float32 and not worker.device.resident
-        self._companion = Companion(worker, files, layers, dtype="auto" if narrow else None)
+        rounded = isinstance(model, NativeDecoder) and model.has_integers
+        self._companion = Companion(worker, files, layers, dtype="auto" if narrow else None, rounded=rounded)
         kept = cast("HeadSpec", self._companion.spec)
         self._check_places(kept, (model if isinstance(model, CausalLM) else model.source).layer_range)
         self._companion.prepare_kernels()

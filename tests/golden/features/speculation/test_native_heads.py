@@ -67,8 +67,8 @@ def test_native_heads_draft_as_in_torch(
     shared = native.keys() & in_torch.keys()
     assert len(shared) > 25
     equal = sum(native[known] == in_torch[known] for known in shared)
-    # In bfloat16, torch rounds more sums than the kernels do.
-    assert equal >= (0.7 if form == "bfloat16" else 1) * len(shared)
+    # In bfloat16, torch rounds more sums than the kernels do; beside integers, the kernels' weights have 8 bits.
+    assert equal >= (0.7 if form in ("bfloat16", "Q4_0") else 1) * len(shared)
     assert len({tuple(drafts) for drafts in native.values()}) > 25
 
 
