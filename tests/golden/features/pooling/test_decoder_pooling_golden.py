@@ -122,6 +122,13 @@ def test_a_generating_model_does_both(checkpoint: tuple[Path, Any]) -> None:
         vector = llm.embed([[5, 6, 7]])[0].outputs.embedding
         again = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].token_ids
         tokens = llm.encode([[5, 6, 7]], normalize=False)[0].outputs.data
+        array = llm.encode([[5, 6, 7]], normalize=False, convert_to_numpy=True)[0].outputs.data
+        whole = llm.encode([[5, 6, 7]], pooling_task="embed", convert_to_numpy=True)[0].outputs.data
+    assert isinstance(array, np.ndarray)
+    assert array.dtype == np.float32
+    assert array.tolist() == tokens
+    assert isinstance(whole, np.ndarray)
+    assert whole.tolist() == vector
     hidden = states(model, [5, 6, 7])
     np.testing.assert_allclose(vector, hidden[-1] / np.linalg.norm(hidden[-1]), atol=2e-6)
     np.testing.assert_allclose(tokens, hidden, atol=3e-5, rtol=1e-4)
