@@ -28,7 +28,7 @@ CONFIG = DraftConfig()
 def of_auto(known: list[int], following: list[int], count: int) -> Sequence[int]:
     text = np.array(known, dtype=np.int32)
     matches = lookup.longest(text, text, CONFIG.prompt_lookup_max)
-    if matches.size < CONFIG.prompt_lookup_min:
+    if matches.size < CONFIG.least_match:
         return []
     most = min(count, int(matches.size * CONFIG.suffix_decoding_max_spec_factor))
     drafts: list[int] = lookup.voted(matches, most, CONFIG.suffix_decoding_min_token_prob).tolist()

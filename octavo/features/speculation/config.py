@@ -24,8 +24,8 @@ _LOOKUP, _VOTES = ("auto", "ngram", "suffix"), ("auto", "suffix")
 _READ_BY = {
     "speculative_token_tree": HEAD_METHODS,
     "revision": ("draft_model", "eagle", "eagle3", "medusa"),
-    "prompt_lookup_min": _LOOKUP,
-    "prompt_lookup_max": _LOOKUP,
+    "prompt_lookup_min": (*_LOOKUP, *HEAD_METHODS),
+    "prompt_lookup_max": (*_LOOKUP, *HEAD_METHODS),
     "suffix_decoding_max_cached_requests": ("suffix",),
     "suffix_decoding_max_spec_factor": _VOTES,
     "suffix_decoding_min_token_prob": _VOTES,
@@ -36,6 +36,8 @@ MOST_DRAFTS = 15
 _USUAL_DRAFTS = 7
 _CPU_DRAFTS = 3
 """With the last token four rows: those of one register tile of the kernels."""
+_LEAST_MATCH, _MOST_MATCH = 2, 16
+"""Usual bounds of the tokens that must match and that are compared."""
 _LONGEST = 64
 """Longest match that is looked for, in tokens."""
 
@@ -61,8 +63,12 @@ class DraftConfig:
     model: str | None = _option(None, "the drafting model, or EAGLE head: a folder, a .gguf file or a name")
     revision: str | None = _option(None, "branch, tag or commit of its Hugging Face repository")
     adaptive: bool = _option(True, "choose the number of drafts by what they gain, 0 included")
-    prompt_lookup_min: int = _option(2, "least tokens that must match an earlier place")
-    prompt_lookup_max: int = _option(16, "most tokens that are compared")
+    prompt_lookup_min: int | None = _option(
+        None,
+        f"least tokens that must match an earlier place, by default {_LEAST_MATCH}; beside a head 0 for no lookup, "
+        "the default on a GPU",
+    )
+    prompt_lookup_max: int = _option(_MOST_MATCH, "most tokens that are compared")
     speculative_token_tree: tuple[tuple[int, ...], ...] | None = _option(
         None, "shape of drafts that branch: a list of paths, as in [(0,), (1,), (0, 0)]; only of heads"
     )
@@ -89,17 +95,19 @@ class DraftConfig:
             raise ConfigError(f"speculative_config: method={self.method} needs a change: {needs}.")
         if self.num_speculative_tokens is not None and self.tree is None:
             self._whole("num_speculative_tokens", 1, MOST_DRAFTS)
-        self._whole("prompt_lookup_min", 1, _LONGEST)
+        if self.prompt_lookup_min is not None:
+            self._whole("prompt_lookup_min", 0 if self.method in HEAD_METHODS else 1, _LONGEST)
         self._whole("prompt_lookup_max", 1, _LONGEST)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+        if self.least_match > self.prompt_lookup_max:
             raise ConfigError(
-                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} must be at most "
+                f"speculative_config: prompt_lookup_min={self.least_match} must be at most "
                 f"prompt_lookup_max={self.prompt_lookup_max}. Set both."
             )
         self._whole("suffix_decoding_max_cached_requests", 0, 1_000_000)
         self._number("suffix_decoding_max_spec_factor", MOST_DRAFTS)
         self._number("suffix_decoding_min_token_prob", 1)
         self._check_effect()
+        self._check_lookup()
 
     @property
     def tree(self) -> DraftTree | None:
@@ -108,14 +116,34 @@ class DraftConfig:
         return None if paths is None else DraftTree.of(paths)
 
     @property
+    def least_match(self) -> int:
+        """Fewest tokens that must match earlier ones for lookup to draft."""
+        return _LEAST_MATCH if self.prompt_lookup_min is None else self.prompt_lookup_min
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts come from the request's own text where it repeats itself."""
+        return self.method in _LOOKUP or bool(self.prompt_lookup_min)
+
+    @property
+    def reads_predictions(self) -> bool:
+        """Whether what a request predicts is drafted."""
+        return self.method in _LOOKUP or (self.method in HEAD_METHODS and self.tree is None)
+
+    @property
     def most_drafts(self) -> int:
         tree = self.tree
         return len(tree) if tree is not None else self.num_speculative_tokens or _USUAL_DRAFTS
 
     def on(self, device: str) -> DraftConfig:
-        """Return the configuration with a number of drafts that suits the device, unless one was given."""
-        if self.num_speculative_tokens is None and device == "cpu" and self.method not in MODEL_METHODS:
+        """Return the configuration with what suits the device, unless it was given: the number of drafts of lookup, and
+        lookup beside a head."""
+        if device != "cpu":
+            return self
+        if self.num_speculative_tokens is None and self.method not in MODEL_METHODS:
             return replace(self, num_speculative_tokens=_CPU_DRAFTS)
+        if self.prompt_lookup_min is None and self.method in HEAD_METHODS and self.tree is None:
+            return replace(self, prompt_lookup_min=_LEAST_MATCH)
         return self
 
     def at_most(self, count: Any) -> DraftConfig:
@@ -133,6 +161,21 @@ class DraftConfig:
                     f"speculative_config: {one.name} needs method={' or '.join(readers)}, got method={self.method}. "
                     "Leave it out, or change the method."
                 )
+
+    def _check_lookup(self) -> None:
+        """Raise ConfigError if lookup beside a head is half set, or drafts what the head's tree has no place for."""
+        if self.method not in HEAD_METHODS:
+            return
+        if not self.prompt_lookup_min and self.prompt_lookup_max != _MOST_MATCH:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_max={self.prompt_lookup_max} has no effect with "
+                f"method={self.method} unless prompt_lookup_min is set. Set it, or leave both out."
+            )
+        if self.prompt_lookup_min and self.tree is not None:
+            raise ConfigError(
+                "speculative_config: prompt_lookup_min drafts chains, for which speculative_token_tree has no place. "
+                "Leave one of them out."
+            )
 
     def _text(self, name: str) -> None:
         value = getattr(self, name)

@@ -90,7 +90,7 @@ class SpeculationEngine(EngineHook):
     def __init__(self, config: DraftConfig, clock: Callable[[], float] = perf_counter) -> None:
         self.max_drafts, tree = config.most_drafts, config.tree
         self.max_chain = self.max_drafts if tree is None else tree.chain
-        facts = DraftInfo(config.method, config.most_drafts, config.adaptive)
+        facts = DraftInfo(config.method, config.most_drafts, config.adaptive, config.reads_predictions)
         self.info = msgspec.Raw(msgspec.msgpack.encode(facts))
         self.writes_ahead = config.method in MODEL_METHODS and config.method != "medusa"
         self._adaptive = config.adaptive

@@ -34,9 +34,10 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftInfo(msgspec.Struct, frozen=True, array_like=True):
-    """The feature's entry in `ModelInfo.feature_info`: the method, the most drafts after a token, and whether only
-    where they gain."""
+    """The feature's entry in `ModelInfo.feature_info`: the method, the most drafts after a token, whether only where
+    they gain, and whether a request's prediction is drafted."""
 
     method: str
     most: int
     adaptive: bool
+    predicts: bool = True

@@ -50,9 +50,15 @@ class SpeculationText(TextHook):
         return {"feature_args": {NAME: found}} if found and self.present else {}
 
     def idle(self, body: Any) -> list[Idle]:
-        """Report a prediction, or a wish for drafts, as idle if the engine does not draft."""
+        """Report a prediction, or a wish for drafts, as idle if the engine does not draft, or not what is predicted."""
         wishes = {"prediction": getattr(body, "prediction", None), "speculative": getattr(body, "speculative", None)}
-        return [] if self.present else [Idle(name, value, _WHY) for name, value in wishes.items() if value]
+        why, info = _WHY, self.context.info.facts(NAME, DraftInfo)
+        if self.present:
+            if info is None or info.predicts:
+                return []
+            why = f"the server drafts with {info.method}, which reads no predictions; lookup (--spec-method auto) does"
+            del wishes["speculative"]
+        return [Idle(name, value, why) for name, value in wishes.items() if value]
 
     def option(self, params: SamplingParams, text: str | None, tokens: list[int]) -> msgspec.Raw | None:
         given = (params.feature_args or {}).get(NAME)

@@ -34,7 +34,7 @@ class HostDrafter(WorkerHook):
 
     def __init__(self, config: DraftConfig) -> None:
         self._config = config
-        self._votes = config.method in ("auto", "suffix")
+        self._votes = config.method != "ngram"
         self._options: dict[int, SpeculationOption] = {}
         self._predictions: dict[int, Tokens] = {}
         kept = config.suffix_decoding_max_cached_requests
@@ -79,11 +79,13 @@ class HostDrafter(WorkerHook):
             drafts = lookup.nearest(found, place, min(limit, 2 * found.size))
             if len(drafts):
                 return drafts
+        if not config.looks_up:
+            return NOTHING
         matches = lookup.longest(known, known, config.prompt_lookup_max)
         if self._history is not None and matches.size < config.prompt_lookup_max:
             earlier = lookup.longest(self._history.text, known, config.prompt_lookup_max)
             matches = earlier if earlier.size > matches.size else matches
-        if matches.size < config.prompt_lookup_min:
+        if matches.size < config.least_match:
             return NOTHING
         if not self._votes:
             return lookup.last(matches, limit)
@@ -116,11 +118,14 @@ class DeviceDrafter(WorkerHook):
         count = max(drafting.plan.proposals.values())
         length = drafting.length[slots].long()
         known = drafting.tokens[slots]
+        numbers = [drafting.plan.slots[row] for row in drafting.rows]
+        predicted = any(slot in self._predictions for slot in numbers)
+        if not predicted and not config.looks_up:
+            return None
         end, size = device.matched(known, length, known, length, length, config.prompt_lookup_max)
         tokens, counts = device.following(known, length, end, count, repeat=True)
-        counts = torch.where(size >= config.prompt_lookup_min, counts, 0)
-        numbers = [drafting.plan.slots[row] for row in drafting.rows]
-        if any(slot in self._predictions for slot in numbers):
+        counts = torch.where(size >= config.least_match, counts, 0) if config.looks_up else torch.zeros_like(counts)
+        if predicted:
             expected, expected_size, prompt = self._expected(numbers)
             end, size = device.matched(expected, expected_size, known, length, length - prompt - 1, _PREDICTED)
             others, valid = device.following(expected, expected_size, end, count, repeat=False)
@@ -165,4 +170,8 @@ def build_worker(context: FeatureContext) -> WorkerHook | None:
         from octavo.features.speculation.heads.medusa import MedusaDrafter
 
         return MedusaDrafter(config, context)
-    return HostDrafter(config) if context.device == "cpu" else DeviceDrafter(config, context.device)
+    return lookup_drafter(config, context.device)
+
+
+def lookup_drafter(config: DraftConfig, device: str) -> HostDrafter | DeviceDrafter:
+    return HostDrafter(config) if device == "cpu" else DeviceDrafter(config, device)

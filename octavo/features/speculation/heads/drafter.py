@@ -28,11 +28,13 @@ from octavo.features.speculation.companion_drafter import CompanionDrafter, firs
 from octavo.features.speculation.config import DraftConfig
 from octavo.features.speculation.draft_files import check_layers, draft_files
 from octavo.features.speculation.heads.layers import HeadLayers
+from octavo.features.speculation.heads.lookup_first import either, part_of, spread
 from octavo.features.speculation.heads.model import HeadModel
 from octavo.features.speculation.heads.pairs import LastPairs
 from octavo.features.speculation.heads.spec import HeadSpec, Kind
 from octavo.features.speculation.heads.tree import TreeDrafter
 from octavo.features.speculation.heads.waiting import MOST_WAITING, Waiting
+from octavo.features.speculation.worker import lookup_drafter
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint
@@ -81,6 +83,12 @@ class HeadDrafter(CompanionDrafter):
     def __init__(self, config: DraftConfig, context: FeatureContext) -> None:
         super().__init__(config, context)
         self.tree = config.tree
+        self._lookup = lookup_drafter(config, context.device) if config.reads_predictions else None
+
+    def add(self, slot: int, options: msgspec.Raw | None) -> None:
+        super().add(slot, options)
+        if self._lookup is not None:
+            self._lookup.add(slot, options)
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         model, spec = worker.model, worker.spec
@@ -201,12 +209,18 @@ class HeadDrafter(CompanionDrafter):
             self._compute_all(plan, states, tokens, length)
             return
         self._waiting.add(plan, states, length, self._off)
+        rows = [row for row, slot in enumerate(plan.slots) if slot not in self._off and row not in plan.proposals]
+        self._compute_due(plan, rows, tokens, length)
+
+    def _compute_due(self, plan: StepPlan, rows: Sequence[int], tokens: Tensor, length: Tensor) -> None:
+        """On a CPU, compute what waits of rows that the head does not draft for, if it is much, or a prompt, whose
+        blocks others may share."""
+        assert self._waiting is not None
         due: list[int] = []
-        for row, (slot, count, drafts) in enumerate(zip(plan.slots, plan.num_tokens, plan.num_drafts, strict=True)):
-            if slot not in self._off and row not in plan.proposals:
-                waits = self._waiting.count(slot)
-                if waits >= MOST_WAITING or (waits and count - drafts > 1):  # others may share a prompt's blocks
-                    due.append(slot)
+        for row in rows:
+            waits = self._waiting.count(plan.slots[row])
+            if waits >= MOST_WAITING or (waits and plan.num_tokens[row] - plan.num_drafts[row] > 1):
+                due.append(plan.slots[row])
         if due:
             self._catch_up(due, tokens.numpy(), length.numpy())
 
@@ -277,6 +291,26 @@ class HeadDrafter(CompanionDrafter):
         return torch.from_numpy(found)
 
     def propose(self, drafting: Drafting, payload: Any) -> Drafts | None:
+        found = None if self._lookup is None else self._lookup.propose(drafting, payload)
+        if found is None:
+            return self._propose(drafting)
+        # On a GPU, the host does not know which rows have drafts; ranks must compute the same ones.
+        if self._waiting is None or self._companion.mesh.size > 1:
+            return either(found, self._propose(drafting))
+        return self._completed(found, drafting)
+
+    def _completed(self, found: Drafts, drafting: Drafting) -> Drafts:
+        """On a CPU, return drafts of lookup with the head's own for the rows that have none."""
+        plan, counts = drafting.plan, found.counts.tolist()
+        left = [i for i, count in enumerate(counts) if not count]
+        own = self._propose(part_of(drafting, left)) if left else None
+        others = [row for row, count in zip(drafting.rows, counts, strict=True) if count]
+        rows = [row for row in others if plan.slots[row] not in self._off]
+        self._compute_due(plan, rows, drafting.tokens, drafting.length)
+        return either(found, None if own is None else spread(own, left, len(counts)))
+
+    def _propose(self, drafting: Drafting) -> Drafts | None:
+        """Return the head's own drafts."""
         plan = drafting.plan
         limits = [plan.proposals[row] for row in drafting.rows]
         chosen = [i for i, row in enumerate(drafting.rows) if plan.slots[row] not in self._off]

@@ -160,7 +160,7 @@ def test_drafts_are_the_references(
         settings |= behind(monkeypatch)
     else:
         settings["attention_backend"] = backend
-    own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 0}
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
     proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=12 if accepted else 9, temperature=0, ignore_eos=True)
@@ -197,7 +197,7 @@ def test_drafts_after_steps_without_any_are_the_references(
     )
     proposed = spied(monkeypatch, HeadDrafter, greedy(model))
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
-    own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    own = {"method": kind, "model": str(head), "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 0}
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
     proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
@@ -246,7 +246,13 @@ def test_a_head_draws_its_own_tokens(
     monkeypatch.setattr(HeadDrafter, "attach", noting)
     proposed = spied(monkeypatch, HeadDrafter, greedy(model))
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3, "attention_backend": backend}
-    own = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    own = {
+        "method": "eagle",
+        "model": str(head),
+        "num_speculative_tokens": 3,
+        "adaptive": False,
+        "prompt_lookup_min": 0,
+    }
     loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
     proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -385,7 +391,7 @@ def check_drafts(
 ) -> None:
     folder, model = target
     proposed = spied(monkeypatch, HeadDrafter)
-    own = using(kind, head) | {"num_speculative_tokens": 3, "adaptive": False}
+    own = using(kind, head) | {"num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 0}
     config = tiny_config(**{"load_format": "auto", "speculative_config": own} | settings)
     loop, _ = build_core(config, resolve(str(folder)))
     proposed.clear()  # those of the warm-up

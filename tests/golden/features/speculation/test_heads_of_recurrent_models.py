@@ -80,7 +80,7 @@ def test_drafts_are_the_references(
     if kind == "eagle":
         weights["lm_head.weight"] = model.lm_head.weight.detach()
     proposed = spied(monkeypatch, HeadDrafter, greedy(model) if accepted else None)
-    own = {"method": kind, "model": str(head)}
+    own = {"method": kind, "model": str(head), "prompt_lookup_min": 0}
     found, counts = run(folder, own, 12 if accepted else 9, attention_backend=backend)
     assert len(proposed) > (6 if accepted else 15)
     assert counts["spec_decode_num_accepted_tokens"] > 8 or not accepted
@@ -100,7 +100,7 @@ def test_drafts_after_steps_without_any_are_the_references(
         SpeculationEngine, "drafts", lambda _, request: 2 * ((request.num_output + request.pending) % 9 > 6)
     )
     proposed = spied(monkeypatch, HeadDrafter, greedy(model))
-    found, _ = run(folder, {"method": "eagle", "model": str(head)}, 32)
+    found, _ = run(folder, {"method": "eagle", "model": str(head), "prompt_lookup_min": 0}, 32)
     assert 9 <= len(proposed) <= 30
     for known, drafts in proposed:
         assert drafts == reference("eagle", model, weights, known, len(drafts))

@@ -152,7 +152,7 @@ def test_drafts_are_the_references(family: str, tmp_path: Path, monkeypatch: pyt
         return drafts
 
     monkeypatch.setattr(HeadDrafter, "propose", noting)
-    config = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    config = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False, "prompt_lookup_min": 0}
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
     settings |= {"device": "cpu"} if family == QWEN else {}  # a GPU has no drafts beside recurrent layers
     loop, _ = build_core(tiny_config(**settings, speculative_config=config), resolve(str(tmp_path)))

@@ -96,6 +96,7 @@ def proposals(
 
         patch.setattr(HeadDrafter, "propose", noting)
         own = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+        own["prompt_lookup_min"] = 0
         settings = {"load_format": "auto", "device": "cpu", "max_num_batched_tokens": 16, "max_num_seqs": 3, **settings}
         loop, _ = build_core(tiny_config(**settings, speculative_config=own), resolve(str(folder)))
         asked = [

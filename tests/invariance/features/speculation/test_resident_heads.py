@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 from draft_models import folder_of
-from test_head_invariance import HEADS
+from test_head_invariance import HEADS, lookup_counts
 from test_resident_draft_model import requests
 from toy_drafter import check_same, news_of
 from toy_engine import GPU, drive, strict, tiny_config
@@ -29,8 +29,17 @@ def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineLoop:
     return strict(build_core(tiny_config(**small | behind(monkeypatch) | settings), model_files(LLAMA))[0])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=[pytest.mark.slow] * (not GPU))])
-def test_a_head_changes_nothing_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lookup"),
+    [
+        ("eagle3", False),
+        ("eagle3", True),
+        pytest.param("eagle", False, marks=[pytest.mark.slow] * (not GPU)),
+    ],
+)
+def test_a_head_changes_nothing_on_a_device(
+    kind: str, lookup: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     loop = engine(monkeypatch, enforce_eager=True, async_scheduling=False)
     asked = requests() if GPU else requests(7)[:2]  # an interpreted step takes a second
     expected = news_of(list(drive(loop, asked)))
@@ -38,9 +47,13 @@ def test_a_head_changes_nothing_on_a_device(kind: str, monkeypatch: pytest.Monke
     replayed = recorded_graphs(monkeypatch)
     head = folder_of(LLAMA | HEADS[kind], tmp_path / "head")
     drafts = {"method": kind, "model": head, "num_speculative_tokens": 3, "adaptive": False}
+    drafts |= {"prompt_lookup_min": 1} if lookup else {}
+    counts = lookup_counts(monkeypatch)
     loop = engine(monkeypatch, speculative_config=drafts)
     check_same(news_of(list(drive(loop, asked))), expected)
     found = {one.name: sum(one.values.values()) for one in loop.stats().features}
     assert found["spec_decode_num_draft_tokens"] > (20 if GPU else 8)
     assert replayed["forward"] > found["spec_decode_num_draft_tokens"] / 4, "the head's steps are recorded"
+    assert counts["head"] > 0
+    assert bool(counts["lookup"]) == lookup
     loop.close()

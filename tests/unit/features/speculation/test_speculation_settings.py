@@ -13,7 +13,7 @@ from octavo.build_worker import feature_context
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.features import FeatureContext
-from octavo.features.speculation.config import DraftConfig
+from octavo.features.speculation.config import DraftConfig, draft_config
 from octavo.features.speculation.engine import build_engine
 from octavo.features.speculation.settings import SpeculationSettings
 from octavo.features.speculation.worker import DeviceDrafter, HostDrafter, build_worker
@@ -65,7 +65,12 @@ def context(device: str = "cpu", model: str = "", **settings: Any) -> FeatureCon
         ),
         (
             {"model": "x", "prompt_lookup_max": 3},
-            "prompt_lookup_max needs method=auto or ngram or suffix, got method=dr",
+            "prompt_lookup_max needs method=auto or ngram or suffix or eagle or eagle3 or mtp, got method=draft_model",
+        ),
+        ({"method": "mtp", "prompt_lookup_max": 3}, "has no effect with method=mtp unless prompt_lookup_min is set"),
+        (
+            {"method": "mtp", "prompt_lookup_min": 3, "speculative_token_tree": "[(0,), (1,)]"},
+            "prompt_lookup_min drafts chains, for which speculative_token_tree has no place",
         ),
         ({"method": "ngram", "suffix_decoding_max_spec_factor": 2.0}, "needs method=auto or suffix, got method=ngram"),
         ({"adaptive": 1}, "adaptive=1 must be true or false"),
@@ -96,6 +101,35 @@ def test_nothing_is_set_for_an_engine_that_drafts_nothing(settings: dict[str, An
     with pytest.raises(ConfigError) as caught:
         EngineConfig.of(**settings)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "looks_up", "predicts", "least"),
+    [
+        ({}, True, True, 2),
+        ({"method": "ngram", "prompt_lookup_min": 5}, True, True, 5),
+        ({"method": "mtp"}, False, True, 2),
+        ({"method": "mtp", "prompt_lookup_min": 4}, True, True, 4),
+        ({"method": "mtp", "prompt_lookup_min": 0}, False, True, 0),
+        ({"method": "mtp", "speculative_token_tree": "[(0,), (1,)]"}, False, False, 2),
+        ({"method": "medusa", "model": "x"}, False, False, 2),
+        ({"method": "draft_model", "model": "x"}, False, False, 2),
+    ],
+)
+def test_what_is_looked_up(given: dict[str, Any], looks_up: bool, predicts: bool, least: int) -> None:
+    config = draft_config(given or {"method": "auto"}, None, None)
+    assert config is not None
+    assert (config.looks_up, config.reads_predictions, config.least_match) == (looks_up, predicts, least)
+
+
+def test_a_cpu_looks_up_beside_a_head() -> None:
+    """Unless it is told not to, or drafts are a tree."""
+    tree = {"speculative_token_tree": "[(0,), (1,)]"}
+    for more, on_cpu, on_gpu in (({}, 2, None), ({"prompt_lookup_min": 0}, 0, 0), (tree, None, None)):
+        config = draft_config({"method": "mtp", **more}, None, None)
+        assert config is not None
+        assert config.on("cpu").prompt_lookup_min == on_cpu
+        assert config.on("cuda").prompt_lookup_min == on_gpu
 
 
 def test_a_tree_sets_the_number_of_drafts() -> None:

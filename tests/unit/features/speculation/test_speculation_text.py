@@ -105,6 +105,16 @@ def test_without_drafts_a_prediction_is_idle() -> None:
     assert text_half(present=False).option(SamplingParams(), None, []) is None
 
 
+def test_what_is_predicted_is_idle_beside_a_drafting_model() -> None:
+    body = SimpleNamespace(prediction={"content": "abc"}, speculative=True)
+    for predicts, said in ((True, []), (False, ["prediction"])):
+        half = text_half(drafts=DraftInfo("draft_model", 3, True, predicts))
+        assert [one.field for one in half.idle(body)] == said
+    assert half.idle(body)[0].reason == (
+        "the server drafts with draft_model, which reads no predictions; lookup (--spec-method auto) does"
+    )
+
+
 def test_counts_come_with_the_usage() -> None:
     output = CompletionOutput(0, "ab", [5, 6])
     text_half().answer(output, msgspec.msgpack.encode(DraftCounts(3, 4)))
