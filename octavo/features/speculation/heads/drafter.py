@@ -387,7 +387,7 @@ class HeadDrafter(CompanionDrafter):
     def _go_on(self, slots: list[int], most: list[int], step: Step) -> None:
         """Draw the drafts after the first ones, which this step drew; each slot has its own number."""
         given, replay, going = self._head.given, self._runner.replay, list(range(len(slots)))
-        count, longest = 1, max(most)
+        count, longest, again = 1, max(most), False
         while count < longest:
             left = [place for place, i in enumerate(going) if most[i] > count]
             ends = left
@@ -398,9 +398,9 @@ class HeadDrafter(CompanionDrafter):
                 whole = step.hidden is not None and len(left) == len(going)
                 hidden = hidden if whole else hidden.index_select(0, self._device.upload(np.array(ends)))
                 given[: len(left)].copy_(hidden[: len(left)])
-            going = [going[place] for place in left]
-            step = self._compute([slots[i] for i in going], [1] * len(going), samples=True)
-            count += 1
+            repeats, going = again and len(left) == len(going), [going[place] for place in left]
+            step = self._compute([slots[i] for i in going], [1] * len(going), samples=True, repeats=repeats)
+            count, again = count + 1, True
             more = min(most[i] for i in going) - count
             if more > 0 and step.hidden is None and isinstance(replay, NativeReplay):
                 replay.again(more)
