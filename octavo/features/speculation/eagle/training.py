@@ -133,6 +133,8 @@ def _loss(
     for number in range(passes):
         predicted = head(embedded, given, before)
         taken = of_answer & (places >= begins[:, None] - 1 + number)  # the others have no prediction before them
+        if not taken.any():  # a mean over nothing would not be a number
+            break
         mine, wanted = predicted[taken], known[taken]
         distance = functional.smooth_l1_loss(mine, wanted)
         entropy = functional.cross_entropy(mine @ rows.T, likely[taken[of_answer]])

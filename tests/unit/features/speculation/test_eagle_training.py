@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import closing
 from pathlib import Path
@@ -130,6 +131,17 @@ def test_later_passes_compute_what_drafts_in_a_row_do() -> None:
             expected = head(embedded[:, : place + 1], row)[:, -1]
             torch.testing.assert_close(predicted[:, place], expected)
         given = torch.cat([states[:, :1], predicted[:, :-1]], dim=1)
+
+
+def test_answers_may_have_a_single_token() -> None:
+    """Such an answer has no second draft to learn."""
+    target, head = small_target(), EagleHead(SHAPE)
+    whole = cycle(target, 3, 1)
+    short = Example(whole.tokens[:4], whole.states[:4], num_prompt=3)
+    losses: list[float] = []
+    train(head, target, [short], Recipe(epochs=2, batch=1), lambda step, steps, loss: losses.append(loss))
+    assert all(map(math.isfinite, losses))
+    assert all(value.isfinite().all() for value in head.parameters())
 
 
 def test_the_rows_of_drawn_tokens_are_trained_too() -> None:
