@@ -115,8 +115,10 @@ class NativeReplay:
         """Repeat the step computed last for the tokens that it drew, `times` times in a row. It had one token of each
         row. The results are only in the slots."""
         self._batch.times = times
-        self._model.decode(self._batch)
-        self._batch.times = 1
+        try:
+            self._model.decode(self._batch)
+        finally:
+            self._batch.times = 1
 
     def _draws_all(self, plan: StepPlan) -> bool:
         """Return whether the kernels can draw the tokens of all rows."""

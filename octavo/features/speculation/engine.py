@@ -35,7 +35,7 @@ _TRIAL_ROWS = 2
 _PLAIN = 5
 """Steps without drafts in a row, to measure what drafts save. The first one may overlap with a step before."""
 _PERIOD, _VARIED = 48, 2
-"""In so many steps of each period, requests that draft get one draft more or less than seems best."""
+"""Every `_PERIOD` steps, `_VARIED` steps have one draft per row more or fewer than the estimated best number."""
 _MANY = 8
 """Rows from which on requests draft together or not at all: one row with drafts makes the whole step slower."""
 _MEASURED = 4

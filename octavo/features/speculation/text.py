@@ -50,7 +50,7 @@ class SpeculationText(TextHook):
         return {"feature_args": {NAME: found}} if found and self.present else {}
 
     def idle(self, body: Any) -> list[Idle]:
-        """Report a prediction, or a wish for drafts, as idle if the engine does not draft, or not what is predicted."""
+        """Report fields without effect: both if the engine does not draft, `prediction` if its method reads none."""
         wishes = {"prediction": getattr(body, "prediction", None), "speculative": getattr(body, "speculative", None)}
         why, info = _WHY, self.context.info.facts(NAME, DraftInfo)
         if self.present:

@@ -34,7 +34,7 @@ from octavo.features.speculation.heads.pairs import LastPairs
 from octavo.features.speculation.heads.spec import HeadSpec, Kind
 from octavo.features.speculation.heads.tree import TreeDrafter
 from octavo.features.speculation.heads.waiting import MOST_WAITING, Waiting
-from octavo.features.speculation.worker import lookup_drafter
+from octavo.features.speculation.lookup_drafters import lookup_drafter
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
 from octavo.models.load import open_checkpoint

@@ -46,16 +46,6 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transformers.LlamaForCausalLM]:
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(num_hidden_layers=LAYERS, initializer_range=0.2, **CONFIG)
-    model = transformers.LlamaForCausalLM(config).eval()
-    folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
-    return folder, model
-
-
 def random_head(kind: str, folder: Path, **changes: Any) -> tuple[Path, Weights]:
     """A head with random weights in its published layout, and its tensors."""
     rng = torch.Generator().manual_seed(5)

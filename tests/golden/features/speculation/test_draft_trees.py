@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_draft_heads import greedy, random_head, reference, spied, target  # noqa: F401 (a fixture)
+from test_draft_heads import greedy, random_head, reference, spied
 from toy_engine import drive, tiny_config, tokens_of
 from toy_models import behind
 
@@ -40,7 +40,7 @@ def test_trees_are_the_references(
     kind: str,
     backend: str | None,
     accepted: bool,
-    target: Any,  # noqa: F811
+    target: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -119,7 +119,7 @@ def test_trees_are_recorded_where_they_fit(
     width: int,
     room: int,
     recorded: bool,
-    target: Any,  # noqa: F811
+    target: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -172,7 +172,7 @@ def test_models_that_cannot_verify_trees(
         build_core(tiny_config(**settings, speculative_config=using("eagle", Path(head))), model_files(config))
 
 
-def test_a_head_that_sleeps_is_freed(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_head_that_sleeps_is_freed(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, finish = [], HeadModel.finish
 
     def finished(self: HeadModel) -> None:

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_kit import write_model
 from safetensors.torch import save_file
-from test_draft_heads import DRAFT_VOCAB, SIZE, VOCAB, random_head, target  # noqa: F401 (a fixture)
+from test_draft_heads import DRAFT_VOCAB, SIZE, VOCAB, random_head
 from toy_engine import drive, strict, tiny_config, tokens_of
 
 from octavo.build import build_core
@@ -37,7 +37,7 @@ def test_native_heads_draft_as_in_torch(
     form: str,
     draft_vocab: bool,
     params: SamplingParams,
-    target: Any,  # noqa: F811
+    target: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

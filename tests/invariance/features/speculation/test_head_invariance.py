@@ -16,8 +16,8 @@ from toy_models import LLAMA, model_files
 from octavo.build import build_core
 from octavo.core.request import GenerateRequest
 from octavo.features.speculation.heads.drafter import HeadDrafter
+from octavo.features.speculation.lookup_drafters import DeviceDrafter, HostDrafter
 from octavo.features.speculation.payload import NAME, SpeculationOption
-from octavo.features.speculation.worker import DeviceDrafter, HostDrafter
 from octavo.worker.drafts import Drafts
 
 HEADS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,9 @@ from octavo.core.errors import ConfigError
 from octavo.features import FeatureContext
 from octavo.features.speculation.config import DraftConfig, draft_config
 from octavo.features.speculation.engine import build_engine
+from octavo.features.speculation.lookup_drafters import DeviceDrafter, HostDrafter
 from octavo.features.speculation.settings import SpeculationSettings
-from octavo.features.speculation.worker import DeviceDrafter, HostDrafter, build_worker
+from octavo.features.speculation.worker import build_worker
 
 
 def context(device: str = "cpu", model: str = "", **settings: Any) -> FeatureContext:
@@ -123,7 +124,7 @@ def test_what_is_looked_up(given: dict[str, Any], looks_up: bool, predicts: bool
 
 
 def test_a_cpu_looks_up_beside_a_head() -> None:
-    """Unless it is told not to, or drafts are a tree."""
+    """Unless prompt_lookup_min is 0, or drafts are a tree."""
     tree = {"speculative_token_tree": "[(0,), (1,)]"}
     for more, on_cpu, on_gpu in (({}, 2, None), ({"prompt_lookup_min": 0}, 0, 0), (tree, None, None)):
         config = draft_config({"method": "mtp", **more}, None, None)
