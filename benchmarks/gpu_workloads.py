@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="by default as LLM has it")
     parser.add_argument("--scheduling-policy", default="longest-first", help="as LLM has it; or fcfs")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--disable-cascade-attn", action="store_true")
@@ -68,7 +68,7 @@ def main() -> None:
     gc.freeze()  # as the server does once it is ready
     report |= {"start_s": round(seconds_since_exec() - aside, 2), "phases_s": info.phases, "memory": info.memory}
     report |= {"device": torch.cuda.get_device_name()}
-    report |= {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
+    report |= {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": info.max_num_batched_tokens}
     report |= {
         "sampled": args.sampled,
         "eager": args.enforce_eager,
@@ -100,6 +100,7 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=16384,
         scheduling_policy=args.scheduling_policy,
+        performance_mode="throughput",  # as LLM has it
         enforce_eager=args.enforce_eager,
         disable_cascade_attn=args.disable_cascade_attn,
         kv_cache_dtype=args.kv_cache_dtype,

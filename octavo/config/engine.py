@@ -121,7 +121,7 @@ class EngineConfig:
                 f"--data-parallel-size {self.parallel.data_parallel_size} there are several. Leave one of them out."
             )
 
-    def step_limits(self, default_limits: tuple[int, int]) -> tuple[int, int]:
+    def step_limits(self, default_limits: tuple[int, int, int]) -> tuple[int, int]:
         """Return the most sequences and tokens of a step, of all ranks together.
 
         Args:

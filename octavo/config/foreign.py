@@ -166,7 +166,6 @@ FLAGS: dict[str, Missing | Needless] = {
     ),
     "optimization-level": Needless(_FUSED, takes_value=True),
     "compilation-config": Needless(_FUSED, takes_value=True),
-    "performance-mode": Needless("there is one mode", takes_value=True),
 }
 
 ENGINE_FLAGS = {name: entry for name, entry in FLAGS.items() if name not in _SERVER}

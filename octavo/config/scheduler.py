@@ -1,9 +1,15 @@
 """Settings of the scheduler."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.core import quantities
 from octavo.core.flag import setting
+
+_QUICKER = 4
+"""How many times shorter the steps of "interactivity" are."""
+
+PerformanceMode = Literal["balanced", "interactivity", "throughput"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +18,9 @@ class SchedulerConfig:
 
     Attributes:
         max_num_seqs: None takes 256, and 1,024 on a GPU of 60 GiB or more.
-        max_num_batched_tokens: None takes 2,048, and 8,192 on a GPU of 60 GiB or more.
+        max_num_batched_tokens: None takes 2,048, and 8,192 on a GPU of 60 GiB or more, unless the performance mode
+            takes others.
+        performance_mode: "interactivity" takes a quarter of the tokens of a step, "throughput" twice as many on a GPU.
         policy: a name in `schedule/policy.py`.
         depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
     """
@@ -31,6 +39,11 @@ class SchedulerConfig:
         shown="2048; on a GPU of 60 GiB or more 8192",
         read=quantities.count,
         metavar="TOKENS",
+    )
+    performance_mode: PerformanceMode = setting(
+        "balanced",
+        "what the default of --max-num-batched-tokens favours: `interactivity` takes a quarter of it, so that streams "
+        "wait less for others' prompts; `throughput` twice as many on a GPU, which mixtures of experts compute faster",
     )
     watermark: float = setting(
         0.0,
@@ -53,7 +66,13 @@ class SchedulerConfig:
         convert=int,
     )
 
-    def limits(self, default_seqs: int, default_tokens: int) -> tuple[int, int]:
-        """Return the most sequences and tokens of a step; if only one is set, adjust the other's default to fit."""
-        tokens = self.max_num_batched_tokens or max(default_tokens, self.max_num_seqs or 0)
+    def limits(self, default_seqs: int, default_tokens: int, offline_tokens: int) -> tuple[int, int]:
+        """Return the most sequences and tokens of a step; if only one is set, adjust the other's default to fit.
+
+        Args:
+            offline_tokens: default for "throughput".
+        """
+        by_mode = {"interactivity": default_tokens // _QUICKER, "throughput": offline_tokens}
+        default = by_mode.get(self.performance_mode, default_tokens)
+        tokens = self.max_num_batched_tokens or max(default, self.max_num_seqs or 0)
         return self.max_num_seqs or min(default_seqs, tokens), tokens

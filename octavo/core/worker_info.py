@@ -81,7 +81,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         accelerator: "cuda" or "cpu".
         torch_device: torch's name of the device.
         default_depth: default number of steps launched ahead.
-        default_limits: default number of sequences that run at once, and of tokens of a step.
+        default_limits: default number of sequences that run at once, of tokens of a step, and of tokens of a step where
+            only throughput counts.
         balanced_tokens: tokens of a step up to which its matrix products take little longer than reading the weights.
         dtype: of activations.
         vocab_size: columns of the logits.
@@ -95,7 +96,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str
     torch_device: str
     default_depth: int
-    default_limits: tuple[int, int]
+    default_limits: tuple[int, int, int]
     balanced_tokens: int
     dtype: str
     vocab_size: int

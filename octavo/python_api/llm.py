@@ -71,7 +71,8 @@ class LLM(OfflineMethods, WorkerMethods):
         settings: any field of `octavo.config`'s dataclasses by its name, or by the name of its command-line flag:
             `dtype`, `max_model_len`, `kv_cache_memory_bytes`, `max_num_seqs`, `enable_prefix_caching`, `threads`, ...
             `scheduling_policy` defaults to "longest-first" here, since all prompts are known at once: requests with the
-            largest `max_tokens` begin first. A server's default is "fcfs".
+            largest `max_tokens` begin first. A server's default is "fcfs". And `performance_mode` defaults to
+            "throughput", a server's to "balanced".
 
     Raises:
         ModelNotFoundError, ModelFileError, ConfigError: the text gives the remedy.
@@ -88,6 +89,8 @@ class LLM(OfflineMethods, WorkerMethods):
     ) -> None:
         if settings.get("scheduling_policy") is None and settings.get("policy") is None:
             settings["policy"] = "longest-first"
+        if settings.get("performance_mode") is None:
+            settings["performance_mode"] = "throughput"
         self._engine = LocalEngine(model, chat_template=chat_template, progress=progress, **settings)
         self._queue: list[RequestAssembler] = []
 

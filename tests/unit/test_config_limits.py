@@ -27,7 +27,21 @@ from octavo.hub.files import ModelFiles
     ],
 )
 def test_limits(seqs, tokens, expected):
-    assert SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens).limits(1024, 8192) == expected
+    assert SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens).limits(1024, 8192, 16384) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "stated", "tokens"),
+    [
+        ("balanced", None, 8192),
+        ("interactivity", None, 2048),
+        ("throughput", None, 16384),
+        ("throughput", 4096, 4096),  # a stated number counts
+    ],
+)
+def test_the_performance_mode_sets_the_default_tokens_of_a_step(mode, stated, tokens):
+    config = SchedulerConfig(performance_mode=mode, max_num_batched_tokens=stated)
+    assert config.limits(1024, 8192, 16384) == (1024, tokens)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +54,7 @@ def test_limits(seqs, tokens, expected):
     ],
 )
 def test_tokens_of_a_step_are_those_of_each_rank_that_has_its_own_requests(parallel, tokens):
-    assert EngineConfig.of(max_num_batched_tokens=64, max_num_seqs=8, **parallel).step_limits((1024, 8192)) == (
+    assert EngineConfig.of(max_num_batched_tokens=64, max_num_seqs=8, **parallel).step_limits((1024, 8192, 16384)) == (
         8,
         tokens,
     )

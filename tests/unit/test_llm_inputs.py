@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.config import EngineConfig
+from octavo.config.scheduler import SchedulerConfig
 from octavo.python_api.inputs import as_list
 from octavo.python_api.llm import LLM
 
@@ -43,14 +44,29 @@ def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
     ids=str,
 )
 def test_longest_answers_go_first_unless_told_otherwise(given: dict[str, Any], policy: str, monkeypatch: Any) -> None:
+    assert scheduler_of(given, monkeypatch).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"), [({}, "throughput"), ({"performance_mode": "balanced"}, "balanced")], ids=str
+)
+def test_only_throughput_counts_unless_told_otherwise(given: dict[str, Any], mode: str, monkeypatch: Any) -> None:
+    assert scheduler_of(given, monkeypatch).performance_mode == mode
+
+
+def scheduler_of(given: dict[str, Any], monkeypatch: Any) -> SchedulerConfig:
+    """Return the settings with which `LLM` would start its engine."""
+    found = []
+
     class LoadedError(Exception):
         pass
 
     def engine(model: str | None, **settings: Any) -> None:
         settings = {name: value for name, value in settings.items() if name not in ("chat_template", "progress")}
-        assert EngineConfig.of(**settings).scheduler.policy == policy
+        found.append(EngineConfig.of(**settings).scheduler)
         raise LoadedError
 
     monkeypatch.setattr("octavo.python_api.llm.LocalEngine", engine)
     with pytest.raises(LoadedError):
         LLM(**given)
+    return found[0]

@@ -35,7 +35,7 @@ _MOST_ROWS = 128
 _MOST_CHANNELS = 128
 MANY_WRITTEN = 512
 """Tokens from which on a program rotates and stores most or all of a token's heads."""
-_WRITTEN, _PER_THREAD = 2048, 8
+_WRITTEN, _PER_THREAD = 1024, 8
 """Numbers of such a program, and of its threads, in the first halves of heads."""
 
 

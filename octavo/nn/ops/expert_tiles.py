@@ -28,6 +28,8 @@ HEIGHT = 128
 _STEP = 64
 """16-bit words of a stage's rows."""
 _STAGES = 4
+_CLUSTER = 2
+"""Blocks that take adjacent tiles and copy matrices for each other."""
 _STAGE_BYTES = 3 * 128 * 128
 _SCALE_BYTES = 256 * 4
 """Of a stage, if inputs are in groups."""
@@ -154,14 +156,14 @@ def _launch(
     if made.rounded:
         words = words[0].view(torch.int16), x.view(torch.int16)
     matrix = nvrtc.tiles_of(words[0], HEIGHT, _STEP)
-    rows = matrix if made.first else nvrtc.tiles_of(words[1], HEIGHT // 2, _STEP)
+    rows = [matrix] * 2 if made.first else [nvrtc.tiles_of(words[1], count, _STEP) for count in (HEIGHT // 2, 8)]
     columns = cdiv(outputs, 128 if made.first else 256)
-    most = cdiv(len(tiles), made.beside) * made.beside * columns
+    most = cdiv(len(tiles), _CLUSTER) * columns
     _kernel(made).launch(
-        (min(most, _multiprocessors(x.device)), 1, 1),
+        (min(most, _multiprocessors(x.device) // _CLUSTER) * _CLUSTER, 1, 1),
         [
             matrix,
-            rows,
+            *rows,
             address(x),
             address(x_scales),
             address(scales),
@@ -273,15 +275,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _kernel(made: Form) -> Kernel:
-    return Kernel("experts", *source_of(made), _THREADS, made.shared)
+    return Kernel("experts", *source_of(made), _THREADS, made.shared, _CLUSTER)
 
 
 def source_of(made: Form) -> tuple[str, dict[str, int]]:
     """Return source and macros."""
     macros = {"FIRST": int(made.first), "SIDE_BY_SIDE": made.beside, "STAGES": _STAGES}
     macros |= {"HALF": int(made.dtype == torch.float16), "ROUNDED": int(made.rounded), "GROUPED": int(made.grouped)}
-    macros |= {"TILED": int(made.tiled)}
-    before = nvrtc.source_of("barriers.cuh", "tile_ring.cuh", "expert_tiles.cuh")
+    macros |= {"TILED": int(made.tiled), "CLUSTER": _CLUSTER}
+    before = nvrtc.source_of("barriers.cuh", "tile_ring.cuh", "cluster_tiles.cuh", "expert_tiles.cuh")
     instruction = _EIGHT_BITS if made.rounded else wgmma.tile_source("multiply", 256, made.dtype)
     return before + instruction + nvrtc.source_of("experts.cu"), macros
 

@@ -136,8 +136,8 @@ def _kernel(form: Form) -> Kernel:
 def source_of(form: Form) -> tuple[str, dict[str, int]]:
     """Return source and macros."""
     macros = {"BITS": 8, "GROUP": 0, "MINIMA": 0, "HALF": int(form.dtype == torch.float16), "ADDS": int(form.adds)}
-    macros |= {"SIDE": form.side, "TALL": form.tall, "STAGES": form.stages}
-    before = nvrtc.source_of("barriers.cuh", "integers.cuh", "tile_ring.cuh")
+    macros |= {"SIDE": form.side, "CLUSTER": form.tall, "STAGES": form.stages}
+    before = nvrtc.source_of("barriers.cuh", "integers.cuh", "tile_ring.cuh", "cluster_tiles.cuh")
     before += wgmma.tile_source("multiply_tile", 2 * form.side, form.dtype)
     return before + nvrtc.source_of("gated_tiles.cu"), macros
 

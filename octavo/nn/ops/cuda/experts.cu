@@ -5,6 +5,10 @@
 // these has 64 of the rows. So the beginning of a tile's loads overlaps the end of the one before, and, since the two
 // don't wait for each other, what one of them stores overlaps what the other multiplies.
 //
+// Two blocks, a cluster, take adjacent tiles of the order and the same outputs. If both tiles are of one expert, each
+// block copies a half of the matrix to both, which takes a third off the bytes that are read from the L2 cache. Rows that
+// fill a tile up are zeros, with which the matrix units need less power: it is power that limits their rate.
+//
 // FIRST: x [T, K] has the tokens' rows; results, silu(gate) * operand with w [experts, 2, N, K], are at the choices'
 // places in the order. Otherwise x [choices, K] has the rows of these places, w is [experts, N, K], and results are at
 // the choices themselves.
@@ -14,7 +18,7 @@
 // scaled and added up in float32. GROUPED: groups are as many inputs, else there is one. TILED: each 128 outputs have the
 // same scales.
 //
-// Macros: those of expert_tiles.cuh; FIRST; HALF for float16, else bfloat16; STAGES of inputs in shared memory; ROUNDED,
+// Macros: those of expert_tiles.cuh, SIDE_BY_SIDE 2, and of cluster_tiles.cuh, CLUSTER 2; FIRST; HALF for float16, else bfloat16; STAGES of inputs in shared memory; ROUNDED,
 // GROUPED, TILED. `multiply` is defined by nn/ops/expert_tiles.py.
 
 typedef unsigned short u16;
@@ -47,102 +51,156 @@ __device__ __forceinline__ float2 load_pair(u32 from) {
   return v;
 }
 
+// A block's tile, and whether the other block of its cluster multiplies by the same matrix.
+struct Half : Tile {
+  bool shares;
+};
+
+__device__ __forceinline__ Half half_at(int index, const int* tiles, int num_tiles, int columns) {
+  const Tile own = tile_at<WIDE>(index, tiles, num_tiles, columns), other = tile_at<WIDE>(index ^ 1, tiles, num_tiles, columns);
+  return {own, own.rows && other.rows && own.expert == other.expert};
+}
+
+// Copies the matrix, and unless FIRST the rows, of a step of 64 words to a stage: one thread.
+struct Copies {
+  const TensorMap *w_map, *x_map, *eight_map;  // of x, 64 or 8 rows at once
+  const float* scales;
+  int N, steps;
+
+  __device__ __forceinline__ int halves(const Half& t) const { return t.rows / 64; }
+  __device__ __forceinline__ int eights(const Half& t) const { return (t.rows % 64 + 7) / 8; }  // behind these
+
+  // Clear the rows of a stage that fill the tile up, by a warp. Later copies of the same tile leave them so.
+  __device__ __forceinline__ void clear(const Half& t, u32 to) const {
+    const int begin = halves(t) * (X_BYTES / 2) + eights(t) * (8 * ROW_BYTES);
+    const int end = (t.rows + 63) / 64 * (X_BYTES / 2);
+    for (int i = begin + threadIdx.x % 32 * 16; i < end; i += 32 * 16)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + i), "r"(0) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void copy(const Half& t, int i, u32 to, u32 barrier) const {
+    if (!t.rows) return arrive(barrier);
+    const int apart = FIRST ? N : 128, k = i * 64, row = t.expert * PARTS * N + t.n;
+    const u32 row_bytes = FIRST ? 0 : halves(t) * (X_BYTES / 2) + eights(t) * (8 * ROW_BYTES);
+#if GROUPED
+    const u32 first = min(128u, (u32)(N - t.n)) * 4;
+    const u32 lines[2] = {first, FIRST ? first : (u32)max(0, min(128, N - t.n - 128)) * 4};
+    expect(barrier, W_BYTES + row_bytes + lines[0] + lines[1]);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      const float* const line = scales + ((u64)t.expert * steps + i) * (PARTS * N) + t.n + m * apart;
+      if (lines[m]) copy_line(to + X_BYTES + W_BYTES + m * 512, line, lines[m], barrier);
+    }
+#else
+    expect(barrier, W_BYTES + row_bytes);
+#endif
+    const u32 matrix = to + X_BYTES;
+    if (t.shares) {
+      const int half = block_of_cluster();
+      copy_to_all(matrix + half * (W_BYTES / 2), w_map, barrier, k, row + half * apart);
+    } else {
+      copy_tile(matrix, w_map, barrier, k, row);
+      copy_tile(matrix + W_BYTES / 2, w_map, barrier, k, row + apart);
+    }
+#if !FIRST
+    for (int h = 0; h < halves(t); h++) copy_tile(to + h * (X_BYTES / 2), x_map, barrier, k, t.start + 64 * h);
+    const int behind = halves(t) * 64;
+    for (int e = 0; e < eights(t); e++)
+      copy_tile(to + (behind + 8 * e) * ROW_BYTES, eight_map, barrier, k, t.start + behind + 8 * e);
+#endif
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(384, 1)
-experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const unsigned char* x,
+experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
+        const __grid_constant__ TensorMap eight_map, const unsigned char* x,
         const float* x_scales, const float* scales, const int* order, const int* tiles, u16* out, int num_tiles, int top_k,
         int N, int K, int x_stride) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const u32 base = (shared(memory) + 1023) & ~1023u;
   const int steps = K / STEP, columns = (N + WIDE - 1) / WIDE, thread = threadIdx.x & 127, group = threadIdx.x / 128;
+  const int lane = thread % 32;
   asm volatile("griddepcontrol.launch_dependents;");
-  if (threadIdx.x == 0) {
-    prepare(full, empty, FIRST ? 129 : 1, WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
+  if (threadIdx.x == 0) prepare(full, empty, FIRST ? 129 : 1, WARPS * CLUSTER);
+  __syncwarp();
+  meet();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   int index = blockIdx.x;
-  Tile next = tile_at<WIDE>(index, tiles, num_tiles, columns);
   Place<STAGES> at = {0, 0};
 
   if (group == 0) {
     REGISTERS("dec", 56);
+    const Copies copies = {&w_map, &x_map, &eight_map, scales, N, steps};
+    const bool copies_tiles = __shfl_sync(~0u, thread / 32, 0) == 0, leads = elected();
 #if FIRST
     const int chunk = thread % 8, line = thread / 8;
     const u32 target = line * ROW_BYTES + ((chunk ^ (line & 7)) << 4);
     auto choice_of = [&](const Tile& t, int j) { return t.rows ? order[t.start + min(line + 16 * j, t.rows - 1)] : 0; };
-    Tile second = tile_at<WIDE>(index + gridDim.x, tiles, num_tiles, columns);
+    Half second = half_at(index + gridDim.x, tiles, num_tiles, columns);
     int choice[8];
+#else
+    if (!copies_tiles) return;
+#endif
+    Half next = half_at(index, tiles, num_tiles, columns);
+#if FIRST
 #pragma unroll
     for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
 #endif
     while (next.more) {
-      const Tile t = next;
+      const Half t = next;
       index += gridDim.x;
 #if FIRST
       u32 from[8];
 #pragma unroll
       for (int j = 0; j < 8; j++) from[j] = (u32)(choice[j] / top_k) * (K * SIZE) + chunk * 16;
       next = second;
-      second = tile_at<WIDE>(index + gridDim.x, tiles, num_tiles, columns);
+      second = half_at(index + gridDim.x, tiles, num_tiles, columns);
 #pragma unroll
       for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
 #else
-      next = tile_at<WIDE>(index, tiles, num_tiles, columns);
+      next = half_at(index, tiles, num_tiles, columns);
 #endif
-      if (!t.rows) continue;
-      const int row = t.expert * PARTS * N + t.n;
       for (int i = 0; i < steps; i++, at.next()) {
         const u32 own = base + at.stage * STAGE_BYTES, barrier = shared(&full[at.stage]);
         wait(shared(&empty[at.stage]), at.parity ^ 1);
-        if (thread == 0) {
-          const int apart = FIRST ? N : 128, k = i * 64;  // in words of 16 bits
-#if GROUPED
-          const u32 lines[2] = {min(128u, (u32)(N - t.n)) * 4, FIRST ? min(128u, (u32)(N - t.n)) * 4
-                                                                    : (u32)max(0, min(128, N - t.n - 128)) * 4};
-          expect(barrier, W_BYTES + lines[0] + lines[1] + (FIRST ? 0 : t.rows > 64 ? X_BYTES : X_BYTES / 2));
-#pragma unroll
-          for (int m = 0; m < 2; m++) {
-            const float* const line = scales + ((u64)t.expert * steps + i) * (PARTS * N) + t.n + m * apart;
-            if (lines[m]) copy_line(own + X_BYTES + W_BYTES + m * 512, line, lines[m], barrier);
-          }
-#else
-          expect(barrier, W_BYTES + (FIRST ? 0 : t.rows > 64 ? X_BYTES : X_BYTES / 2));
-#endif
-          copy_tile(own + X_BYTES, &w_map, barrier, k, row);
-          copy_tile(own + X_BYTES + W_BYTES / 2, &w_map, barrier, k, row + apart);
 #if !FIRST
-          copy_tile(own, &x_map, barrier, k, t.start);
-          if (t.rows > 64) copy_tile(own + X_BYTES / 2, &x_map, barrier, k, t.start + 64);
+        if (i < STAGES) copies.clear(t, own);
 #endif
-        }
+        if (copies_tiles && leads) copies.copy(t, i, own, barrier);
 #if FIRST
 #pragma unroll
         for (int j = 0; j < 8; j++)
           if (j < 4 || t.rows > 64)
-            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(own + target + j * 16 * ROW_BYTES),
-                         "l"(x + from[j] + i * 128)
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(own + target + j * 16 * ROW_BYTES),
+                         "l"(x + from[j] + i * 128), "r"(t.rows - line > 16 * j ? 16 : 0)
                          : "memory");
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
       }
     }
+    // The other block reports here what it has read, until it has read all.
+    for (int i = 0; i < STAGES; i++, at.next()) wait(shared(&empty[at.stage]), at.parity ^ 1);
     return;
   }
 
   REGISTERS("inc", 224);
-  const int half = group - 1, warp = thread / 32, lane = thread % 32;
+  const int half = group - 1, warp = thread / 32;
   const int low = half * 64 + warp * 16 + lane / 4;  // this thread has rows `low` and `low + 8`
+  auto release = [&](int stage) {
+    if (lane < CLUSTER) arrive_at(shared(&empty[stage]), lane);
+  };
+  Tile next = tile_at<WIDE>(index, tiles, num_tiles, columns);
   while (next.more) {
     const Tile t = next;
     index += gridDim.x;
     next = tile_at<WIDE>(index, tiles, num_tiles, columns);
-    if (!t.rows) continue;
     if (t.rows <= 64 * half) {
       for (int i = 0; i < steps; i++, at.next()) {
         wait(shared(&full[at.stage]), at.parity);
-        if (lane == 0) arrive(shared(&empty[at.stage]));
+        release(at.stage);
       }
       continue;
     }
@@ -187,7 +245,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
         for (int e = 0; e < 64; e++) asm volatile("" : "+f"(sum[e])::"memory");
-        if (half_of == 1 && !GROUPED && lane == 0) arrive(shared(&empty[at.stage]));
+        if (half_of == 1 && !GROUPED) release(at.stage);
         const u32 of_half = own + X_BYTES + W_BYTES + half_of * 512;
         const float of_tile = TILED ? load_pair(of_half).x : 1.f;
 #pragma unroll
@@ -204,7 +262,7 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
       }
       if (GROUPED) {
         __syncwarp();
-        if (lane == 0) arrive(shared(&empty[at.stage]));
+        release(at.stage);
       }
     }
 #if !GROUPED
@@ -224,13 +282,13 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
       for (int r = 0; r < 4; r++) multiply(acc, rows + 2 * r, matrix + 2 * r);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // for the previous step
-      if (i > 0 && lane == 0) arrive(shared(&empty[previous]));
+      if (i > 0) release(previous);
       previous = at.stage;
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 128; i++) asm volatile("" : "+f"(acc[i])::"memory");
-    if (lane == 0) arrive(shared(&empty[previous]));
+    release(previous);
 #endif
 
 #pragma unroll

@@ -2,14 +2,14 @@
 // w [2, N, K] of 16-bit numbers.
 //
 // A tile is 128 rows by SIDE outputs, of both halves of w. Blocks stay on their multiprocessors and take one tile after
-// another: a warp copies, also ahead of the end of a tile, and each of two warp groups multiplies 64 of the rows. With TALL
-// 2, two blocks have adjacent rows and the same outputs, and each copies a half of the weights to both. The first weights
+// another: a warp copies, also ahead of the end of a tile, and each of two warp groups multiplies 64 of the rows. With
+// CLUSTER 2, two blocks have adjacent rows and the same outputs, and each copies a half of the weights to both. The first weights
 // are copied before the previous launch has ended.
 //
 // ADDS: added [rows, 2 N] is added to both products, before the gate, in rows where `adds` [rows] is not negative.
 //
-// Grid: TALL * clusters. Dynamic shared memory: STAGES * STAGE_BYTES + 1024. Macros: those of integers.cuh; SIDE, a multiple
-// of 8, TALL, STAGES, ADDS. `multiply_tile` is defined by nn/ops/wgmma.py.
+// Grid: CLUSTER * clusters. Dynamic shared memory: STAGES * STAGE_BYTES + 1024. Macros: those of integers.cuh and of
+// cluster_tiles.cuh; SIDE, a multiple of 8, STAGES, ADDS. `multiply_tile` is defined by nn/ops/wgmma.py.
 
 #define ROW_BYTES 128
 #define X_BYTES (128 * ROW_BYTES)
@@ -17,61 +17,18 @@
 #define STAGE_BYTES (X_BYTES + 2 * SIDE_BYTES)
 #define TILES (SIDE / 8)  // of 8 outputs
 
-__device__ __forceinline__ int block_of_cluster() {
-  int rank = 0;
-#if TALL > 1
-  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-// Wait until one thread of each block of the cluster has prepared its barriers.
-__device__ __forceinline__ void meet() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#if TALL > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-// Arrive at the barrier that a block of the cluster has at this place. With a release at the cluster's scope, which is not
-// needed, the memory of the whole GPU would be waited for.
-__device__ __forceinline__ void arrive_at(u32 here, int block) {
-#if TALL > 1
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-#else
-  arrive(here);
-#endif
-}
-
-// Copy a tile to the same place of all blocks of the cluster.
-__device__ __forceinline__ void copy_to_all(u32 to, const TensorMap* map, u32 barrier, int k, int row) {
-#if TALL > 1
-  const unsigned short blocks = (1 << TALL) - 1;
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row), "h"(blocks)
-      : "memory");
-#else
-  copy_tile(to, map, barrier, k, row);
-#endif
-}
-
 // The tiles that a block takes.
 struct Work {
   int rows, outputs, steps, heights, count, apart;
 
   __device__ __forceinline__ Work(int rows, int outputs, int K) : rows(rows), outputs(outputs), steps(K / 64) {
-    heights = (rows + 128 * TALL - 1) / (128 * TALL);
-    count = (outputs + SIDE - 1) / SIDE * heights, apart = gridDim.x / TALL;
+    heights = (rows + 128 * CLUSTER - 1) / (128 * CLUSTER);
+    count = (outputs + SIDE - 1) / SIDE * heights, apart = gridDim.x / CLUSTER;
   }
 
-  __device__ __forceinline__ int first() const { return blockIdx.x / TALL; }
+  __device__ __forceinline__ int first() const { return blockIdx.x / CLUSTER; }
   __device__ __forceinline__ int column(int tile) const { return tile / heights * SIDE; }
-  __device__ __forceinline__ int row(int tile) const { return (tile % heights * TALL + block_of_cluster()) * 128; }
+  __device__ __forceinline__ int row(int tile) const { return (tile % heights * CLUSTER + block_of_cluster()) * 128; }
 };
 
 // Where the copying warp puts the inputs of a step: all its lanes know what one of them copies, so that numbers are in
@@ -90,8 +47,8 @@ struct Stages {
     if (!leads) return;
     expect(barrier, STAGE_BYTES);
 #pragma unroll
-    for (int i = 0; i < 2 / TALL; i++) {
-      const int side = TALL == 1 ? i : block_of_cluster();
+    for (int i = 0; i < 2 / CLUSTER; i++) {
+      const int side = CLUSTER == 1 ? i : block_of_cluster();
       copy_to_all(to + side * SIDE_BYTES, w_map, barrier, k, column + side * outputs);
     }
   }
@@ -178,7 +135,7 @@ gated_tiles(const __grid_constant__ TensorMap w_map, const __grid_constant__ Ten
   const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const Work work(rows, N, K);
   overlap();
-  if (threadIdx.x == 0) prepare(full, empty, 1, 8 * TALL);
+  if (threadIdx.x == 0) prepare(full, empty, 1, 8 * CLUSTER);
   __syncwarp();
   meet();
 
@@ -208,13 +165,13 @@ gated_tiles(const __grid_constant__ TensorMap w_map, const __grid_constant__ Ten
       for (int r = 0; r < 4; r++) multiply_tile(acc, some + 2 * r, matrix + 2 * r);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // for the previous step
-      if (i > 0 && lane < TALL) arrive_at(shared(&empty[previous]), lane);
+      if (i > 0 && lane < CLUSTER) arrive_at(shared(&empty[previous]), lane);
       previous = at.stage;
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 8 * TILES; i++) asm volatile("" : "+f"(acc[i])::"memory");
-    if (lane < TALL) arrive_at(shared(&empty[previous]), lane);
+    if (lane < CLUSTER) arrive_at(shared(&empty[previous]), lane);
     if (!waited) follow();  // also since launches before may still read what is overwritten
     waited = true;
 #if ADDS

@@ -215,7 +215,7 @@ def test_a_drafting_model_is_downloaded_where_the_settings_say(monkeypatch: pyte
     build_engine(drafting)
     assert asked == [("owner/small", "here"), ("owner/small", None)]
     config = EngineConfig.of(download_dir="here")
-    assert feature_context(config, model_files(), Mock(default_limits=(4, 64))).download_dir == "here"
+    assert feature_context(config, model_files(), Mock(default_limits=(4, 64, 64))).download_dir == "here"
 
 
 def test_there_are_no_more_drafts_than_heads(monkeypatch: pytest.MonkeyPatch) -> None:
