@@ -60,6 +60,8 @@ from octavo.worker.states import check_drafts
 from octavo.worker.worker import Worker
 
 _ALONE = RankPlace()
+_EXPERT_ROWS = 1024
+"""Mean number of an expert's rows that larger steps are to reach."""
 
 StartRank = Callable[[int, RingHandles], AnyRank]
 
@@ -318,6 +320,15 @@ def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
     return not (embeds or bare or is_sentence_transformer(files))
 
 
+def offline_tokens(worker: Worker | EncoderWorker) -> int:
+    """Return the tokens of a step if only throughput counts: in larger steps, a mixture's experts, each of which every
+    step reads, have more rows."""
+    tokens = worker.device.default_limits[1]
+    mixtures = [one for one in getattr(worker.spec, "mlps", ()) if isinstance(one, ExpertsSpec)]
+    filling = max((_EXPERT_ROWS * one.num_experts // one.routing.top_k for one in mixtures), default=0)
+    return min(worker.device.largest_step, max(tokens, filling // tokens * tokens))
+
+
 def _facts(worker: Worker | EncoderWorker) -> WorkerFacts:
     device, spec = worker.device, worker.spec
     return WorkerFacts(
@@ -325,7 +336,7 @@ def _facts(worker: Worker | EncoderWorker) -> WorkerFacts:
         accelerator=device.torch_device.type,
         torch_device=str(device.torch_device),
         default_depth=device.default_depth,
-        default_limits=device.default_limits,
+        default_limits=(*device.default_limits, offline_tokens(worker)),
         balanced_tokens=device.balanced_tokens,
         dtype=str(worker.dtype).removeprefix("torch."),
         vocab_size=spec.vocab_size,

@@ -20,7 +20,8 @@ class SchedulerConfig:
         max_num_seqs: None takes 256, and 1,024 on a GPU of 60 GiB or more.
         max_num_batched_tokens: None takes 2,048, and 8,192 on a GPU of 60 GiB or more, unless the performance mode
             takes others.
-        performance_mode: "interactivity" takes a quarter of the tokens of a step, "throughput" twice as many on a GPU.
+        performance_mode: "interactivity" takes a quarter of the tokens of a step; "throughput" up to twice as many for
+            a mixture of experts on a GPU.
         policy: a name in `schedule/policy.py`.
         depth: steps launched ahead of the oldest unread one: 0 is synchronous, 1 overlaps; None lets the device choose.
     """
@@ -43,7 +44,8 @@ class SchedulerConfig:
     performance_mode: PerformanceMode = setting(
         "balanced",
         "what the default of --max-num-batched-tokens favours: `interactivity` takes a quarter of it, so that streams "
-        "wait less for others' prompts; `throughput` twice as many on a GPU, which mixtures of experts compute faster",
+        "wait less for others' prompts; `throughput` up to twice as many for a mixture of experts on a GPU, which "
+        "computes them faster",
     )
     watermark: float = setting(
         0.0,

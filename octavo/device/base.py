@@ -28,8 +28,10 @@ class Device(Link, Protocol):
     name: str
     default_depth: int
     """Steps to launch ahead: 0 if a launch computes, 1 if it only enqueues."""
-    default_limits: tuple[int, int, int]
-    """Default limits of running sequences, of tokens in one step, and of tokens where only throughput counts."""
+    default_limits: tuple[int, int]
+    """Default limits of running sequences and of tokens in one step."""
+    largest_step: int
+    """Most tokens of a step by default, whatever the model."""
     balanced_tokens: int
     """Tokens in a step up to which matrix products are bound by reading the weights."""
     resident: bool

@@ -29,7 +29,8 @@ class CpuDevice(HostLink):
         super().__init__(torch.device("cpu"))
         self.name = host.cpu_name()
         self.default_depth = 0
-        self.default_limits = (256, 2048, 2048)
+        self.default_limits = (256, 2048)
+        self.largest_step = 2048
         self.balanced_tokens = 16
         self.resident = False
         self._available = host.available_memory()

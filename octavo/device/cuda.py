@@ -51,7 +51,8 @@ class CudaDevice(CudaLink):
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.default_depth = 1
         large = torch.cuda.get_device_properties(self.torch_device).total_memory >= _LARGE
-        self.default_limits = (1024, 8192, 16384) if large else (256, 2048, 4096)
+        self.default_limits = (1024, 8192) if large else (256, 2048)
+        self.largest_step = 2 * self.default_limits[1]
         self.balanced_tokens = 512
         self.resident = True
 

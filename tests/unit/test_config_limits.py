@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from toy_models import LLAMA_KV_BYTES_PER_TOKEN, model_files
 
 from octavo.build import build_core
+from octavo.build_worker import offline_tokens
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.core.errors import ConfigError
 from octavo.core.info import ModelInfo
 from octavo.device import host
 from octavo.hub.files import ModelFiles
+from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
+from octavo.nn.experts_spec import RoutingSpec
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,23 @@ def test_limits(seqs, tokens, expected):
 def test_the_performance_mode_sets_the_default_tokens_of_a_step(mode, stated, tokens):
     config = SchedulerConfig(performance_mode=mode, max_num_batched_tokens=stated)
     assert config.limits(1024, 8192, 16384) == (1024, tokens)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens"),
+    [(128, 8, 16384), (64, 6, 8192), (64, 4, 16384), (8, 2, 8192), (256, 4, 16384)],
+)
+def test_offline_steps_give_experts_many_rows(experts, top_k, tokens):
+    routing = RoutingSpec(top_k=top_k)
+    spec = SimpleNamespace(mlps=[MlpSpec(size=8), ExpertsSpec(num_experts=experts, size=8, routing=routing)])
+    device = SimpleNamespace(default_limits=(1024, 8192), largest_step=16384)
+    assert offline_tokens(SimpleNamespace(spec=spec, device=device)) == tokens
+
+
+def test_offline_steps_of_other_models_are_as_large_as_a_servers():
+    device = SimpleNamespace(default_limits=(256, 2048), largest_step=4096)
+    for spec in (SimpleNamespace(mlps=[MlpSpec(size=8)]), SimpleNamespace()):
+        assert offline_tokens(SimpleNamespace(spec=spec, device=device)) == 2048
 
 
 @pytest.mark.parametrize(
