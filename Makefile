@@ -20,7 +20,7 @@ LOWEST_TESTS := tests/test_imports.py $(wildcard $(addprefix tests/unit/,server 
 # Tests start many processes, each of which would compile the package for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve chat test test-all lowest deletion check clients format bench clean
+.PHONY: help install serve chat test test-all lowest deletion check types rules clients format bench clean
 
 help: ## list the targets
 	@echo "Octavo: make TARGET"
@@ -47,9 +47,14 @@ deletion: $(VENV)/.ready-test ## the quick tests with each feature's folder dele
 	$(BIN)/python tools/deletion.py $(ARGS)
 
 check: $(VENV)/.ready-lint ## linters, types, import floors, file sizes, names of features
+	@$(MAKE) --no-print-directory --jobs 2 types rules
+
+types: $(VENV)/.ready-lint
+	$(BIN)/mypy
+
+rules: $(VENV)/.ready-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sz.py
 	$(BIN)/python tools/deletion.py --static

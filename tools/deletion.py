@@ -39,7 +39,6 @@ SHORT = (
     "unit/test_sampling_params.py",
     "unit/cli/test_args.py",
     "unit/server/test_bad_requests.py",
-    "unit/server/test_status.py",
     "property/test_scheduler_rules.py",
     "property/test_failing_steps.py",
 )

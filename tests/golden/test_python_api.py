@@ -364,7 +364,7 @@ def test_vectors_are_made_as_an_object_says(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_llm_that_has_slept_says_the_same(folder: Path, backend: str, level: int) -> None:
     settings = {"kv_cache_memory_bytes": 1 << 20, "threads": 1, "attention_backend": backend, "device": "cpu"}
     with LLM(str(folder), enable_sleep_mode=True, **settings) as llm:

@@ -128,10 +128,10 @@ def of_one_device(name: str) -> dict[tuple[str, int], list[int]]:
     [
         (LATENT, "two ranks"),
         (GROUPED, "steps launched ahead, preempted requests"),
-        (GROUPED, "unequal steps"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (GROUPED, "unequal steps"),
                 (GROUPED, "three ranks"),
                 (LATENT, "steps launched ahead, preempted requests"),
                 ("windows and sinks", "two ranks"),

@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_engine_goes_on_from_what_the_first_has_computed(name: str, overlap: bool) -> None:
     config, settings = MODELS[name]

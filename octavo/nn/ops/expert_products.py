@@ -55,7 +55,7 @@ class Tiling(NamedTuple):
     Attributes:
         height, width, depth: choices, outputs (of gate and operand each) and inputs of a tile.
         side_by_side, turned, halves, copies, copies_rows: see `grouped_kernel`.
-        stays: computed by `expert_tiles.multiply`, which reads only `height` and `side_by_side`.
+        stays: computed by `expert_tiles.multiply`, which reads only `height`.
     """
 
     height: int
@@ -73,7 +73,7 @@ class Tiling(NamedTuple):
 
 AnyTiling = Tiling | packed_experts.Tiling
 
-_STAYING = Tiling(expert_tiles.HEIGHT, 256, 64, 12, 4, side_by_side=2, stays=True)
+_STAYING = Tiling(expert_tiles.HEIGHT, 256, 64, 12, 4, stays=True)
 
 
 def route_on_device(logits: Tensor, spec: RoutingSpec, correction: Tensor | None = None) -> Routing:
@@ -333,8 +333,7 @@ def multiply(
         return
     assert isinstance(tiling, Tiling)
     if tiling.stays:
-        top_k, beside = routing.experts.shape[1], tiling.side_by_side
-        expert_tiles.multiply(x, weight, top_k, order, tiles, out, first=first, beside=beside)
+        expert_tiles.multiply(x, weight, routing.experts.shape[1], order, tiles, out, first=first)
     else:
         _multiply_plain(x, weight, bias, form, routing, order, tiles, out, tiling, first=first)
 

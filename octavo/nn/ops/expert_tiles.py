@@ -45,7 +45,6 @@ class Form(NamedTuple):
     """What a kernel is compiled for; `dtype` is of activations."""
 
     first: bool
-    beside: int
     dtype: torch.dtype
     rounded: bool = False
     grouped: bool = False
@@ -100,9 +99,7 @@ def _runs(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def multiply(
-    x: Tensor, weight: Tensor, top_k: int, order: Tensor, tiles: Tensor, out: Tensor, *, first: bool, beside: int = 2
-) -> None:
+def multiply(x: Tensor, weight: Tensor, top_k: int, order: Tensor, tiles: Tensor, out: Tensor, *, first: bool) -> None:
     """Multiply the rows of each expert's choices by its matrix.
 
     Args:
@@ -110,9 +107,8 @@ def multiply(
         weight: [E, 2 * size, hidden_size] if `first`, else [E, hidden_size, size].
         order, tiles: of `sort` in `expert_products.py`, for tiles of HEIGHT rows.
         out: [choices, size], gated, if `first`, else [choices, hidden_size].
-        beside: number of tiles that consecutive blocks take before the next outputs.
     """
-    made = Form(first, beside, x.dtype)
+    made = Form(first, x.dtype)
     _launch(made, x, x, 0, weight, x, top_k, order, tiles, out)
 
 
@@ -125,7 +121,6 @@ def multiply_rounded(
     out: Tensor,
     *,
     first: bool,
-    beside: int = 2,
 ) -> None:
     """The same of matrices of E4M3.
 
@@ -134,7 +129,7 @@ def multiply_rounded(
     """
     grouped = not matrices.whole
     tiled = grouped and matrices.tiled and out.shape[1] % _GROUP == 0
-    made = Form(first, beside, out.dtype, rounded=True, grouped=grouped, tiled=tiled)
+    made = Form(first, out.dtype, rounded=True, grouped=grouped, tiled=tiled)
     stride = x.own_scales.stride(1) if grouped else 0
     _launch(made, x.codes, x.own_scales, stride, matrices.codes, matrices.scales, top_k, order, tiles, out)
 
@@ -179,7 +174,7 @@ def compile_ahead(device: torch.device, dtype: torch.dtype) -> None:
     """Compile the kernels in the background."""
     if _runs(device, dtype):
         for first in (True, False):
-            nvrtc.compile_ahead(*source_of(Form(first, 2, dtype)))
+            nvrtc.compile_ahead(*source_of(Form(first, dtype)))
 
 
 def _deviations(device: torch.device, dtype: torch.dtype) -> list[float]:
@@ -216,7 +211,7 @@ def _rounded_deviations(device: torch.device, dtype: torch.dtype) -> list[float]
     deviations = []
     forms = (False, False), (True, False), (True, True)
     for first, (grouped, tiled) in itertools.product((True, False), forms):
-        nvrtc.compile_ahead(*source_of(Form(first, 2, dtype, rounded=True, grouped=grouped, tiled=tiled)))
+        nvrtc.compile_ahead(*source_of(Form(first, dtype, rounded=True, grouped=grouped, tiled=tiled)))
     for grouped, tiled in forms:
         gate_up, down = (
             _random(*shape, generator, device, dtype, grouped=grouped, tiled=tiled)
@@ -280,7 +275,7 @@ def _kernel(made: Form) -> Kernel:
 
 def source_of(made: Form) -> tuple[str, dict[str, int]]:
     """Return source and macros."""
-    macros = {"FIRST": int(made.first), "SIDE_BY_SIDE": made.beside, "STAGES": _STAGES}
+    macros = {"FIRST": int(made.first), "SIDE_BY_SIDE": _CLUSTER, "STAGES": _STAGES}
     macros |= {"HALF": int(made.dtype == torch.float16), "ROUNDED": int(made.rounded), "GROUPED": int(made.grouped)}
     macros |= {"TILED": int(made.tiled), "CLUSTER": _CLUSTER}
     before = nvrtc.source_of("barriers.cuh", "tile_ring.cuh", "cluster_tiles.cuh", "expert_tiles.cuh")

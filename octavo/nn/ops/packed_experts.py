@@ -79,8 +79,8 @@ def multiply(
 ) -> None:
     """See `multiply` in `expert_products.py`."""
     if tiling.stays and tiling.rounds:
-        given, top_k, beside = expert_tiles.rounded_for(x, matrices), routing.experts.shape[1], tiling.side_by_side
-        expert_tiles.multiply_rounded(given, matrices, top_k, order, tiles, out, first=first, beside=beside)
+        given, top_k = expert_tiles.rounded_for(x, matrices), routing.experts.shape[1]
+        expert_tiles.multiply_rounded(given, matrices, top_k, order, tiles, out, first=first)
         return
     if tiling.stays:
         top_k, size = routing.experts.shape[1], {"height": tiling.height, "beside": tiling.side_by_side}

@@ -1,13 +1,13 @@
 // Products of experts with rows that are sorted by expert, on a Hopper GPU.
 //
 // A tile is at most 128 rows of one expert by WIDE outputs of its matrix. Blocks stay on their multiprocessors and take
-// one tile after another: one warp group copies, and is ahead of the two that multiply, also across tiles; each of
+// one tile after another: one warp group, or one warp, copies ahead of the two that multiply, also across tiles; each of
 // these has 64 of the rows. So the beginning of a tile's loads overlaps the end of the one before, and, since the two
 // don't wait for each other, what one of them stores overlaps what the other multiplies.
 //
 // Two blocks, a cluster, take adjacent tiles of the order and the same outputs. If both tiles are of one expert, each
 // block copies a half of the matrix to both, which takes a third off the bytes that are read from the L2 cache. Rows that
-// fill a tile up are zeros, with which the matrix units need less power: it is power that limits their rate.
+// fill a tile up are zeros: multiplying them takes less power, which limits the rate of the matrix units.
 //
 // FIRST: x [T, K] has the tokens' rows; results, silu(gate) * operand with w [experts, 2, N, K], are at the choices'
 // places in the order. Otherwise x [choices, K] has the rows of these places, w is [experts, N, K], and results are at
@@ -18,8 +18,8 @@
 // scaled and added up in float32. GROUPED: groups are as many inputs, else there is one. TILED: each 128 outputs have the
 // same scales.
 //
-// Macros: those of expert_tiles.cuh, SIDE_BY_SIDE 2, and of cluster_tiles.cuh, CLUSTER 2; FIRST; HALF for float16, else bfloat16; STAGES of inputs in shared memory; ROUNDED,
-// GROUPED, TILED. `multiply` is defined by nn/ops/expert_tiles.py.
+// Macros: those of expert_tiles.cuh, SIDE_BY_SIDE 2, and of cluster_tiles.cuh, CLUSTER 2; FIRST; HALF for float16, else
+// bfloat16; STAGES of inputs in shared memory; ROUNDED, GROUPED, TILED. `multiply` is defined by nn/ops/expert_tiles.py.
 
 typedef unsigned short u16;
 
@@ -52,11 +52,11 @@ __device__ __forceinline__ float2 load_pair(u32 from) {
 }
 
 // A block's tile, and whether the other block of its cluster multiplies by the same matrix.
-struct Half : Tile {
+struct PairedTile : Tile {
   bool shares;
 };
 
-__device__ __forceinline__ Half half_at(int index, const int* tiles, int num_tiles, int columns) {
+__device__ __forceinline__ PairedTile paired_at(int index, const int* tiles, int num_tiles, int columns) {
   const Tile own = tile_at<WIDE>(index, tiles, num_tiles, columns), other = tile_at<WIDE>(index ^ 1, tiles, num_tiles, columns);
   return {own, own.rows && other.rows && own.expert == other.expert};
 }
@@ -67,11 +67,11 @@ struct Copies {
   const float* scales;
   int N, steps;
 
-  __device__ __forceinline__ int halves(const Half& t) const { return t.rows / 64; }
-  __device__ __forceinline__ int eights(const Half& t) const { return (t.rows % 64 + 7) / 8; }  // behind these
+  __device__ __forceinline__ int halves(const PairedTile& t) const { return t.rows / 64; }
+  __device__ __forceinline__ int eights(const PairedTile& t) const { return (t.rows % 64 + 7) / 8; }  // behind these
 
   // Clear the rows of a stage that fill the tile up, by a warp. Later copies of the same tile leave them so.
-  __device__ __forceinline__ void clear(const Half& t, u32 to) const {
+  __device__ __forceinline__ void clear(const PairedTile& t, u32 to) const {
     const int begin = halves(t) * (X_BYTES / 2) + eights(t) * (8 * ROW_BYTES);
     const int end = (t.rows + 63) / 64 * (X_BYTES / 2);
     for (int i = begin + threadIdx.x % 32 * 16; i < end; i += 32 * 16)
@@ -80,7 +80,7 @@ struct Copies {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void copy(const Half& t, int i, u32 to, u32 barrier) const {
+  __device__ __forceinline__ void copy(const PairedTile& t, int i, u32 to, u32 barrier) const {
     if (!t.rows) return arrive(barrier);
     const int apart = FIRST ? N : 128, k = i * 64, row = t.expert * PARTS * N + t.n;
     const u32 row_bytes = FIRST ? 0 : halves(t) * (X_BYTES / 2) + eights(t) * (8 * ROW_BYTES);
@@ -115,9 +115,8 @@ struct Copies {
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
-        const __grid_constant__ TensorMap eight_map, const unsigned char* x,
-        const float* x_scales, const float* scales, const int* order, const int* tiles, u16* out, int num_tiles, int top_k,
-        int N, int K, int x_stride) {
+        const __grid_constant__ TensorMap eight_map, const unsigned char* x, const float* x_scales, const float* scales,
+        const int* order, const int* tiles, u16* out, int num_tiles, int top_k, int N, int K, int x_stride) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
   const u32 base = (shared(memory) + 1023) & ~1023u;
@@ -139,29 +138,29 @@ experts(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorM
     const int chunk = thread % 8, line = thread / 8;
     const u32 target = line * ROW_BYTES + ((chunk ^ (line & 7)) << 4);
     auto choice_of = [&](const Tile& t, int j) { return t.rows ? order[t.start + min(line + 16 * j, t.rows - 1)] : 0; };
-    Half second = half_at(index + gridDim.x, tiles, num_tiles, columns);
+    PairedTile second = paired_at(index + gridDim.x, tiles, num_tiles, columns);
     int choice[8];
 #else
     if (!copies_tiles) return;
 #endif
-    Half next = half_at(index, tiles, num_tiles, columns);
+    PairedTile next = paired_at(index, tiles, num_tiles, columns);
 #if FIRST
 #pragma unroll
     for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
 #endif
     while (next.more) {
-      const Half t = next;
+      const PairedTile t = next;
       index += gridDim.x;
 #if FIRST
       u32 from[8];
 #pragma unroll
       for (int j = 0; j < 8; j++) from[j] = (u32)(choice[j] / top_k) * (K * SIZE) + chunk * 16;
       next = second;
-      second = half_at(index + gridDim.x, tiles, num_tiles, columns);
+      second = paired_at(index + gridDim.x, tiles, num_tiles, columns);
 #pragma unroll
       for (int j = 0; j < 8; j++) choice[j] = choice_of(next, j);
 #else
-      next = half_at(index, tiles, num_tiles, columns);
+      next = paired_at(index, tiles, num_tiles, columns);
 #endif
       for (int i = 0; i < steps; i++, at.next()) {
         const u32 own = base + at.stage * STAGE_BYTES, barrier = shared(&full[at.stage]);

@@ -43,7 +43,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("name", ["arcee", "ministral"])
+@pytest.mark.parametrize("name", [pytest.param("arcee", marks=pytest.mark.slow), "ministral"])
 def test_other_weights_and_sleep(models: dict[str, tuple[Path, PreTrainedModel]], name: str, tmp_path: Path) -> None:
     """Of a head of its own, and of one that is the embedding table."""
     folder, _ = models[name]

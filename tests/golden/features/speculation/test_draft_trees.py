@@ -34,7 +34,9 @@ def using(kind: str, head: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("accepted", [False, True], ids=["rejected", "accepted"])
-@pytest.mark.parametrize("backend", [None, "torch", pytest.param("behind", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [None, pytest.param("torch", marks=pytest.mark.slow), pytest.param("behind", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_trees_are_the_references(
     kind: str,

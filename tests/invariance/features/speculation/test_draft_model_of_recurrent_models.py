@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adaptive": {},
 }
 HYBRID = [
-    pytest.param(name, marks=pytest.mark.slow) if name.startswith(("Jamba", "Lfm2")) else name
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith(("Bamba", "Jamba", "Lfm2")) else name
     for name in FAMILIES
     if name != "Mamba2ForCausalLM"
 ]

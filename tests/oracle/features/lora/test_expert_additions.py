@@ -34,7 +34,7 @@ from octavo.nn.quant.gpu_experts import StackedExperts
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 # The interpreter multiplies bfloat16 matrices by their bits.
-DTYPES = [torch.float32, torch.bfloat16 if GPU else torch.float16]
+DTYPES = [torch.float32, torch.bfloat16 if GPU else pytest.param(torch.float16, marks=pytest.mark.slow)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 HIDDEN, SIZE, EXPERTS, TOP_K = 72, 40, 5, 3
 RANKS = [3, 20, 16]

@@ -102,7 +102,9 @@ CUTS = pytest.mark.parametrize(
 
 
 @CUTS
-@pytest.mark.parametrize("rank", [3, 8, 12, 16, 48])
+@pytest.mark.parametrize(
+    "rank", [3, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow), 16, 48]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
 def test_ranges_have_the_bytes_of_a_plain_reading(
