@@ -61,7 +61,7 @@ __device__ __forceinline__ PairedTile paired_at(int index, const int* tiles, int
   return {own, own.rows && other.rows && own.expert == other.expert};
 }
 
-// Copies the matrix, and unless FIRST the rows, of a step of 64 words to a stage: one thread.
+// One thread's copies of a step of 64 words to a stage: of the matrix, and unless FIRST of the rows.
 struct Copies {
   const TensorMap *w_map, *x_map, *eight_map;  // of x, 64 or 8 rows at once
   const float* scales;

@@ -3,8 +3,8 @@
 //
 // A tile is 128 rows by SIDE outputs, of both halves of w. Blocks stay on their multiprocessors and take one tile after
 // another: a warp copies, also ahead of the end of a tile, and each of two warp groups multiplies 64 of the rows. With
-// CLUSTER 2, two blocks have adjacent rows and the same outputs, and each copies a half of the weights to both. The first weights
-// are copied before the previous launch has ended.
+// CLUSTER 2, two blocks have adjacent rows and the same outputs, and each copies a half of the weights to both. The first
+// weights are copied before the previous launch has ended.
 //
 // ADDS: added [rows, 2 N] is added to both products, before the gate, in rows where `adds` [rows] is not negative.
 //
