@@ -59,7 +59,7 @@ def settings_of(backend: str, **settings: Any) -> dict[str, Any]:
     return {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 24, **chosen, **settings}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_windows_that_release_blocks_change_no_token(
     layout: str, overlap: bool, monkeypatch: pytest.MonkeyPatch

@@ -206,7 +206,7 @@ WINDOWED = LLAMA | {
 
 
 @pytest.mark.parametrize("backend", [None, "torch"])
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_windows_keep_what_rejected_drafts_leave_to_compute(
     backend: str | None, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ def searched(model: Any, prompt: list[int], width: int, penalty: float, max_toke
         {"async_scheduling": True, "block_size": 4},
         {"max_num_batched_tokens": 16, "max_num_seqs": 16, "block_size": 4},
         {"memory_bytes": 200 * KV_BYTES_PER_TOKEN, "max_model_len": 64, "block_size": 4},
-        {"max_num_seqs": 8, "block_size": 4, "enable_prefix_caching": False},
+        pytest.param({"max_num_seqs": 8, "block_size": 4, "enable_prefix_caching": False}, marks=pytest.mark.slow),
     ],
     ids=["plain", "overlapped", "in chunks", "preempted", "few slots"],
 )

@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", MODELS)
 def test_evicted_blocks_come_back(name: str, overlap: bool) -> None:
     """The device has room for one or two conversations at a time, so that requests are also preempted."""

@@ -38,7 +38,11 @@ FORMS = {"saved": 5, "copies": 3, "trained alone": 4}
 MOST = 6
 
 
-@pytest.fixture(scope="module", params=[{}, {"tie_word_embeddings": True}], ids=["own head", "tied head"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.slow)],
+    ids=["own head", "tied head"],
+)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     make_checkpoint("llama", folder, changes=request.param)

@@ -97,7 +97,10 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         {"max_num_batched_tokens": 9, "max_num_seqs": 4},
         {"max_num_batched_tokens": 7, "max_num_seqs": 3, "async_scheduling": True},
         {"memory_bytes": 128 * 128, "max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 8},
-        {"max_num_batched_tokens": 9, "max_num_seqs": 4, "distributed_executor_backend": "mp"},
+        pytest.param(
+            {"max_num_batched_tokens": 9, "max_num_seqs": 4, "distributed_executor_backend": "mp"},
+            marks=pytest.mark.slow,
+        ),
         {"max_num_batched_tokens": 9, "max_num_seqs": 4, **TWO_RANKS},
         pytest.param(CONTEXTS, marks=pytest.mark.slow),
     ],

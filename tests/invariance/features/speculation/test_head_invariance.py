@@ -59,7 +59,7 @@ def predicting(asked: list[GenerateRequest], tokens: list[int]) -> list[Generate
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", ["", "depth 2", "chunked prefill", "preemption"])
-@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize("least", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_lookup_before_a_head_changes_nothing(
     least: int, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
