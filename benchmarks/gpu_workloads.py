@@ -100,13 +100,12 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=16384,
         scheduling_policy=args.scheduling_policy,
-        performance_mode="throughput",  # as LLM has it
         enforce_eager=args.enforce_eager,
         disable_cascade_attn=args.disable_cascade_attn,
         kv_cache_dtype=args.kv_cache_dtype,
         quantization=args.quantization,
         attention_backend=args.attention_backend,
-        **args.settings,
+        **{"performance_mode": "throughput"} | args.settings,  # as LLM has it
     )
 
 

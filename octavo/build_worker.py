@@ -61,7 +61,7 @@ from octavo.worker.worker import Worker
 
 _ALONE = RankPlace()
 _EXPERT_ROWS = 1024
-"""Mean number of an expert's rows that larger steps are to reach."""
+"""Target mean number of rows per expert in steps for throughput."""
 
 StartRank = Callable[[int, RingHandles], AnyRank]
 
@@ -321,8 +321,11 @@ def generates_text(config: EngineConfig, files: ModelFiles) -> bool:
 
 
 def offline_tokens(worker: Worker | EncoderWorker) -> int:
-    """Return the tokens of a step if only throughput counts: in larger steps, a mixture's experts, each of which every
-    step reads, have more rows."""
+    """Return the default tokens of a step when only throughput matters.
+
+    Mixtures of experts take larger steps: each step reads the weights of all experts, so more rows per expert use them
+    better.
+    """
     tokens = worker.device.default_limits[1]
     mixtures = [one for one in getattr(worker.spec, "mlps", ()) if isinstance(one, ExpertsSpec)]
     filling = max((_EXPERT_ROWS * one.num_experts // one.routing.top_k for one in mixtures), default=0)

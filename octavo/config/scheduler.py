@@ -43,9 +43,9 @@ class SchedulerConfig:
     )
     performance_mode: PerformanceMode = setting(
         "balanced",
-        "what the default of --max-num-batched-tokens favours: `interactivity` takes a quarter of it, so that streams "
-        "wait less for others' prompts; `throughput` up to twice as many for a mixture of experts on a GPU, which "
-        "computes them faster",
+        "changes the default of --max-num-batched-tokens: `interactivity` divides it by four, so that streams wait "
+        "less for the prompts of others; `throughput` doubles it on a GPU for models with many experts, which are then "
+        "faster",
     )
     watermark: float = setting(
         0.0,

@@ -81,8 +81,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         accelerator: "cuda" or "cpu".
         torch_device: torch's name of the device.
         default_depth: default number of steps launched ahead.
-        default_limits: default number of sequences that run at once, of tokens of a step, and of tokens of a step if
-            only throughput counts.
+        default_limits: default number of sequences that run at once, of tokens of a step, and of tokens of a step when
+            only throughput matters.
         balanced_tokens: tokens of a step up to which its matrix products take little longer than reading the weights.
         dtype: of activations.
         vocab_size: columns of the logits.

@@ -21,6 +21,7 @@ from octavo.nn.experts_spec import ExpertsForm
 from octavo.nn.ops import floats, nvrtc, wgmma
 from octavo.nn.ops.expert_weights import PackedMatrices, StackedWeights
 from octavo.nn.ops.nvrtc import Kernel, address
+from octavo.nn.ops.ring import multiprocessors
 from octavo.nn.rounded import Rounded
 
 HEIGHT = 128
@@ -155,7 +156,7 @@ def _launch(
     columns = cdiv(outputs, 128 if made.first else 256)
     most = cdiv(len(tiles), _CLUSTER) * columns
     _kernel(made).launch(
-        (min(most, _multiprocessors(x.device) // _CLUSTER) * _CLUSTER, 1, 1),
+        (min(most, multiprocessors(x.device) // _CLUSTER) * _CLUSTER, 1, 1),
         [
             matrix,
             *rows,
@@ -261,11 +262,6 @@ def _random(
         scales = scales[..., ::_GROUP].repeat_interleave(_GROUP, 2)
     sizes = inputs, group, _GROUP
     return PackedMatrices(codes, scales, None, *sizes, kind="integers", rounds=True, dtype=dtype, tiled=tiled)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -20,8 +20,8 @@ __device__ __forceinline__ void meet() {
 #endif
 }
 
-// Arrive at the barrier that a block of the cluster has at this place. With a release at the cluster's scope, which is not
-// needed, the memory of the whole GPU would be waited for.
+// Arrive at the barrier at this place in a block of the cluster. No release at cluster scope: it is not needed, and would
+// wait for all outstanding writes to global memory.
 __device__ __forceinline__ void arrive_at(u32 here, int block) {
 #if CLUSTER > 1
   u32 there;

@@ -5,9 +5,9 @@
 // these has 64 of the rows. So the beginning of a tile's loads overlaps the end of the one before, and, since the two
 // don't wait for each other, what one of them stores overlaps what the other multiplies.
 //
-// Two blocks, a cluster, take adjacent tiles of the order and the same outputs. If both tiles are of one expert, each
-// block copies a half of the matrix to both, which takes a third off the bytes that are read from the L2 cache. Rows that
-// fill a tile up are zeros: multiplying them takes less power, which limits the rate of the matrix units.
+// A cluster of two blocks takes adjacent tiles of the list and the same outputs. If both tiles belong to one expert, each
+// block copies half of the matrix to both, which reduces L2 reads by a third. Padding rows are zeros: multiplying zeros
+// takes less power, which limits the speed of the matrix units.
 //
 // FIRST: x [T, K] has the tokens' rows; results, silu(gate) * operand with w [experts, 2, N, K], are at the choices'
 // places in the order. Otherwise x [choices, K] has the rows of these places, w is [experts, N, K], and results are at
@@ -61,7 +61,7 @@ __device__ __forceinline__ PairedTile paired_at(int index, const int* tiles, int
   return {own, own.rows && other.rows && own.expert == other.expert};
 }
 
-// One thread's copies of a step of 64 words to a stage: of the matrix, and unless FIRST of the rows.
+// Copies the matrix of a step of 64 words to a stage, and its rows unless FIRST. One thread calls `copy`.
 struct Copies {
   const TensorMap *w_map, *x_map, *eight_map;  // of x, 64 or 8 rows at once
   const float* scales;
@@ -70,7 +70,7 @@ struct Copies {
   __device__ __forceinline__ int halves(const PairedTile& t) const { return t.rows / 64; }
   __device__ __forceinline__ int eights(const PairedTile& t) const { return (t.rows % 64 + 7) / 8; }  // behind these
 
-  // Clear the rows of a stage that fill the tile up, by a warp. Later copies of the same tile leave them so.
+  // Clear the padding rows of a stage; all lanes of a warp call it. Later copies of the same tile don't write them.
   __device__ __forceinline__ void clear(const PairedTile& t, u32 to) const {
     const int begin = halves(t) * (X_BYTES / 2) + eights(t) * (8 * ROW_BYTES);
     const int end = (t.rows + 63) / 64 * (X_BYTES / 2);
