@@ -2,11 +2,12 @@
 without.
 
     python benchmarks/host_cache.py [MODEL] [--talks 12] [--turns 3] [--prompt 600] [--cache 96MiB] [--size 1]
-        [--settings {}] [--output FILE]
+        [--restart] [--settings {}] [--output FILE]
 
 Conversations take turns in order. A turn's prompt begins with all turns before it; its time to first token is measured.
 Both engines run in alternation. Equal answers are counted: on a GPU, rounding depends on how a prompt is cut into
-steps. Prompts are random tokens, decoding is greedy.
+steps. Prompts are random tokens, decoding is greedy. With `--restart`, blocks are kept in files instead, and both
+engines are closed and started again before each turn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -33,16 +35,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--cache", default="96MiB", help="the device's KV cache")
     parser.add_argument("--size", type=float, default=1, help="GiB of the host's memory")
+    parser.add_argument("--restart", action="store_true", help="start engines again before each turn")
     parser.add_argument("--settings", type=json.loads, default={}, help="of both engines, as keywords of LLM")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     report = describe()
     given: dict[str, Any] = {"kv_cache_memory_bytes": args.cache, "max_model_len": 1024, "spec_method": "none"}
     given |= args.settings
-    engines = {"without": LLM(args.model, **given), "with": LLM(args.model, kv_offloading_size=args.size, **given)}
-    answers: dict[str, list[list[int]]] = {name: [] for name in engines}
-    first: dict[str, list[list[float]]] = {name: [] for name in engines}
+    keeping: dict[str, Any] = {"kv_offloading_size": args.size}
+    folder = tempfile.TemporaryDirectory()
+    if args.restart:
+        keeping["kv_offloading_path"] = folder.name
+    settings = {"without": given, "with": given | keeping}
+    engines: dict[str, LLM] = {}
+    answers: dict[str, list[list[int]]] = {name: [] for name in settings}
+    first: dict[str, list[list[float]]] = {name: [] for name in settings}
     for turn in range(args.turns):
+        if args.restart or not turn:
+            for engine in engines.values():
+                engine.close()
+            engines = {name: LLM(args.model, **given) for name, given in settings.items()}
         for name, engine in engines.items():
             found = [ask(engine, talk, args.tokens) for talk in talks(args, turn, answers[name])]
             first[name].append([seconds for seconds, _ in found])

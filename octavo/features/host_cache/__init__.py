@@ -1,4 +1,4 @@
-"""Keeps KV blocks in the host's memory, where they outlast their eviction from the device's.
+"""Keeps KV blocks in the host's memory or in files, where they outlast their eviction from the device's.
 
-`engine.py` decides what is kept (`index.py`); `worker.py` has the memory and copies pages.
+`engine.py` decides what is kept (`index.py`); `worker.py` has the store of each rank (`stores.py`, `files.py`).
 """

@@ -11,7 +11,7 @@ from typing import Any
 from octavo.core.errors import ConfigError
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
-from octavo.features.host_cache.index import PageIndex
+from octavo.features.host_cache.index import Link, PageIndex
 from octavo.features.host_cache.settings import HostCacheSettings
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.pages import Pages
@@ -28,15 +28,22 @@ class HostTier:
     Attributes:
         index: the pages that the worker half has.
         unwanted: those that it is to drop.
+        links: of pages that it is to note.
         num_dropped: pages that had to go so far.
     """
 
     name = NAME
     deadline_s = 10.0
 
-    def __init__(self) -> None:
+    def __init__(self, *, links: bool = False) -> None:
+        """
+        Args:
+            links: the worker half keeps pages for another process, which has to know what they continue.
+        """
         self.index = PageIndex()
         self.unwanted: list[bytes] = []
+        self.links: list[Link] = []
+        self._links = links
         self.num_dropped = 0
 
     def holds(self, page: bytes) -> bool:
@@ -44,6 +51,18 @@ class HostTier:
 
     def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
         self._drop(self.index.add(pages, before))
+        if self._links:
+            self.links += zip(pages, before, strict=True)
+
+    def found(self, ranks: Sequence[Sequence[Link]]) -> None:
+        """Each rank had these pages from the start. Pages are of no use without those before them, in all ranks."""
+        kept = set.intersection(*({page for page, _ in rank} for rank in ranks))
+        whole: dict[bytes, bytes] = {}
+        for page, before in ranks[0]:  # in the order in which they were stored
+            if page in kept and (not before or before in whole):
+                whole[page] = before
+        self.unwanted += {page for rank in ranks for page, _ in rank if page not in whole}
+        self._drop(self.index.add([*whole], [*whole.values()]))
 
     def not_stored(self, pages: Sequence[bytes]) -> None:
         self.unwanted += pages
@@ -68,27 +87,32 @@ class HostCache(EngineHook):
     name = NAME
     opt_in = True
 
-    def __init__(self) -> None:
-        self.tier: HostTier = HostTier()
-        self._places: Future[list[Any]] | None = None
-        """How many pages each rank has places for; None until they were asked, and once that is known."""
+    def __init__(self, *, links: bool = False) -> None:
+        self.tier: HostTier = HostTier(links=links)
+        self._asked: tuple[Future[list[Any]], Future[list[Any]]] | None = None
+        """How many pages each rank has places for, and which it had from the start; None until they were asked, and
+        once that is known."""
 
     def attach(self, pages: Pages) -> None:
         self._pages = pages
 
     @property
     def awaits(self) -> bool:
-        return self.tier.index.capacity == 0 and self._pages.awake
+        return self._pages.awake and (self.tier.index.capacity == 0 or bool(self.tier.links))
 
     def turn(self) -> None:
         if not self._pages.awake:
             return
-        if self.awaits:
-            self._places = self._places or self._pages.call("places", {})
-            if self._places.done():
-                answer, self._places = self._places, None
-                places = min(answer.result())
-                self.tier.resize(places - places // _SPARE_PART)
+        if self.tier.index.capacity == 0:
+            self._asked = self._asked or (self._pages.call("places", {}), self._pages.call("kept", {}))
+            if all(answer.done() for answer in self._asked):
+                (places, kept), self._asked = self._asked, None
+                fewest = min(places.result())
+                self.tier.resize(fewest - fewest // _SPARE_PART)
+                self.tier.found([[(page, before) for page, before in rank] for rank in kept.result()])
+        if self.tier.links:
+            links, self.tier.links = self.tier.links, []
+            self._pages.call("link", {"links": links}).add_done_callback(_linked)
         if self.tier.unwanted:
             gone, self.tier.unwanted = self.tier.unwanted, []
             self._pages.call("drop", {"pages": gone}).add_done_callback(partial(self._dropped, gone))
@@ -96,7 +120,7 @@ class HostCache(EngineHook):
     def _dropped(self, pages: Sequence[bytes], answer: Future[list[Any]]) -> None:
         """Drop pages later if a rank could not be asked."""
         if (error := answer.exception()) is not None:
-            log.error("KV blocks in the host's memory were not dropped: %s", error)
+            log.error("kept KV blocks were not dropped: %s", error)
             self.tier.unwanted += pages
 
     def on_reset(self) -> None:
@@ -108,11 +132,17 @@ class HostCache(EngineHook):
 
     def metrics(self) -> Sequence[FeatureMetric]:
         tier = self.tier
+        index, dropped = tier.index, tier.num_dropped
         return (
-            _metric("host_kv_blocks", "gauge", "KV blocks kept in the host's memory.", len(tier.index)),
-            _metric("host_kv_blocks_most", "gauge", "Most KV blocks kept in the host's memory.", tier.index.capacity),
-            _metric("host_kv_blocks_dropped", "counter", "KV blocks that left the host's memory.", tier.num_dropped),
+            _metric("host_kv_blocks", "gauge", "KV blocks kept in memory or files.", len(index)),
+            _metric("host_kv_blocks_most", "gauge", "Most KV blocks kept in memory or files.", index.capacity),
+            _metric("host_kv_blocks_dropped", "counter", "KV blocks that left memory or files.", dropped),
         )
+
+
+def _linked(answer: Future[list[Any]]) -> None:
+    if (error := answer.exception()) is not None:
+        log.error("KV blocks will not outlast this process: %s", error)
 
 
 def _metric(name: str, kind: str, text: str, value: float) -> FeatureMetric:
@@ -128,4 +158,4 @@ def build_engine(context: FeatureContext) -> HostCache | None:
         raise ConfigError(f"{given} is for models that generate text; {context.model_name} does not. Leave it out.")
     if not context.shares_prefixes:
         raise ConfigError(f"{given} needs prefix caching, by which kept blocks are found. Leave out one of the two.")
-    return HostCache()
+    return HostCache(links=settings.kv_offloading_path is not None)

@@ -178,6 +178,43 @@ def test_where_the_state_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert [tokens[f"a{i}", 0] for i in (0, 1)] == [tokens[f"b{i}", 0] for i in (0, 1)]
 
 
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        pytest.param(LLAMA, {}, id="fastest"),
+        pytest.param(MIXED, {"num_blocks": 48, "attention_backend": "torch"}, id="three groups"),
+        pytest.param(LATENT, {"attention_backend": "torch"}, id="latent"),
+        pytest.param(LLAMA | {"vocab_size": VOCAB + 1}, TWO_RANKS, id="tp"),
+    ],
+)
+def test_files_outlast_the_engine(
+    config: dict[str, Any], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = settings
+    if settings is TWO_RANKS:
+        ranks_in_threads(monkeypatch)
+        alone = {"device": "cpu"}
+    expected, _ = run(engine(config, **alone), requests())
+    kept: dict[str, Any] = MUCH | {"kv_offloading_path": str(tmp_path / "kv")}
+    tokens, before = run(engine(config, **settings, **kept), requests())
+    assert tokens == expected
+    tokens, after = run(engine(config, **settings, **kept), requests())
+    assert tokens == expected
+    assert after.blocks_loaded > before.blocks_loaded
+    assert after.loads_failed == 0
+    assert metrics(after)["host_kv_blocks"] >= metrics(before)["host_kv_blocks"]
+
+
+def test_files_of_other_weights_are_not_used(tmp_path: Path) -> None:
+    kept: dict[str, Any] = MUCH | {"kv_offloading_path": str(tmp_path)}
+    asked = requests(1)
+    run(engine(**kept), asked)
+    expected, _ = run(engine(seed=7), asked)
+    tokens, stats = run(engine(seed=7, **kept), asked)
+    assert tokens == expected
+    assert stats.blocks_loaded == 0
+
+
 def test_it_needs_prefix_caching() -> None:
     with pytest.raises(ConfigError, match=r"--kv-offloading-size 0\.01 needs prefix caching"):
         engine(enable_prefix_caching=False, **MUCH)

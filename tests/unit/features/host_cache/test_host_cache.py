@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
 
 from octavo.features.host_cache.engine import HostCache
+from octavo.features.host_cache.index import Link
 from octavo.schedule.pages import Pages
 
 A, B, C, D = b"a", b"b", b"c", b"d"
@@ -19,16 +20,17 @@ class Rank:
 
     awake = True
 
-    def __init__(self, *places: int) -> None:
+    def __init__(self, *places: int, kept: Sequence[Sequence[Link]] = ()) -> None:
         self.places = places
+        self.kept = kept or [[] for _ in places]
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
         self.late: list[Future[list[Any]]] = []
 
     def call(self, method: str, args: Mapping[str, Any]) -> Future[list[Any]]:
         self.calls.append((method, args))
         answer: Future[list[Any]] = Future()
-        if method == "places":
-            answer.set_result([*self.places])
+        if method in ("places", "kept"):
+            answer.set_result([*(self.places if method == "places" else self.kept)])
         else:
             self.late.append(answer)
         return answer
@@ -39,8 +41,8 @@ class Rank:
         return found
 
 
-def made(*places: int) -> tuple[HostCache, Rank]:
-    hook, rank = HostCache(), Rank(*places)
+def made(*places: int, links: bool = False, kept: Sequence[Sequence[Link]] = ()) -> tuple[HostCache, Rank]:
+    hook, rank = HostCache(links=links), Rank(*places, kept=kept)
     hook.attach(cast("Pages", rank))
     assert hook.awaits
     hook.turn()
@@ -106,6 +108,33 @@ def test_ranks_that_could_not_be_asked_are_asked_again() -> None:
     hook.attach(cast("Pages", rank))
     with pytest.raises(ValueError, match="min"):
         hook.turn()
-    rank.places = (16,)
+    rank.places, rank.kept = (16,), [[]]
     hook.turn()
     assert hook.tier.index.capacity == 14
+
+
+def test_pages_that_were_there_are_of_use_if_all_ranks_have_them_and_what_they_continue() -> None:
+    chain = [(A, b""), (B, A), (C, B), (D, C)]
+    hook, rank = made(8, 8, links=True, kept=[chain, [(A, b""), (C, B), (D, C), (B, A)]])
+    assert all(hook.tier.holds(page) for page in (A, B, C, D))
+    hook, rank = made(8, 8, links=True, kept=[chain, [(A, b""), (C, B), (D, C)]])
+    assert [hook.tier.holds(page) for page in (A, B, C, D)] == [True, False, False, False]
+    hook.turn()
+    assert sorted(rank.dropped()) == [B, C, D]
+
+
+def test_what_was_there_and_finds_no_room_is_dropped() -> None:
+    hook, rank = made(8, links=True, kept=[[(bytes([i]), bytes([i - 1]) if i else b"") for i in range(9)]])
+    assert [hook.tier.holds(bytes([i])) for i in range(9)] == [True] * 7 + [False] * 2
+    hook.turn()
+    assert rank.dropped() == [bytes([8]), bytes([7])]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_worker_half_notes_what_pages_continue_if_it_keeps_them(links: bool) -> None:
+    hook, rank = made(8, links=links)
+    hook.tier.stored([A, B], [b"", A])
+    rank.calls.clear()
+    hook.turn()
+    hook.turn()
+    assert rank.calls == ([("link", {"links": [(A, b""), (B, A)]})] if links else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ PAGE = 32
 
 def site(page_bytes: int = PAGE, ranks: int = 1, neighbours: int = 1) -> Site:
     blocks = SimpleNamespace(page_bytes=page_bytes)
-    return cast("Site", SimpleNamespace(blocks=blocks, ranks=ranks, neighbours=neighbours))
+    return cast("Site", SimpleNamespace(blocks=blocks, rank=0, ranks=ranks, neighbours=neighbours))
 
 
 def pages_of(places: int = 10, **how: Any) -> HostPages:
@@ -134,3 +135,18 @@ def test_it_says_what_it_can_be_asked() -> None:
 def test_rooms_are_of_some_megabytes() -> None:
     assert HostPages(1).rooms(2 << 20) == (8, 4)
     assert HostPages(1).rooms(64 << 20) == (1, 4)
+
+
+def test_files_are_there_after_a_restart(tmp_path: Path) -> None:
+    host = HostPages(10 * PAGE, tmp_path)
+    host.attach(cast("Any", None), site())
+    assert (host.call("places", {}), host.call("kept", {})) == (10, [])
+    assert store(host, 1, 2) == []
+    links = [(names(1)[0], b""), (names(2)[0], names(1)[0])]
+    host.call("link", {"links": links})
+    host.detach()
+    assert host.call("places", {}) == 0
+    later = HostPages(10 * PAGE, tmp_path)
+    later.attach(cast("Any", None), site())
+    assert later.call("kept", {}) == links
+    assert torch.equal(load(later, 2, 1)[0], content(2, 1))
