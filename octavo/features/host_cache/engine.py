@@ -56,13 +56,17 @@ class HostTier:
 
     def found(self, ranks: Sequence[Sequence[Link]]) -> None:
         """Each rank had these pages from the start. Pages are of no use without those before them, in all ranks."""
-        kept = set.intersection(*({page for page, _ in rank} for rank in ranks))
-        whole: dict[bytes, bytes] = {}
-        for page, before in ranks[0]:  # in the order in which they were stored
-            if page in kept and (not before or before in whole):
-                whole[page] = before
+        everywhere = set.intersection(*({page for page, _ in rank} for rank in ranks))
+        links = {page: before for page, before in ranks[0] if page in everywhere}
+        whole, broken = {b""}, set[bytes]()
+        for page in links:
+            path = [page]
+            while path[-1] in links and path[-1] not in whole and path[-1] not in broken:
+                path.append(links[path[-1]])
+            (whole if path[-1] in whole else broken).update(path)
         self.unwanted += {page for rank in ranks for page, _ in rank if page not in whole}
-        self._drop(self.index.add([*whole], [*whole.values()]))
+        pages = [page for page in links if page in whole]
+        self._drop(self.index.add(pages, [links[page] for page in pages]))
 
     def not_stored(self, pages: Sequence[bytes]) -> None:
         self.unwanted += pages

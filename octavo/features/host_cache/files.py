@@ -17,6 +17,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -59,6 +60,7 @@ class Files:
             self._prepare()
         except OSError as error:
             raise ConfigError(f"--kv-offloading-path {folder}: {error.strerror}. Name a folder to write in.") from error
+        self._warned = False
         self._sums = [0] * count
         self._kept = self._read_records()
         self.places = Places(count, {page: place for place, (page, _) in self._kept.items()}, self._clear)
@@ -71,8 +73,11 @@ class Files:
                 self._sums[place] = zlib.crc32(page)
                 _write(self._pages, memoryview(page), place * self.page_bytes)
                 written += 1
+            self._warned = False
         except OSError as error:
-            log.warning("KV blocks are not kept in files: %s", error.strerror)
+            if not self._warned:
+                log.warning("KV blocks are not kept in files: %s", error.strerror)
+            self._warned = True
             self.places.give_back(places[written:])
         self.places.put(names[:written], places[:written])
         return range(written, len(names))
@@ -96,7 +101,7 @@ class Files:
     def link(self, links: Sequence[Link]) -> None:
         for page, before in links:
             assert len(page) <= _NAME_BYTES
-            self.places.visit(page, lambda place, page=page, before=before: self._note(place, page, before))  # type: ignore[misc]
+            self.places.visit(page, partial(self._note, page=page, before=before))
 
     def kept(self) -> list[Link]:
         return [*self._kept.values()]

@@ -80,7 +80,7 @@ def named_in(folder: Path) -> int:
     return sum(length > 0 for length, *_ in _RECORD.iter_unpack(data))
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
 def test_conversations_go_on_after_a_restart(how: str, tmp_path: Path) -> None:
     """Also when the server had no time to end."""
     rng = random.Random(2)

@@ -115,7 +115,7 @@ def test_ranks_that_could_not_be_asked_are_asked_again() -> None:
 
 def test_pages_that_were_there_are_of_use_if_all_ranks_have_them_and_what_they_continue() -> None:
     chain = [(A, b""), (B, A), (C, B), (D, C)]
-    hook, rank = made(8, 8, links=True, kept=[chain, [(A, b""), (C, B), (D, C), (B, A)]])
+    hook, rank = made(8, 8, links=True, kept=[chain[::-1], chain])
     assert all(hook.tier.holds(page) for page in (A, B, C, D))
     hook, rank = made(8, 8, links=True, kept=[chain, [(A, b""), (C, B), (D, C)]])
     assert [hook.tier.holds(page) for page in (A, B, C, D)] == [True, False, False, False]
