@@ -26,6 +26,9 @@ from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+_SETTLE_S = 5.0
+"""Longest time for which a closing engine waits for its tiers."""
+
 
 class EngineLoop:
     """A scheduler and an executor, driven one step at a time: call `step` while `busy`, and deliver what it returns."""
@@ -326,7 +329,20 @@ class EngineLoop:
         if self._lost is not None:
             return
         self._end_profile()
+        self._settle()
         self._worker.close()
+
+    def _settle(self) -> None:
+        """Let pages arrive that are on their way to a tier, which may outlast this engine."""
+        scheduler, until = self._scheduler, time.monotonic() + _SETTLE_S
+        if scheduler.has_work or self._sleep.level != AWAKE:
+            return
+        try:
+            while (scheduler.transferring or scheduler.storing) and time.monotonic() < until:
+                self.step()
+            scheduler.turn()
+        except DeviceLostError as error:
+            log.warning("some KV blocks were not kept: %s", error)
 
     def step(self) -> list[TokenDelta]:
         """Launch one step if there is something to compute, and retire the steps beyond the depth.

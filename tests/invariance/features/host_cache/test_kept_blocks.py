@@ -205,6 +205,17 @@ def test_files_outlast_the_engine(
     assert metrics(after)["host_kv_blocks"] >= metrics(before)["host_kv_blocks"]
 
 
+def test_an_engine_that_is_closed_keeps_what_is_on_its_way(tmp_path: Path) -> None:
+    kept: dict[str, Any] = MUCH | {"kv_offloading_path": str(tmp_path)}
+    asked = requests(1)[:1]
+    loop = engine(**kept)
+    expected = tokens_of(drive(loop, asked))
+    loop.close()
+    tokens, stats = run(engine(**kept), asked)
+    assert tokens == expected
+    assert stats.blocks_loaded == (len(asked[0].tokens) - 1) // 16
+
+
 def test_files_of_other_weights_are_not_used(tmp_path: Path) -> None:
     kept: dict[str, Any] = MUCH | {"kv_offloading_path": str(tmp_path)}
     asked = requests(1)
