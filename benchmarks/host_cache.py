@@ -54,7 +54,7 @@ def main() -> None:
         if args.restart or not turn:
             for engine in engines.values():
                 engine.close()
-            engines = {name: LLM(args.model, **given) for name, given in settings.items()}
+            engines = {name: LLM(args.model, **some) for name, some in settings.items()}
         for name, engine in engines.items():
             found = [ask(engine, talk, args.tokens) for talk in talks(args, turn, answers[name])]
             first[name].append([seconds for seconds, _ in found])

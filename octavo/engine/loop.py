@@ -26,8 +26,8 @@ from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-_SETTLE_S = 5.0
-"""Longest time for which a closing engine waits for its tiers."""
+_STORES_S = 5.0
+"""Longest time that a closing engine waits for stores."""
 
 
 class EngineLoop:
@@ -324,21 +324,22 @@ class EngineLoop:
 
     def close(self) -> None:
         """Free the device. A lost device is freed by the end of its process only."""
+        if self._lost is None:
+            self._end_stores()
         if self._recorder is not None:
             self._recorder.close()
         if self._lost is not None:
             return
         self._end_profile()
-        self._settle()
         self._worker.close()
 
-    def _settle(self) -> None:
-        """Let pages arrive that are on their way to a tier, which may outlast this engine."""
-        scheduler, until = self._scheduler, time.monotonic() + _SETTLE_S
+    def _end_stores(self) -> None:
+        """Wait, for a limited time, until pages are in their tier, which may outlast this engine."""
+        scheduler, until = self._scheduler, time.monotonic() + _STORES_S
         if scheduler.has_work or self._sleep.level != AWAKE:
             return
         try:
-            while (scheduler.transferring or scheduler.storing) and time.monotonic() < until:
+            while scheduler.storing and time.monotonic() < until:
                 self.step()
             scheduler.turn()
         except DeviceLostError as error:

@@ -495,6 +495,6 @@ class Scheduler:
         self.cache.check_empty(len(self._requests), books=books)
 
     def forget_past(self) -> None:
-        """Drop the cache's contents and counters; features keep theirs. Nothing may be running."""
+        """Drop cached contents, except those of features, and counters. Nothing may be running."""
         self.cache.reset()
         self.counters.forget()

@@ -123,8 +123,8 @@ class Tiers:
 
     @property
     def storing(self) -> bool:
-        """Whether pages are on their way to a tier."""
-        return bool(self._stores)
+        """Whether computed pages are not in their tier yet."""
+        return bool(self._filled or self._ready or self._stores)
 
     # Loads
 

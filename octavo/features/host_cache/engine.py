@@ -28,7 +28,7 @@ class HostTier:
     Attributes:
         index: the pages that the worker half has.
         unwanted: those that it is to drop.
-        links: of pages that it is to note.
+        links: what it is to record.
         num_dropped: pages that had to go so far.
     """
 
@@ -38,7 +38,7 @@ class HostTier:
     def __init__(self, *, links: bool = False) -> None:
         """
         Args:
-            links: the worker half keeps pages for another process, which has to know what they continue.
+            links: the worker half records predecessors of pages, for the process after this one.
         """
         self.index = PageIndex()
         self.unwanted: list[bytes] = []
@@ -54,8 +54,9 @@ class HostTier:
         if self._links:
             self.links += zip(pages, before, strict=True)
 
-    def found(self, ranks: Sequence[Sequence[Link]]) -> None:
-        """Each rank had these pages from the start. Pages are of no use without those before them, in all ranks."""
+    def adopt(self, ranks: Sequence[Sequence[Link]]) -> None:
+        """Index the pages that each rank found at the start. Drop those that other ranks lack, or whose predecessors
+        are missing."""
         everywhere = set.intersection(*({page for page, _ in rank} for rank in ranks))
         links = {page: before for page, before in ranks[0] if page in everywhere}
         whole, broken = {b""}, set[bytes]()
@@ -94,8 +95,7 @@ class HostCache(EngineHook):
     def __init__(self, *, links: bool = False) -> None:
         self.tier: HostTier = HostTier(links=links)
         self._asked: tuple[Future[list[Any]], Future[list[Any]]] | None = None
-        """How many pages each rank has places for, and which it had from the start; None until they were asked, and
-        once that is known."""
+        """Each rank's number of places, and the pages that it found at the start; None before and after the calls."""
 
     def attach(self, pages: Pages) -> None:
         self._pages = pages
@@ -113,7 +113,7 @@ class HostCache(EngineHook):
                 (places, kept), self._asked = self._asked, None
                 fewest = min(places.result())
                 self.tier.resize(fewest - fewest // _SPARE_PART)
-                self.tier.found([[(page, before) for page, before in rank] for rank in kept.result()])
+                self.tier.adopt([[(page, before) for page, before in rank] for rank in kept.result()])
         if self.tier.links:
             links, self.tier.links = self.tier.links, []
             self._pages.call("link", {"links": links}).add_done_callback(_linked)
@@ -124,7 +124,7 @@ class HostCache(EngineHook):
     def _dropped(self, pages: Sequence[bytes], answer: Future[list[Any]]) -> None:
         """Drop pages later if a rank could not be asked."""
         if (error := answer.exception()) is not None:
-            log.error("kept KV blocks were not dropped: %s", error)
+            log.error("failed to drop kept KV blocks: %s", error)
             self.tier.unwanted += pages
 
     def on_reset(self) -> None:
@@ -146,7 +146,7 @@ class HostCache(EngineHook):
 
 def _linked(answer: Future[list[Any]]) -> None:
     if (error := answer.exception()) is not None:
-        log.error("KV blocks will not outlast this process: %s", error)
+        log.error("failed to record KV blocks, which are lost when the server ends: %s", error)
 
 
 def _metric(name: str, kind: str, text: str, value: float) -> FeatureMetric:

@@ -1,9 +1,8 @@
-"""`Files`: places in files, whose pages outlast the process.
+"""`Files`: pages in files, which outlast the process.
 
-A rank has two files: `.pages`, with a page for each place, and `.names`, a header and a record for each place. A place
-has a page once its record names it; the record is cleared before the place is given to another page. So a process that
-ends at any moment leaves names with their pages only. If the machine goes down, they may not belong together; a
-checksum shows that when the page is loaded.
+A rank has two files: `.pages` has a page for each place, `.names` a header and a record for each place. The record is
+written after the page, and cleared before the place is reused. So names and pages match even if the process is killed.
+After a power failure they may not; then the checksum differs when the page is loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import struct
 import time
 import zlib
@@ -34,8 +34,8 @@ _FORMAT = 1
 _HEADER_BYTES = 256
 _NAME_BYTES = 62
 _RECORD = struct.Struct(f"<BB{_NAME_BYTES}s{_NAME_BYTES}sIQ")
-"""Bytes of the page's name, 0 for none, and of the name of the page before it; both; checksum; when it was linked, in
-nanoseconds."""
+"""Lengths of the page's name (0: the place is empty) and of its predecessor's name; both names; CRC-32 of the page;
+time of `link` in nanoseconds."""
 _MOST_ENGINES = 64
 _STAT_BYTES = 512
 """Unit of `st_blocks`."""
@@ -44,11 +44,11 @@ _STAT_BYTES = 512
 class Files:
     """
     Args:
-        folder: is made if it is missing. Each engine that uses it has files of its own.
+        folder: created if missing. Each engine that uses it has its own files.
         rank, ranks: of this process.
 
     Raises:
-        ConfigError: the folder can't be used, or its disk has not as much room.
+        ConfigError: the folder can't be used, or its disk is too full.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, count: int, page_bytes: int) -> None:
@@ -59,7 +59,7 @@ class Files:
             self._check_room(folder)
             self._prepare()
         except OSError as error:
-            raise ConfigError(f"--kv-offloading-path {folder}: {error.strerror}. Name a folder to write in.") from error
+            raise ConfigError(f"--kv-offloading-path {folder}: {error.strerror}. Name a writable folder.") from error
         self._warned = False
         self._sums = [0] * count
         self._kept = self._read_records()
@@ -76,7 +76,7 @@ class Files:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                log.warning("KV blocks are not kept in files: %s", error.strerror)
+                log.warning("failed to write KV blocks to files: %s", error.strerror)
             self._warned = True
             self.places.give_back(places[written:])
         self.places.put(names[:written], places[:written])
@@ -90,11 +90,11 @@ class Files:
             self.places.done(places)
 
     def _read(self, place: int, into: memoryview) -> bool:
-        """Return whether the page is what was stored."""
+        """Read a page; return whether its checksum matches."""
         try:
             whole = os.preadv(self._pages, [into], place * self.page_bytes) == self.page_bytes
         except OSError as error:
-            log.warning("a KV block can't be read from its file: %s", error.strerror)
+            log.warning("failed to read a KV block from its file: %s", error.strerror)
             return False
         return whole and zlib.crc32(into) == self._sums[place]
 
@@ -107,28 +107,28 @@ class Files:
         return [*self._kept.values()]
 
     def close(self) -> None:
-        """Let other engines use the files."""
+        """Close and unlock the files."""
         os.close(self._names)
         os.close(self._pages)
 
     def _check_room(self, folder: Path) -> None:
-        disk, there = os.fstatvfs(self._pages), os.fstat(self._pages).st_blocks * _STAT_BYTES
-        free = disk.f_bavail * disk.f_frsize + there
+        """Raise ConfigError if the disk has less free space than the files may take."""
+        free = shutil.disk_usage(folder).free + os.fstat(self._pages).st_blocks * _STAT_BYTES
         if self.count * self.page_bytes > free:
             self.close()
             raise ConfigError(
-                f"--kv-offloading-path {folder}: {self.count * self.page_bytes / 2**30:.1f} GiB are for its disk, "
-                f"which has {free / 2**30:.1f} GiB for it. Set a smaller --kv-offloading-size."
+                f"--kv-offloading-path {folder}: {self.count * self.page_bytes / 2**30:.1f} GiB are needed, but its "
+                f"disk has {free / 2**30:.1f} GiB free. Set a smaller --kv-offloading-size."
             )
 
     def _prepare(self) -> None:
-        """Empty the files if they are of another form; give them the size for this number of places."""
+        """Resize the files; empty them first if they are from another form of pages or another version."""
         form = {"format": _FORMAT, "octavo": octavo.__version__, "page_bytes": self.page_bytes}
         header = json.dumps(form).encode().ljust(_HEADER_BYTES)
         found = os.pread(self._names, _HEADER_BYTES, 0)
         if found != header:
             if found:
-                log.info("files of KV blocks are of another model or version, and begin anew")
+                log.info("the KV cache files are from another model or version; their contents are dropped")
             os.ftruncate(self._names, 0)
             os.ftruncate(self._pages, 0)
             _write(self._names, memoryview(header), 0)
@@ -136,7 +136,7 @@ class Files:
         os.ftruncate(self._pages, self.count * self.page_bytes)
 
     def _read_records(self) -> dict[int, Link]:
-        """Return what the places have, by place, in the order in which pages were linked."""
+        """Return the page of each place and its predecessor, in the order in which they were linked."""
         data = os.pread(self._names, self.count * _RECORD.size, _HEADER_BYTES)
         found: list[tuple[int, int, Link]] = []
         for place, (length, before_length, name, before, checksum, at) in enumerate(_RECORD.iter_unpack(data)):
@@ -156,7 +156,7 @@ class Files:
         try:
             _write(self._names, memoryview(data), _HEADER_BYTES + place * _RECORD.size)
         except OSError as error:
-            log.warning("the name of a KV block was not written: %s", error.strerror)
+            log.warning("failed to write the name of a KV block: %s", error.strerror)
 
 
 def _opened(folder: Path, name: str) -> tuple[int, int]:

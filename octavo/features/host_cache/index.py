@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Link = tuple[bytes, bytes]
-"""A page, and the one that it continues; b"" for none."""
+"""A page and its predecessor in the sequence; b"" for none."""
 
 _SPARE_ENDS = 64
 """Outdated entries of the heap that are not worth removing."""

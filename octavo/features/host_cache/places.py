@@ -10,8 +10,8 @@ class Places:
     """A place that is being read is not given to another page before its last reader is done.
 
     Args:
-        kept: page -> the place that it has from the start.
-        left: called with a place that its page leaves, before another one can have it.
+        kept: page -> its place at the start.
+        left: called with a place when its page leaves it, before it is reused.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Places:
             return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def give_back(self, places: Sequence[int]) -> None:
-        """Take back places from `take` to which nothing was copied."""
+        """Return unused places from `take`."""
         with self._lock:
             self._free += places
 
@@ -46,7 +46,7 @@ class Places:
                 self._of[page] = place
 
     def visit(self, page: bytes, visitor: Callable[[int], None]) -> None:
-        """Call a function with a page's place, if it has one, which it keeps meanwhile."""
+        """Call a function with the page's place, if it has one. The place does not change during the call."""
         with self._lock:
             if (place := self._of.get(page)) is not None:
                 visitor(place)

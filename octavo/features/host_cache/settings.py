@@ -16,7 +16,7 @@ class HostCacheSettings(FeatureSettings):
     """
     Attributes:
         kv_offloading_size: GiB, of all ranks of an engine together; None or 0 for none.
-        kv_offloading_path: folder of files that have these blocks; None for the host's memory.
+        kv_offloading_path: folder for files with these blocks; None for the host's memory.
     """
 
     kv_offloading_size: float | None = setting(

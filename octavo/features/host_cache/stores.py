@@ -1,4 +1,4 @@
-"""`PageStore`: where pages are kept, by place; `Memory`, the host's memory."""
+"""`PageStore`: stores pages by place; `Memory` is the one in the host's memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from octavo.features.host_cache.places import Places
 class PageStore(Protocol):
     """
     Attributes:
-        count: places.
-        page_bytes: of each.
-        places: which page each has.
+        count: number of places.
+        page_bytes: size of a page.
+        places: which page each place has.
     """
 
     count: int
@@ -27,27 +27,27 @@ class PageStore(Protocol):
     places: Places
 
     def store(self, names: Sequence[bytes], pages: Tensor) -> Collection[int]:
-        """Copy pages [N, page_bytes] uint8; return the indices of those that are not kept."""
+        """Copy pages [N, page_bytes] uint8; return the indices of those that were not stored."""
         ...
 
     def load(self, places: Sequence[int | None], room: Callable[[], Tensor]) -> Collection[int]:
-        """Copy pages to a room [N, page_bytes] uint8; return the indices of those that are not there.
+        """Copy pages to a room [N, page_bytes] uint8; return the indices of those that are missing.
 
         Args:
-            places: from `Places.read`; it is done with them.
+            places: from `Places.read`; released with `Places.done` at the end.
         """
         ...
 
     def link(self, links: Sequence[Link]) -> None:
-        """Note what pages continue, so that `kept` returns them after a restart."""
+        """Record the predecessors of pages; only linked pages are in `kept` after a restart."""
         ...
 
     def kept(self) -> list[Link]:
-        """Return what was there from the start, in the order in which it was linked."""
+        """Return the pages found at the start, in the order in which they were linked."""
         ...
 
     def close(self) -> None:
-        """Give up the store; nothing else is called."""
+        """Release the store. No other method may be called afterwards."""
         ...
 
 
@@ -88,7 +88,7 @@ class Memory:
         return [i for i, place in enumerate(places) if place is None]
 
     def link(self, links: Sequence[Link]) -> None:
-        """The memory does not outlast the process."""
+        """Do nothing: the memory does not outlast the process."""
 
     def kept(self) -> list[Link]:
         return []

@@ -38,17 +38,17 @@ class HostPages(WorkerHook):
         """
         Args:
             num_bytes: of all ranks together.
-            folder: of files that have the pages; None for the host's memory.
+            folder: where files have the pages; None for the host's memory.
         """
         self._num_bytes = num_bytes
         self._folder = folder
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-host-cache")
-        self._host: PageStore = Memory(0, 0)
+        self._pages: PageStore = Memory(0, 0)
         self._storing: set[Future[Collection[int]]] = set()
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         page_bytes = site.blocks.page_bytes
-        if self._host.page_bytes == page_bytes:
+        if self._pages.page_bytes == page_bytes:
             return  # after a sleep
         own = self._num_bytes // site.ranks
         count = own // page_bytes
@@ -58,22 +58,22 @@ class HostPages(WorkerHook):
                 f"{_LEAST * page_bytes * site.ranks / 2**30:.2g} GiB."
             )
         if self._folder is not None:
-            self._host = Files(self._folder, site.rank, site.ranks, count, page_bytes)
+            self._pages = Files(self._folder, site.rank, site.ranks, count, page_bytes)
             log.info(
-                "%d KV blocks of %.2f GiB are kept in %s; %d are there",
+                "keep up to %d KV blocks (%.2f GiB) in %s; found %d",
                 count,
                 count * page_bytes / 2**30,
                 self._folder,
-                len(self._host.kept()),
+                len(self._pages.kept()),
             )
             return
         self._check_memory(own, site)
-        self._host = Memory(count, page_bytes)
+        self._pages = Memory(count, page_bytes)
         log.info("reserved %.2f GiB of the host's memory for %d KV blocks", count * page_bytes / 2**30, count)
 
     @staticmethod
     def _check_memory(own: int, site: Site) -> None:
-        """Raise ConfigError if the machine has not as much memory for each of its ranks."""
+        """Raise ConfigError if the machine has too little memory for all of its ranks."""
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if (left := memory_left()) is not None:
             there = min(there, left)
@@ -84,24 +84,24 @@ class HostPages(WorkerHook):
             )
 
     def detach(self) -> None:
-        """Wait for stores, whose end may never be reported: the engine half has what they kept dropped later. Files are
-        for other processes now."""
+        """Wait for stores, whose end may never be reported: the engine half has what they kept dropped later. Close
+        files."""
         wait(self._storing)
         if self._folder is not None:
-            self._host.close()
-            self._host = Memory(0, 0)
+            self._pages.close()
+            self._pages = Memory(0, 0)
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
-        """Return for how many pages there are places, or which were there from the start; note links; or drop pages."""
+        """Return the number of places, or the pages found at the start; record links; or drop pages."""
         match method:
             case "places":
-                return self._host.count
+                return self._pages.count
             case "kept":
-                return self._host.kept()
+                return self._pages.kept()
             case "link":
-                return self._host.link(args["links"])
+                return self._pages.link(args["links"])
             case "drop":
-                return self._host.places.drop(args["pages"])
+                return self._pages.places.drop(args["pages"])
             case _:
                 return super().call(method, args)
 
@@ -109,13 +109,13 @@ class HostPages(WorkerHook):
         return max(1, _ROOM_BYTES // page_bytes), _ROOMS
 
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
-        storing = self._threads.submit(self._host.store, names, pages)
+        storing = self._threads.submit(self._pages.store, names, pages)
         self._storing = {one for one in self._storing if not one.done()} | {storing}
         return storing
 
     def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
-        host = self._host
-        return self._threads.submit(host.load, host.places.read(names), room)
+        pages = self._pages
+        return self._threads.submit(pages.load, pages.places.read(names), room)
 
 
 def build_worker(context: FeatureContext) -> HostPages | None:

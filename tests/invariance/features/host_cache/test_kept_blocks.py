@@ -148,7 +148,7 @@ def test_what_may_be_of_other_weights_is_forgotten(how: str, monkeypatch: pytest
     tokens, stats = run(loop, asked, close=False)
     assert tokens == expected
     assert stats.blocks_loaded == before
-    places = halves[-1]._host.places
+    places = halves[-1]._pages.places
     assert len(places._of) + len(places._free) == places_of(loop)
     assert len(places._of) == metrics(stats)["host_kv_blocks"]
 
