@@ -95,7 +95,7 @@ def test_conversations_go_on_after_a_restart(how: str, tmp_path: Path) -> None:
         if how == "stopped":
             assert server.stop() == 0, server.output()
         else:
-            for process in (server.process.pid, *server.children()):
+            for process in (*server.children(), server.process.pid):
                 os.kill(process, signal.SIGKILL)
     finally:
         server.close()
