@@ -40,6 +40,7 @@ from octavo.engine.record import FORM, Header, PlanRecorder
 from octavo.features import FeatureContext, build_engine_halves, payload_types
 from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
+from octavo.hub.sampled import sampled_digest
 from octavo.schedule.hooks import EngineHook, most_drafts
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy, make_policy
@@ -178,13 +179,14 @@ def _cache(config: EngineConfig, loaded: LoadedFacts, num_blocks: int, limits: L
 
 def _content(config: EngineConfig, files: ModelFiles, facts: WorkerFacts, loaded: LoadedFacts, port: WorkerPort) -> str:
     """Return a digest of what KV pages depend on besides tokens: the model's files, the form of its cache, and which
-    part of it each rank has."""
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.weights]
-    seed = config.model.seed if config.model.load_format == "dummy" else None
+    part of it each rank has. Copies of the files on other machines have the same."""
+    dummy = config.model.load_format == "dummy"
+    weights = "" if dummy else sampled_digest(files.weights)
+    seed = config.model.seed if dummy else None
     form = [facts.dtype, port.kv_form, loaded.weight_form, loaded.kernels, loaded.kv_bytes_per_token, loaded.groups]
     form += [config.parallel.division, config.parallel.pipeline_layers]
     data = msgspec.json.encode(
-        [files.config, stats, config.model.load_format, seed, facts.device, form], order="sorted"
+        [files.config, weights, config.model.load_format, seed, facts.device, form], order="sorted"
     )
     return blake2b(data, digest_size=32).hexdigest()
 

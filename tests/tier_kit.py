@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from octavo.cache.tier import BlockNames, page_name
+from octavo.cache.tier import BlockNames, Tier, page_name
 from octavo.core.cache_groups import CacheGroup
 from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
@@ -18,7 +18,7 @@ REALM = "/files"
 """That of an engine without a model's files."""
 
 
-class ShelfTier:
+class ShelfTier(Tier):
     """The engine half: what it was told is in the dictionary."""
 
     def __init__(self, name: str, deadline_s: float = 1e9) -> None:

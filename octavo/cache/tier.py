@@ -7,7 +7,7 @@ another machine can be shared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -70,6 +70,22 @@ class Tier(Protocol):
     def holds(self, page: bytes) -> bool:
         """Whether the page can be loaded."""
         ...
+
+    def wants(self, options: Mapping[str, msgspec.Raw]) -> bool:
+        """Whether it stores what a request with these options computes."""
+        return True
+
+    def wants_shared(self, options: Mapping[str, msgspec.Raw]) -> bool:
+        """Whether it also stores, when such a request is admitted, the blocks that the request shares with others."""
+        return False
+
+    def lacks(self, page: bytes) -> bool:
+        """Whether a computed page should be stored."""
+        return not self.holds(page)
+
+    def storing(self, pages: Sequence[bytes]) -> None:
+        """The worker half will get these pages; `stored` or `not_stored` follows, or `EngineHook.on_failure`."""
+        return
 
     def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
         """The worker half holds these pages now.

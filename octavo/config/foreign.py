@@ -145,7 +145,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_ENGINE,
     **_SERVER,
     "decode-context-parallel-size": _CONTEXT,
-    "kv-transfer-config": _value("transfer of KV cache between servers is"),
     "kv-events-config": _value("publishing of KV cache events is"),
     "cpu-offload-gb": _value("offloading of weights is", "0", "0.0"),
     "guided-decoding-backend": Needless("one backend serves every form of output", takes_value=True),

@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -168,6 +168,7 @@ class CompletionOutput:
         cumulative_logprob: of all its tokens, if `logprobs` were requested or a feature provides it.
         stop_reason: the stop string or stop token that ended it; the error's text after an error.
         drafts: set in the last item if the engine drafts.
+        extra: further fields of the answer, by features; in the last item.
     """
 
     lora_request: ClassVar[None] = None
@@ -180,6 +181,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     drafts: VerifiedDrafts | None = None
+    extra: dict[str, Any] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -42,6 +42,7 @@ FEATURES = (
     "bridge",
     "grammar",
     "host_cache",
+    "kv_transfer",
     "logits_processors",
     "lora",
     "pooling",

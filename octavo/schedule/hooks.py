@@ -179,6 +179,10 @@ class EngineHook:
     def on_add(self, request: Request) -> None:
         """A sequence with options for this feature was accepted and waits. `on_release` is its end."""
 
+    def waits(self, request: Request) -> bool:
+        """Whether a request that `admit` made wait still does: asked first, since looking up a prefix takes longer."""
+        return False
+
     def reclaim(self, num_blocks: int, request: Request) -> None:
         """Release leases of up to `num_blocks` blocks that no launched step reads, for a request that lacks them.
 

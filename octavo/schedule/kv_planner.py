@@ -36,6 +36,7 @@ class KvPlanner:
         self._lenders = [hook for hook in hooks if type(hook).reclaim is not EngineHook.reclaim]
         self._revising = [hook for hook in hooks if type(hook).revision is not EngineHook.revision]
         self._marking = [hook for hook in hooks if type(hook).mark is not EngineHook.mark] if share_prefixes else []
+        self._awaited = [hook for hook in hooks if type(hook).waits is not EngineHook.waits]
         self._life = life
         self._share_prefixes = share_prefixes
         self._reserve = int(watermark * cache.num_usable)
@@ -47,10 +48,12 @@ class KvPlanner:
             prompts: requests whose prompt the step being built computes or finds; see `StepBuilder`.
 
         Returns:
-            False if the request must wait: for the sibling that computes their common prompt, or for a load.
+            False if the request must wait: for the sibling that computes their common prompt, a load, or a feature.
         """
         siblings = request.siblings
         if siblings.holds(request) or (self._tiers is not None and self._tiers.waits(request)):
+            return False
+        if any(hook.waits(request) for hook in self._awaited):
             return False
         request.namespace = revised(request, self._revising) if self._share_prefixes else request.id
         request.marks = marked(request, self._marking, self._life) if self._marking else ()
@@ -80,6 +83,11 @@ class KvPlanner:
         if self._tiers is None or not request.reads_cache:
             return False
         return self._tiers.load(request)
+
+    def names(self, request: Request) -> Sequence[bytes]:
+        """Return the names that tiers have for the full blocks of its tokens; see `Pages.names`."""
+        own = bool(request.marks) or (self._life != "" and self._life in request.namespace)
+        return () if self._tiers is None or own else self._tiers.names(request)
 
     def admitted(self, request: Request) -> None:
         """The request was given a slot."""

@@ -102,11 +102,13 @@ class Pages:
         shortage: Callable[[Request], int],
         loads: PageLoads,
         call: HookCall,
+        names: Callable[[Request], Sequence[bytes]],
     ) -> None:
         """
         Args:
             shortage: blocks missing to admit a request, as of now; negative if some are left over.
             call: `WorkerPort.call_hook`.
+            names: see `names`.
         """
         self._owner = _OWNER + feature
         self._feature = feature
@@ -114,6 +116,7 @@ class Pages:
         self._shortage = shortage
         self._loads = loads
         self._call = call
+        self._names = names
 
     @property
     def awake(self) -> bool:
@@ -124,6 +127,24 @@ class Pages:
     def num_blocks(self) -> int:
         """Blocks in the pool, used ones included."""
         return self._cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        return self._cache.block_size
+
+    @property
+    def groups(self) -> int:
+        """Kinds of layers that keep blocks of their own."""
+        return len(self._cache.groups)
+
+    def names(self, request: Request) -> Sequence[bytes]:
+        """Return the names that tiers have for the full blocks of a request's tokens; see `cache/tier.py`.
+
+        Another engine with the same model and settings has the same names. None for a request that a feature's
+        `namespace` or `mark` sets apart, and without tiers. Right in `admit` and after it.
+        """
+        return self._names(request)
 
     def missing(self, count: int, request: Request | None = None) -> int:
         """Return the blocks that lack for `count` blocks and then for the request to be admitted; <= 0 if none do.

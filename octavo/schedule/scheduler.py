@@ -98,13 +98,13 @@ class Scheduler:
         self._turns = Turns(limits, cache, self._requests.kv, hooks, self._drafts)
 
     def attach(self, call: HookCall) -> None:
-        """Give the features access to KV blocks and to their worker halves; called once, when the worker is there.
+        """Give the features access to KV blocks, and to their worker halves by `call` (`WorkerPort.call_hook`).
 
-        Args:
-            call: `WorkerPort.call_hook`.
+        Called once, when the worker is there.
         """
+        requests = self._requests
         for hook in self._hooks:
-            hook.attach(Pages(hook.name, self.cache, self._requests.shortage, self._loads, call))
+            hook.attach(Pages(hook.name, self.cache, requests.shortage, self._loads, call, requests.kv.names))
 
     # Adding and ending requests
 

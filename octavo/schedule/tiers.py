@@ -20,8 +20,9 @@ from octavo.cache.cache import KVCache
 from octavo.cache.lease import Lease
 from octavo.cache.prefix_tree import Key
 from octavo.cache.prefixes import Extension
+from octavo.cache.table import BlockTable
 from octavo.cache.tier import BlockNames, Tier, page_name
-from octavo.core.cache_groups import NO_BLOCK
+from octavo.core.cache_groups import NO_BLOCK, CacheGroup
 from octavo.core.output import Moved, TransferState
 from octavo.core.plan import Transfer, Transfers
 from octavo.schedule.counters import Counters
@@ -156,13 +157,21 @@ class Tiers:
 
     def admitted(self, request: Request) -> None:
         """The request holds what it shares; what was loaded for it need not be held any longer."""
-        self._admitted_or_gone(request)
-        self._given_up.discard(request)
+        self._no_longer_waits(request)
+        options = request.spec.options
+        wanting = [tier for tier in self._tiers.values() if options and tier.wants_shared(options)]
+        if wanting:
+            # Steps that are in flight may write some of them.
+            self._keep(request, _shared(self._cache.groups, request.table), wanting, computed=False)
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
-        self.admitted(request)
+        self._no_longer_waits(request)
         self._names.pop(request, None)
+
+    def _no_longer_waits(self, request: Request) -> None:
+        self._admitted_or_gone(request)
+        self._given_up.discard(request)
 
     def let_go(self) -> bool:
         """Hold the blocks of the last arrived load no longer; they stay findable. False if there is none."""
@@ -178,7 +187,7 @@ class Tiers:
     def _begin(self, tier: Tier, request: Request, keys: Sequence[Key], names: Sequence[bytes]) -> Load | None:
         """Begin the load from a tier that makes the longest prefix; return it, or the one that brings a part of it."""
         found = self._cache.extension(
-            request.namespace, keys, lambda group, index: self._holds(tier, page_name(names[index], group))
+            request.namespace, keys, lambda group, index: self._ask(tier, "holds", page_name(names[index], group))
         )
         if found is None or found.num_tokens <= request.num_computed:
             return None
@@ -243,6 +252,16 @@ class Tiers:
 
     def store(self, request: Request, registered: Sequence[tuple[int, list[int]]]) -> None:
         """Store blocks that were just registered, (index in the sequence, block by group), when they are computed."""
+        options = request.spec.options
+        wanting = [tier for tier in self._tiers.values() if tier.wants(options)]
+        if wanting:
+            self._keep(request, registered, wanting, computed=not request.inflight)
+
+    def _keep(
+        self, request: Request, registered: Sequence[tuple[int, list[int]]], tiers: Sequence[Tier], *, computed: bool
+    ) -> None:
+        if not registered:
+            return
         names = self._names_of(request).upto(request.keys, registered[-1][0] + 1)
         pages = {
             page_name(names[index], group): (block, page_name(names[index - 1], group) if index else b"")
@@ -250,20 +269,22 @@ class Tiers:
             for group, block in enumerate(blocks)
             if block != NO_BLOCK
         }
-        for tier in self._tiers.values():
-            wanted = [page for page in pages if page not in self._storing[tier.name] and not self._holds(tier, page)]
+        for tier in tiers:
+            storing = self._storing[tier.name]
+            wanted = [page for page in pages if page not in storing and self._ask(tier, "lacks", page)]
             total = self._cache.num_blocks
             most = max(total // _STORED_PART, min(total // 2, _STORED_ANYWAY))
             room = max(0, most - len(self._storing[tier.name]))
             self._counters.stats.blocks_not_stored += len(wanted[room:])
             if wanted[:room]:
-                self._store(tier, wanted[:room], pages, computed=not request.inflight)
+                self._store(tier, wanted[:room], pages, computed=computed)
 
     def _store(self, tier: Tier, wanted: list[bytes], pages: dict[bytes, tuple[int, bytes]], *, computed: bool) -> None:
         blocks, before = map(list, zip(*(pages[page] for page in wanted), strict=True))
         lease = self._cache.lease_blocks(blocks, self._owners[tier.name])
         store = Store(Transfer(next(self._tickets), tier.name, wanted, blocks), lease, before)
         self._storing[tier.name].update(wanted)
+        self._tell(tier.name, "storing", wanted)
         (self._ready if computed else self._filling).append(store)
 
     def _stored(self, store: Store, news: Moved) -> None:
@@ -360,6 +381,11 @@ class Tiers:
 
     # Names and features
 
+    def names(self, request: Request) -> Sequence[bytes]:
+        """Return the names of the full blocks of an admitted or waiting request's tokens."""
+        count = len(request.keys) // self._cache.block_size
+        return self._names_of(request).upto(request.keys, count)[:count]
+
     def _names_of(self, request: Request) -> BlockNames:
         known = self._names.get(request)
         of = request.namespace, request.marks
@@ -368,9 +394,10 @@ class Tiers:
             known = self._names[request] = request.tokens, *of, names
         return known[3]
 
-    def _holds(self, tier: Tier, page: bytes) -> bool:
+    def _ask(self, tier: Tier, what: str, page: bytes) -> bool:
+        """Call `Tier.holds` or `lacks`; False if that fails."""
         try:
-            return tier.holds(page)
+            return bool(getattr(tier, what)(page))
         except Exception:
             log.exception("the tier %r failed to find a page", tier.name)
             return False
@@ -381,3 +408,13 @@ class Tiers:
             getattr(self._tiers[name], what)(*pages)
         except Exception:
             log.exception("the tier %r failed to take in that pages were %s", name, what.replace("_", " "))
+
+
+def _shared(groups: Sequence[CacheGroup], table: BlockTable) -> list[tuple[int, list[int]]]:
+    """Return what a table that was just matched shares, as (index in the sequence, block by group)."""
+    last = table.num_registered - 1
+    rows = list(zip(groups, table.groups, strict=True))
+    return [
+        (i, [row[i] if group.grows else row[0] if i == last else NO_BLOCK for group, row in rows])
+        for i in range(table.num_registered)
+    ]

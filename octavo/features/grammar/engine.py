@@ -136,6 +136,10 @@ class GrammarEngine(EngineHook):
             guide.matcher = guide.compiled.result().matcher.deep_copy()
         return num_tokens
 
+    def waits(self, request: Request) -> bool:
+        guide = self._guides.get(request)
+        return guide is not None and guide.matcher is None and not guide.error and not guide.compiled.done()
+
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         guided = self._guided = self._of(draft, rows)
         if guided is None:

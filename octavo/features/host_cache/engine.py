@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from octavo.cache.tier import Tier
 from octavo.core.errors import ConfigError
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
@@ -23,7 +24,7 @@ _SPARE_PART = 8
 """This part of the places is left for pages that arrive before the worker half has dropped others."""
 
 
-class HostTier:
+class HostTier(Tier):
     """
     Attributes:
         index: the pages that the worker half has.

@@ -25,7 +25,7 @@ from torch import Tensor
 import octavo
 from octavo.core.errors import ConfigError
 from octavo.features.host_cache.index import Link
-from octavo.features.host_cache.places import Places
+from octavo.worker.places import Places
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.features.host_cache.index import Link
-from octavo.features.host_cache.places import Places
+from octavo.worker.places import Places
 
 
 class PageStore(Protocol):

@@ -17,7 +17,7 @@ from octavo.core.params import OutputKind, SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.generation import GenerationJob, UsageCounter, prepare, run
+from octavo.server.openai.generation import GenerationJob, UsageCounter, extended, prepare, run
 from octavo.server.openai.logprobs import LogprobWriter, tokens_as_ids
 from octavo.server.openai.messages import render
 from octavo.server.openai.protocol import ChatBody
@@ -188,12 +188,13 @@ class _ChoiceAccumulator:
             return
         self.output.token_ids += choice.token_ids
         self.output.stop_reason = choice.stop_reason
+        self.output.extra = choice.extra
         if self.output.logprobs is not None:
             self.output.logprobs += choice.logprobs or []
 
 
-async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer: LogprobWriter) -> ChatCompletion:
-    """Return the answers to one conversation, or one answer to each of several."""
+async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer: LogprobWriter) -> Any:
+    """Return the answers to one conversation, or one answer to each of several, as `json_response` takes them."""
     jobs = [chat.job for chat in chats]
     counter = UsageCounter(ctx, jobs)
     routed = [chat.choices() for chat in chats]
@@ -208,7 +209,7 @@ async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer:
     _count_reasoning(counter, chats[0], [one for choices in routed for one in choices])
     told = [(chat, answer) for chat, found in zip(chats, answers, strict=True) for answer in found]
     alone = len(chats) == 1
-    return ChatCompletion(
+    answer = ChatCompletion(
         id=reply.id,
         created=reply.created,
         model=reply.model,
@@ -221,6 +222,7 @@ async def whole(ctx: ServerContext, chats: Sequence[Chat], reply: Reply, writer:
         metrics=counter.timings(),
         warnings=reply.warnings,
     )
+    return extended(answer, [one.output for _, one in told if one.output is not None])
 
 
 def _choice(index: int, answer: _ChoiceAccumulator, chat: Chat, reply: Reply, writer: LogprobWriter) -> ChatChoice:

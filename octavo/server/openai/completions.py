@@ -16,7 +16,7 @@ from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body, require
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.generation import GenerationJob, UsageCounter, collect, prepare, run
+from octavo.server.openai.generation import GenerationJob, UsageCounter, collect, extended, prepare, run
 from octavo.server.openai.logprobs import EchoedPrompt, LogprobWriter, tokens_as_ids
 from octavo.server.openai.protocol import CompletionBody
 from octavo.server.openai.reply import Reply
@@ -46,7 +46,8 @@ async def completions(ctx: ServerContext, request: Request) -> Response:
     outputs = await until_disconnect(request.receive, collect(ctx, jobs))
     if body.only_echo:
         outputs = [_without_text(output) for output in outputs]
-    return json_response(_whole(ctx, jobs, outputs, reply, writer, body))
+    answer = _whole(ctx, jobs, outputs, reply, writer, body)
+    return json_response(extended(answer, (choice for output in outputs for choice in output.outputs)))
 
 
 async def prepare_completion(

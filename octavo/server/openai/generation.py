@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from octavo.core.errors import is_internal
-from octavo.core.output import BAD_LOGITS, FinishReason, RequestOutput, RequestTimes, VerifiedDrafts
+from octavo.core.output import (
+    BAD_LOGITS,
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    RequestTimes,
+    VerifiedDrafts,
+)
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.structured import UNFOLLOWED
@@ -98,6 +105,12 @@ async def collect(ctx: ServerContext, jobs: Sequence[GenerationJob]) -> list[Req
         async for number, output in outputs:
             last[number] = output
     return [last[number] for number in range(len(jobs))]
+
+
+def extended(answer: Struct, choices: Iterable[CompletionOutput]) -> Any:
+    """Return an answer with the fields that features add to it."""
+    extra = {name: value for choice in choices for name, value in (choice.extra or {}).items()}
+    return to_builtins(answer) | extra if extra else answer
 
 
 async def _tracked(

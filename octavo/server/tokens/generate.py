@@ -14,7 +14,7 @@ from octavo.core.params import SamplingParams
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
-from octavo.server.openai.generation import GenerationJob, UsageCounter, collect, prepare, run
+from octavo.server.openai.generation import GenerationJob, UsageCounter, collect, extended, prepare, run
 from octavo.server.openai.logprobs import LogprobWriter
 from octavo.server.openai.reply import Reply
 from octavo.server.openai.sampling import completion_params
@@ -39,15 +39,14 @@ async def generate(ctx: ServerContext, request: Request) -> Response:
     (output,) = await until_disconnect(request.receive, collect(ctx, [job]))
     counter = UsageCounter(ctx, [job])
     counter.add(0, output)
-    return json_response(
-        Generated(
-            request_id=reply.id,
-            choices=[_choice(choice, writer) for choice in output.outputs],
-            prompt_logprobs=writer.prompt(output.prompt_logprobs),
-            usage=counter.usage(),
-            warnings=reply.warnings,
-        )
+    answer = Generated(
+        request_id=reply.id,
+        choices=[_choice(choice, writer) for choice in output.outputs],
+        prompt_logprobs=writer.prompt(output.prompt_logprobs),
+        usage=counter.usage(),
+        warnings=reply.warnings,
     )
+    return json_response(extended(answer, output.outputs))
 
 
 def _told(params: SamplingParams) -> SamplingParams:

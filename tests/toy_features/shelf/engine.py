@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.cache.tier import Tier
 from octavo.core.futures import mapped
 from octavo.features import FeatureContext
 from octavo.schedule.hooks import EngineHook
@@ -11,7 +12,7 @@ from octavo.schedule.pages import Pages
 INDEX: set[bytes] = set()
 
 
-class ShelfTier:
+class ShelfTier(Tier):
     name = "shelf"
     deadline_s = 60.0
 

@@ -1,0 +1,106 @@
+"""`PeerTier`: which pages other servers offer, and which are kept for them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from octavo.cache.tier import Tier
+from octavo.features.kv_transfer.offer import NAME, is_sent
+from octavo.schedule.request import Request
+
+
+class PeerTier(Tier):
+    """
+    Attributes:
+        kept: pages that the worker half keeps for other servers, the one that was offered the longest time ago first.
+        coming: those that it will get.
+        expects: called with pages that it is to expect.
+        unwanted: those that it is to drop.
+        capacity: most pages to keep; 0 until the worker half has said it.
+        num_dropped, num_lost: pages that had to go so far, and those that another server did not have any more.
+    """
+
+    name = NAME
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.kept: OrderedDict[bytes, None] = OrderedDict()
+        self.coming: set[bytes] = set()
+        self.expects: Callable[[Sequence[bytes]], None] | None = None
+        self.unwanted: list[bytes] = []
+        self.capacity = 0
+        self.num_dropped = self.num_lost = 0
+        self._offered: dict[bytes, int] = {}
+        """Page -> for how many requests."""
+        self._of: dict[Request, list[bytes]] = {}
+
+    def holds(self, page: bytes) -> bool:
+        return page in self._offered or page in self.kept
+
+    def wants(self, options: Mapping[str, msgspec.Raw]) -> bool:
+        return is_sent(options)
+
+    def wants_shared(self, options: Mapping[str, msgspec.Raw]) -> bool:
+        return is_sent(options)
+
+    def lacks(self, page: bytes) -> bool:
+        return page not in self.kept
+
+    def storing(self, pages: Sequence[bytes]) -> None:
+        self.coming.update(pages)
+        if self.expects is not None:
+            self.expects(pages)
+
+    def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
+        self.coming.difference_update(pages)
+        self.use(pages)
+        while len(self.kept) > self.capacity:
+            page, _ = self.kept.popitem(last=False)
+            self.num_dropped += 1
+            self.unwanted.append(page)
+
+    def not_stored(self, pages: Sequence[bytes]) -> None:
+        self.coming.difference_update(pages)
+        self.unwanted += pages
+
+    def lost(self, pages: Sequence[bytes]) -> None:
+        """Neither look for them where they were offered, nor among those that are kept: one rank may lack them."""
+        self.num_lost += len(pages)
+        for page in pages:
+            self._offered.pop(page, None)
+            if page in self.kept:
+                del self.kept[page]
+                self.unwanted.append(page)
+
+    def use(self, pages: Sequence[bytes]) -> None:
+        """Keep these pages longest."""
+        for page in pages:
+            self.kept[page] = None
+            self.kept.move_to_end(page)
+
+    def offer(self, request: Request, pages: list[bytes]) -> None:
+        """Another server has these pages of a request's prompt."""
+        self.withdraw(request)
+        self._of[request] = pages
+        for page in pages:
+            self._offered[page] = self._offered.get(page, 0) + 1
+
+    def withdraw(self, request: Request) -> list[bytes]:
+        """The request needs the pages no longer; return those that no other needs."""
+        gone = []
+        for page in self._of.pop(request, ()):
+            left = self._offered.get(page, 1) - 1
+            if left > 0:
+                self._offered[page] = left
+            else:
+                self._offered.pop(page, None)
+                gone.append(page)
+        return gone
+
+    def clear(self) -> None:
+        """Drop all pages that are kept."""
+        self.unwanted += self.kept
+        self.kept.clear()
