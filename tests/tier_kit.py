@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from octavo.cache.tier import BlockNames, Tier, page_name
 from octavo.core.cache_groups import CacheGroup
@@ -41,12 +43,40 @@ class ShelfTier(Tier):
         self.index -= set(pages)
 
 
+class ChoosyTier(ShelfTier):
+    """Stores what requests with its option compute, and what they share."""
+
+    def __init__(self, name: str, deadline_s: float = 1e9) -> None:
+        super().__init__(name, deadline_s)
+        self.coming: set[bytes] = set()
+
+    def wants(self, options: Mapping[str, msgspec.Raw]) -> bool:
+        return self.name in options
+
+    def wants_shared(self, options: Mapping[str, msgspec.Raw]) -> bool:
+        return self.name in options
+
+    def storing(self, pages: Sequence[bytes]) -> None:
+        assert not self.index & set(pages), "stored twice"
+        self.coming |= set(pages)
+
+    def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
+        assert self.coming >= set(pages), "not announced"
+        super().stored(pages, before)
+
+
 class Shelf(EngineHook):
     opt_in = True
 
     def __init__(self, name: str = "shelf", deadline_s: float = 1e9) -> None:
         self.name = name
         self.tier = ShelfTier(name, deadline_s)
+
+
+class ChoosyShelf(Shelf):
+    def __init__(self, name: str = "shelf", deadline_s: float = 1e9) -> None:
+        super().__init__(name, deadline_s)
+        self.tier = ChoosyTier(name, deadline_s)
 
 
 @dataclass

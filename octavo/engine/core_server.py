@@ -207,7 +207,8 @@ class CoreServer:
             return
         deltas = loop.step()
         self._collect_garbage(quiet=False)
-        if deltas or not loop.starved or not loop.busy:  # the last gauges sent are those of an idle engine
+        waits = loop.starved and loop.busy  # else the last gauges sent are those of an idle engine
+        if deltas or not waits or time.monotonic() >= self._stats_due:
             self._send_news(deltas)
         if not loop.busy and loop.lost is None:
             self._unchecked_since = time.monotonic()

@@ -99,6 +99,12 @@ class KvPlanner:
         if self._tiers is not None:
             self._tiers.forget(request)
 
+    def reset(self) -> None:
+        """Drop cached contents, and what is on its way to tiers. Running requests keep their blocks."""
+        self._cache.reset()
+        if self._tiers is not None:
+            self._tiers.reset()
+
     def rebuild(self) -> None:
         """Derive what transfers hold from the transfers themselves, after a failure."""
         if self._tiers is not None:

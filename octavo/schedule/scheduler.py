@@ -184,7 +184,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop cached contents. Running requests keep their blocks."""
-        self.cache.reset()
+        self._requests.kv.reset()
         told(self._hooks, "on_reset")
 
     def has_blocks(self, *, there: bool) -> None:

@@ -60,11 +60,13 @@ class Store:
 
     Attributes:
         before: of each page; see `Tier.stored`.
+        void: the tier does not get it any more.
     """
 
     transfer: Transfer
     lease: Lease
     before: list[bytes]
+    void: bool = False
 
 
 class Tiers:
@@ -294,7 +296,8 @@ class Tiers:
             return
         pages = store.transfer.pages
         self._storing[store.transfer.tier].difference_update(pages)
-        failed = set(range(len(pages)) if news.state is TransferState.UNKNOWN else news.failed)
+        none = store.void or news.state is TransferState.UNKNOWN
+        failed = set(range(len(pages)) if none else news.failed)
         self._counters.stats.blocks_not_stored += len(failed)
         self._counters.stats.blocks_stored += len(pages) - len(failed)
         kept = [i for i in range(len(pages)) if i not in failed]
@@ -303,6 +306,14 @@ class Tiers:
         if kept:
             self._tell(store.transfer.tier, "stored", [pages[i] for i in kept], [store.before[i] for i in kept])
         del self._stores[news.ticket]
+
+    def reset(self) -> None:
+        """What is being stored is forgotten, like all cached contents."""
+        for store in self._all_stores():
+            store.void = True
+
+    def _all_stores(self) -> Iterator[Store]:
+        yield from (*self._filling, *itertools.chain(*self._filled.values()), *self._ready, *self._stores.values())
 
     # Plans and their outputs
 
@@ -347,7 +358,7 @@ class Tiers:
         for load in list(self._arrived):
             if not load.waiting:
                 self._end(load)
-        stores = [*self._filling, *itertools.chain(*self._filled.values()), *self._ready, *self._stores.values()]
+        stores = list(self._all_stores())
         loads = (*self._unsent.values(), *self._loads.values(), *self._arrived)
         held = {load.lease for load in loads} | {store.lease for store in stores}
         for lease in list(self._cache.leases):
@@ -413,7 +424,7 @@ class Tiers:
 def _shared(groups: Sequence[CacheGroup], table: BlockTable) -> list[tuple[int, list[int]]]:
     """Return what a table that was just matched shares, as (index in the sequence, block by group)."""
     last = table.num_registered - 1
-    rows = list(zip(groups, table.groups, strict=True))
+    rows = list(zip(groups, table.groups, strict=True)) if last >= 0 else []
     return [
         (i, [row[i] if group.grows else row[0] if i == last else NO_BLOCK for group, row in rows])
         for i in range(table.num_registered)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from examples import examples
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from steps_kit import Engine
 from test_faults_anywhere import WITHIN, Fault, faults
 from test_leases import Keeper
 from test_plan_codec import sent
-from tier_kit import BLOCK, Shelf, ShelfMover, name_of
+from tier_kit import BLOCK, ChoosyShelf, Shelf, ShelfMover, name_of
 from world_kit import LAYOUTS, STATE, World, random_requests, worlds
 
 from octavo.cache.block_pool import BlockPool
@@ -45,11 +46,11 @@ class Travelling(ToyDevice):
         step.output = sent(step.output)
 
 
-def shelved(world: World, shelves: int = 1, **mover) -> World:
+def shelved(world: World, shelves: int = 1, kind: type[Shelf] = Shelf, **mover) -> World:
     """The world with tiers."""
     rng = random.Random(world.rng.random())
     late = [0.0 if rng.random() < 0.2 else 1e9 for _ in range(shelves)]
-    extra = (*world.extra, *(Shelf(f"shelf {i}", late[i]) for i in range(shelves)))
+    extra = (*world.extra, *(kind(f"shelf {i}", late[i]) for i in range(shelves)))
     world = replace(world, share=True, extra=extra, rng=rng)
     world.device._mover = ShelfMover(rng, world.groups, latency=rng.choice([0.1, 0.5, 1.0]), **mover)
     world.device.__class__ = Travelling
@@ -80,6 +81,17 @@ def test_any_life_of_an_engine_with_tiers(world, shelves, count, abort_rate, fai
     if world.rng.random() < 0.5:
         world.loop.reset_prefix_cache()
     world.run(requests[count // 2 :], abort_rate)
+    settle(world)
+
+
+@given(worlds(LAYOUTS), st.integers(1, 12), st.floats(0, 0.3), st.floats(0, 1))
+@settings(max_examples=examples(300))
+def test_tiers_that_store_what_some_requests_compute_and_share(world, count, failures, share):
+    world = shelved(world, 2, ChoosyShelf, failures=failures)
+    requests = random_requests(world.rng, count)
+    choices = [{f"shelf {i}": msgspec.Raw(b"\xc0") for i in (0, 1) if world.rng.random() < share} for _ in requests]
+    requests = [msgspec.structs.replace(one, options=chosen) for one, chosen in zip(requests, choices, strict=True)]
+    world.run(requests, 0.02)
     settle(world)
 
 
@@ -207,6 +219,48 @@ def test_a_prefix_comes_back_and_only_the_rest_is_computed(depth):
     assert made.scheduler.stats().step_tokens - before == 1
     assert made.scheduler.stats().blocks_loaded == 5
     assert made.outputs("again") == {0: toy_generate(PROMPT, 1, stop_ids=())}
+
+
+def test_a_reset_forgets_what_is_being_stored():
+    made = engine()
+    made.mover.latency = 0.0
+    made.ask("first", PROMPT, max_tokens=4)
+    while not made.ends():
+        made.deltas += made.loop.step()
+    assert made.scheduler.storing
+    made.loop.reset_prefix_cache()
+    made.mover.latency = 1.0
+    while made.scheduler.storing:
+        made.loop.idle()
+    assert made.shelf.tier.index == set()
+    assert made.scheduler.stats().blocks_not_stored == 6
+    made.run()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_tier_can_store_what_a_request_shares(depth):
+    """Nothing of the first request is stored; the second one finds its blocks, and they are stored for it."""
+    made = engine(depth, shelf=ChoosyShelf())
+    made.ask("first", PROMPT, max_tokens=1)
+    made.run()
+    assert made.scheduler.stats().blocks_stored == 0
+    made.ask("second", [*PROMPT, 8, 8, 8], options={"shelf": msgspec.Raw(b"\xc0")}, max_tokens=1)
+    made.run()
+    made.loop.idle()
+    assert made.ends()["second", 0].num_cached == 20
+    whole = [*PROMPT, 8, 8, 8]
+    assert made.shelf.tier.index == {name_of(whole[:end], 0) for end in (4, 8, 12, 16, 20, 24)}
+
+
+def test_a_tier_stores_what_is_still_being_computed_when_it_is_shared():
+    """Both requests come at once: the second shares blocks of a step in flight."""
+    made = engine(1, shelf=ChoosyShelf())
+    made.ask("first", PROMPT, max_tokens=4)
+    made.deltas += made.loop.step()
+    made.ask("second", [*PROMPT, 8, 8, 8], options={"shelf": msgspec.Raw(b"\xc0")}, max_tokens=1)
+    made.run()
+    made.loop.idle()
+    assert len(made.shelf.tier.index) == 6
 
 
 def test_two_requests_load_a_prefix_once_and_others_pass_them():

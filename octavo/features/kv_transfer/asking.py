@@ -216,10 +216,15 @@ class PrefillServers:
         if response.status != http.client.OK:
             text = f"status {response.status}: {answer[:_MOST_ERROR_BYTES].decode(errors='replace')}"
             raise AskedError(text, pauses=response.status not in _OF_THE_PROMPT)
-        return _offer(answer, server.host)
+        return offer_of(answer, server.host)
 
 
-def _offer(answer: bytes, host: str) -> Offer | None:
+def offer_of(answer: bytes, host: str) -> Offer | None:
+    """Read the answer of a server at this host; None if it keeps no block of the prompt.
+
+    Raises:
+        AskedError: its blocks can't be fetched.
+    """
     try:
         found = msgspec.json.decode(answer, type=_Choice).kv_transfer_params
         if found is None:

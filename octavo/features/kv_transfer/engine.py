@@ -134,19 +134,16 @@ class KvTransfer(EngineHook):
         return msgspec.msgpack.encode(self._offer(names) or _NOTHING)
 
     def _offer(self, names: Sequence[bytes]) -> Offer | None:
-        tier = self.tier
-        blocks = list(kept_ranges(names, self._pages.groups, tier.kept.keys() | tier.coming))
-        offer = Offer(
-            remote_host=self._ranks[0][0] if self._ranks else "",
-            remote_port=self._ranks[0][1] if self._ranks else 0,
-            remote_ranks=self._ranks or [],
-            blocks=blocks,
-            last_block="",
-        )
-        count = offer.num_blocks
-        if not self._ranks or not count:
+        """Return what is kept of blocks with these names; None for nothing."""
+        tier, ranks = self.tier, self._ranks
+        blocks = list(kept_ranges(names, self._pages.groups, lambda page: page in tier.kept or page in tier.coming))
+        count = max((end for ranges in blocks for _, end in ranges), default=0)
+        if not ranks or not count:
             return None
-        offer = msgspec.structs.replace(offer, last_block=names[count - 1].hex())
+        host, port = ranks[0]
+        offer = Offer(
+            remote_host=host, remote_port=port, remote_ranks=ranks, blocks=blocks, last_block=names[count - 1].hex()
+        )
         tier.use([page for page in offer.pages(names) if page in tier.kept])
         return offer
 
@@ -203,14 +200,12 @@ class KvTransfer(EngineHook):
         self.tier.clear()
 
     def metrics(self) -> Sequence[FeatureMetric]:
-        tier, servers, refused = self.tier, self.servers, self._num_refused
+        tier, servers = self.tier, self.servers
         found = [
             _metric("kv_transfer_blocks", "gauge", "KV blocks kept for other servers.", len(tier.kept)),
             _metric("kv_transfer_blocks_dropped", "counter", "KV blocks that were kept too long.", tier.num_dropped),
             _metric("kv_transfer_blocks_lost", "counter", "KV blocks that could not be fetched.", tier.num_lost),
-            _metric(
-                "kv_transfer_refused", "counter", "Offers of KV blocks that are not this model's.", self._num_refused
-            ),
+            _metric("kv_transfer_refused", "counter", "Offers of other models' KV blocks.", self._num_refused),
         ]
         if servers is not None:
             found += [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from octavo.cache.tier import page_name
 
 NAME = "kv_transfer"
 PARAM = "kv_transfer_params"
+_MOST_GROUPS, _MOST_BLOCKS = 256, 1 << 24
 
 Address = tuple[str, int]
 """Host and TCP port."""
@@ -36,6 +38,17 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     remote_ranks: list[Address]
     blocks: list[list[tuple[int, int]]]
     last_block: str
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which msgspec reports, for what no server offers: reading it might take for ever."""
+        if not self.remote_ranks or not all(0 <= port <= 65535 for _, port in self.remote_ranks):
+            raise ValueError("`remote_ranks` must have a host and a TCP port for each rank")
+        for ranges in self.blocks:
+            bounds = [bound for one in ranges for bound in one]
+            if any(after <= before for before, after in pairwise([-1, *bounds])) or bounds[-1:] > [_MOST_BLOCKS]:
+                raise ValueError("`blocks` must be rising ranges")
+        if len(self.blocks) > _MOST_GROUPS:
+            raise ValueError(f"`blocks` has {len(self.blocks)} groups of layers")
 
     @property
     def num_blocks(self) -> int:
@@ -101,9 +114,7 @@ def is_sent(options: Mapping[str, msgspec.Raw]) -> bool:
     return given is not None and bytes(given) == _SEND
 
 
-def kept_ranges(
-    names: Sequence[bytes], groups: int, kept: Iterable[bytes] | Mapping[bytes, object]
-) -> Iterator[list[tuple[int, int]]]:
-    """For each group, the ranges of blocks whose pages are among `kept`."""
+def kept_ranges(names: Sequence[bytes], groups: int, kept: Callable[[bytes], bool]) -> Iterator[list[tuple[int, int]]]:
+    """For each group, the ranges of the blocks whose pages are `kept`."""
     for group in range(groups):
-        yield ranges_of(index for index, name in enumerate(names) if page_name(name, group) in kept)
+        yield ranges_of(index for index, name in enumerate(names) if kept(page_name(name, group)))

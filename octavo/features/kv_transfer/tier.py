@@ -69,11 +69,13 @@ class PeerTier(Tier):
     def lost(self, pages: Sequence[bytes]) -> None:
         """Neither look for them where they were offered, nor among those that are kept: one rank may lack them."""
         self.num_lost += len(pages)
+        gone = set(pages)
+        for request, offered in self._of.items():
+            self._of[request] = [page for page in offered if page not in gone]
         for page in pages:
             self._offered.pop(page, None)
-            if page in self.kept:
-                del self.kept[page]
-                self.unwanted.append(page)
+            self.kept.pop(page, None)
+        self.unwanted += pages
 
     def use(self, pages: Sequence[bytes]) -> None:
         """Keep these pages longest."""
@@ -92,11 +94,9 @@ class PeerTier(Tier):
         """The request needs the pages no longer; return those that no other needs."""
         gone = []
         for page in self._of.pop(request, ()):
-            left = self._offered.get(page, 1) - 1
-            if left > 0:
-                self._offered[page] = left
-            else:
-                self._offered.pop(page, None)
+            self._offered[page] -= 1
+            if not self._offered[page]:
+                del self._offered[page]
                 gone.append(page)
         return gone
 

@@ -85,14 +85,20 @@ class TransferWorker(WorkerHook):
             case "expect":
                 return self._buffer.expect(args["pages"])
             case "drop":
+                _forget(self._sources, args["pages"])
                 return self._buffer.drop(args["pages"])
             case "sources":
-                host, port = args["ranks"][self._rank]
-                return self._sources.update(dict.fromkeys(args["pages"], (host, port)))
+                return self._learn(args["pages"], args["ranks"])
             case "forget":
                 return _forget(self._sources, args["pages"])
             case _:
                 return super().call(method, args)
+
+    def _learn(self, pages: Sequence[bytes], ranks: Sequence[Address]) -> None:
+        """Pages can be fetched from these ranks of another server; not if this rank is not among them."""
+        if self._rank < len(ranks):
+            host, port = ranks[self._rank]
+            self._sources.update(dict.fromkeys(pages, (host, port)))
 
     def _address(self) -> Address | None:
         """Where this rank sends; the host is empty if that is at all interfaces."""

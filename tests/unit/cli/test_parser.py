@@ -36,7 +36,6 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--data-parallel-backend", "ray"], "--distributed-executor-backend ray starts replicas"),
         (["--data-parallel-rank", "1"], "one server starts them all (--data-parallel-size)"),
         (["--headless"], "--node-rank starts the other machines"),
-        (["--kv-transfer-config.kv_role", "x"], "transfer of KV cache between servers is not supported"),
         (["-cc.cudagraph_mode", "x", "--tool-server", "demo"], "tools run by the server are not supported"),
         (["--hf-token", "t"], "set the variable HF_TOKEN"),
         (["--no-enable-chunked-prefill"], "raise --max-num-batched-tokens"),
