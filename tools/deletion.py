@@ -90,6 +90,8 @@ PUBLIC = (
     public("server/openai/completions.py", "prompt_embeds", "prompt_embeds prompt_embeds.", "a field of requests"),
     public("server/tokens/render.py", "prompt_embeds", "prompt_embeds", "a field of requests, named in an error"),
     public("text/prompts/prompt.py", "prompt_embeds", "prompt_embeds", "a key of prompts"),
+    public("server/openai/unsupported.py", "kv_transfer", "kv_transfer_params", "a field of vLLM's requests"),
+    public("server/tokens/protocol.py", "kv_transfer", "kv_transfer_params", "a field of vLLM's answers"),
     public("server/openai/unsupported.py", "logits_processors", "logits_processors", "a field of vLLM's requests"),
     public("server/schema/limits.py", "thinking", "thinking", "Anthropic's word for reasoning"),
     public("server/anthropic/events.py", "thinking", "thinking thinking_delta", "Anthropic's word for reasoning"),

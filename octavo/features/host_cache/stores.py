@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.features.host_cache.index import Link
+from octavo.nn.pages import large
 from octavo.worker.places import Places
 
 
@@ -62,11 +63,12 @@ class Memory:
 
     def __init__(self, count: int, page_bytes: int) -> None:
         try:
-            self._pages: NDArray[np.uint8] = np.empty((count, page_bytes), dtype=np.uint8)
-        except MemoryError as error:
+            memory: NDArray[np.uint8] = large(count * page_bytes).numpy()
+        except OSError as error:
             raise ConfigError(
                 f"--kv-offloading-size: {count * page_bytes / 2**30:.1f} GiB can't be allocated. Set a smaller size."
             ) from error
+        self._pages = memory[: count * page_bytes].reshape(count, page_bytes)
         self.count, self.page_bytes = count, page_bytes
         self.places = Places(count)
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.nn.pages import large
 from octavo.worker.places import Places
 
 
@@ -24,7 +25,8 @@ class PageBuffer:
 
     def __init__(self, count: int, page_bytes: int) -> None:
         self.count, self.page_bytes = count, page_bytes
-        self._pages: NDArray[np.uint8] = np.empty((count, page_bytes), dtype=np.uint8)
+        memory: NDArray[np.uint8] = large(count * page_bytes).numpy()
+        self._pages = memory[: count * page_bytes].reshape(count, page_bytes)
         self._places = Places(count)
         self._expected: set[bytes] = set()
         self._changed = threading.Condition()

@@ -58,6 +58,7 @@ class KvTransfer(EngineHook):
 
     def _expect(self, pages: Sequence[bytes]) -> None:
         """Tell the worker half now: another server may ask for them as soon as a request has ended."""
+        self._drop()
         self._pages.call("expect", {"pages": list(pages)}).add_done_callback(_logged)
 
     # Requests
@@ -165,7 +166,8 @@ class KvTransfer(EngineHook):
 
     @property
     def awaits(self) -> bool:
-        return any(not asked.done for asked in self._asked.values()) or self._starts
+        asks = any(not asked.done for asked in self._asked.values())
+        return asks or self._starts or bool(self.tier.coming)  # another server waits for what is coming
 
     @property
     def _starts(self) -> bool:
@@ -179,7 +181,11 @@ class KvTransfer(EngineHook):
                 (addresses, places), self._place = self._place, None
                 self._ranks = [(host, port) for host, port in addresses.result()]
                 self.tier.capacity = min(places.result())
-        if self.tier.unwanted and self._pages.awake:
+        if self._pages.awake:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self.tier.unwanted:
             gone, self.tier.unwanted = self.tier.unwanted, []
             self._pages.call("drop", {"pages": gone}).add_done_callback(_logged)
 

@@ -50,17 +50,18 @@ class PeerTier(Tier):
         return page not in self.kept
 
     def storing(self, pages: Sequence[bytes]) -> None:
+        """Make room first: the worker half drops what is unwanted before it gets these pages."""
         self.coming.update(pages)
+        while self.kept and len(self.kept) + len(self.coming) > self.capacity:
+            page, _ = self.kept.popitem(last=False)
+            self.num_dropped += 1
+            self.unwanted.append(page)
         if self.expects is not None:
             self.expects(pages)
 
     def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
         self.coming.difference_update(pages)
         self.use(pages)
-        while len(self.kept) > self.capacity:
-            page, _ = self.kept.popitem(last=False)
-            self.num_dropped += 1
-            self.unwanted.append(page)
 
     def not_stored(self, pages: Sequence[bytes]) -> None:
         self.coming.difference_update(pages)

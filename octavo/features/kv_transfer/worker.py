@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 _LEAST = 8
 """Fewest pages in the buffer of a rank."""
-_SPARE_PART = 8
-"""This part of the buffer is left for pages that arrive before others are dropped."""
+_SPARE_PART = 16
+"""This part of the buffer is left, since pages that are being read keep their places after they are dropped."""
 _ALL_INTERFACES = "0.0.0.0", "::"
 _THREADS = 8
 _ROOM_BYTES, _ROOMS = 16 << 20, 4
