@@ -1,7 +1,7 @@
 """A server that has its prompts computed by another one, beside servers that compute their own.
 
     python benchmarks/kv_transfer.py [--model smollm2] [--sizes 500,2000] [--streams 4] [--prompt 1500] [--rate 0.4]
-        [--seconds 30] [--cpus] [--first ARGS] [--second ARGS] [--output FILE]
+        [--seconds 30] [--cpus] [--gpus] [--first ARGS] [--second ARGS] [--output FILE]
 
 Starts a server that computes prompts and one that decodes, on one machine. Parts:
     first   for each size of prompt, the time to the first token at the second server: `here` it computes the prompt,
@@ -11,7 +11,8 @@ Starts a server that computes prompts and one that decodes, on one machine. Part
             prompts. `apart`: the second server takes all, and asks the first for long prompts. Percentiles of the gaps
             between two tokens of the streams, their tokens a second, and the time to first token of the prompts.
 
-Prompts are random tokens, times are measured at the client. `--cpus` gives each server half of the cores.
+Prompts are random tokens, times are measured at the client. `--cpus` gives each server half of the cores, `--gpus` a
+GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ START_S = 300
 class Server:
     """`octavo serve` in a process of its own."""
 
-    def __init__(self, model: str, cpus: Sequence[int], args: Sequence[str], log: Path) -> None:
+    def __init__(self, model: str, cpus: Sequence[int], gpu: str | None, args: Sequence[str], log: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -54,8 +55,9 @@ class Server:
         self._log = log
         command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", str(self.port), *args]
         pinned = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
+        seen = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         with log.open("wb") as output:
-            self._process = subprocess.Popen([*pinned, *command], stdout=output, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen([*pinned, *command], stdout=output, stderr=subprocess.STDOUT, env=seen)
 
     def wait(self) -> None:
         for _ in range(START_S * 10):
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--buffer", default="256M", help="kv_buffer_size of the first server")
     parser.add_argument("--cpus", action="store_true", help="half of the cores for each server")
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each server")
     parser.add_argument("--first", type=shlex.split, default=[], help="arguments of the first server")
     parser.add_argument("--second", type=shlex.split, default=[], help="arguments of the second server")
     parser.add_argument("--output", type=Path)
@@ -191,13 +194,10 @@ def main() -> None:
     half = len(cores) // 2 if args.cpus else 0
     with tempfile.TemporaryDirectory() as folder:
         role = ["--kv-transfer-config.kv_role", "kv_producer", "--kv-transfer-config.kv_buffer_size", args.buffer]
-        one = Server(args.model, cores[:half], [*role, *args.first], Path(folder) / "first")
-        two = Server(
-            args.model,
-            cores[half:] if half else [],
-            ["--prefill-servers", one.url, *args.second],
-            Path(folder) / "second",
-        )
+        gpus = ("0", "1") if args.gpus else (None, None)
+        one = Server(args.model, cores[:half], gpus[0], [*role, *args.first], Path(folder) / "first")
+        asking = ["--prefill-servers", one.url, *args.second]
+        two = Server(args.model, cores[half:] if half else [], gpus[1], asking, Path(folder) / "second")
         try:
             one.wait()
             two.wait()
