@@ -6,6 +6,7 @@ of the file system, a service does not. Version 1 has a tree for each resource, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def memory_left() -> int | None:
         if (limit := read(folder / limit_name) or "").isdigit() and (used := _number(folder / used_name)) is not None
     ]
     return max(min(left), 0) if left else None
+
+
+def memory() -> int:
+    """Return the bytes that this machine has, or that may still be used here if a limit leaves fewer."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    left = memory_left()
+    return there if left is None else min(there, left)
 
 
 def cpu_quota() -> float | None:

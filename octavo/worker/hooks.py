@@ -236,7 +236,8 @@ class WorkerHook:
         raise InvalidRequestError(f"The feature {self.name!r} has no method {method!r}.", param="method", value=method)
 
     def store(self, names: Sequence[bytes], pages: Tensor) -> Future[Collection[int]]:
-        """Keep pages of the KV cache. Called between steps for a feature with a `Tier`; must not wait for I/O.
+        """Keep pages of the KV cache. Called for a feature with a `Tier`, in any thread, by one at a time. Must not
+        wait for I/O. A large store makes several calls.
 
         Args:
             names: one a page, each of the same length; see `cache/tier.py`. All ranks of a divided model get the same:
@@ -250,8 +251,8 @@ class WorkerHook:
         raise NotImplementedError
 
     def load(self, names: Sequence[bytes], room: Callable[[], Tensor]) -> Future[Collection[int]]:
-        """Load what `store` was given under these names; likewise, but called in any thread, by one at a time: on a GPU
-        also where the result of another load is set. So hold no lock there that this takes.
+        """Load what `store` was given under these names; likewise: on a GPU also where the result of another load is
+        set. So hold no lock there that this takes.
 
         Args:
             room: returns [n, page bytes] uint8, to be filled. Call it once, in a thread: on a GPU, without `rooms`, it

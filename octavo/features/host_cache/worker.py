@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.device.cgroup import memory_left
+from octavo.device.cgroup import memory
 from octavo.features import FeatureContext
 from octavo.features.host_cache.files import Files
 from octavo.features.host_cache.settings import HostCacheSettings
@@ -74,9 +73,7 @@ class HostPages(WorkerHook):
     @staticmethod
     def _check_memory(own: int, site: Site) -> None:
         """Raise ConfigError if the machine has too little memory for all of its ranks."""
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if (left := memory_left()) is not None:
-            there = min(there, left)
+        there = memory()
         if own * site.neighbours > there:
             raise ConfigError(
                 f"--kv-offloading-size: {own * site.neighbours / 2**30:.1f} GiB are for this machine, which has "

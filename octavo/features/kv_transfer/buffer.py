@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.nn.pages import large
+from octavo.nn.pages import large, populate
 from octavo.worker.places import Places
 
 
 class PageBuffer:
-    """Memory of one rank. The system gives it when pages first fill it.
+    """Memory of one rank.
 
     Attributes:
         count: most pages.
@@ -25,11 +25,16 @@ class PageBuffer:
 
     def __init__(self, count: int, page_bytes: int) -> None:
         self.count, self.page_bytes = count, page_bytes
-        memory: NDArray[np.uint8] = large(count * page_bytes).numpy()
-        self._pages = memory[: count * page_bytes].reshape(count, page_bytes)
+        self._memory = large(count * page_bytes)
+        pages: NDArray[np.uint8] = self._memory.numpy()
+        self._pages = pages[: count * page_bytes].reshape(count, page_bytes)
         self._places = Places(count)
         self._expected: set[bytes] = set()
         self._changed = threading.Condition()
+
+    def populate(self) -> None:
+        """Have the system give the memory before pages fill it; see `nn.pages.populate`."""
+        populate(self._memory)
 
     def expect(self, pages: Sequence[bytes]) -> None:
         """These pages will be stored, or dropped."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.device.cgroup import memory
 from octavo.features import FeatureContext
 from octavo.features.kv_transfer.buffer import PageBuffer
 from octavo.features.kv_transfer.fetching import Connections
@@ -27,7 +28,7 @@ _SPARE_PART = 16
 """This part of the buffer is left, since pages that are being read keep their places after they are dropped."""
 _ALL_INTERFACES = "0.0.0.0", "::"
 _THREADS = 8
-_ROOM_BYTES, _ROOMS = 16 << 20, 4
+_ROOM_BYTES, _ROOMS = 16 << 20, 8
 """Of what a load fills at a time, each over a connection of its own."""
 
 
@@ -51,6 +52,21 @@ class TransferWorker(WorkerHook):
         self._connections = Connections(page_bytes, config.timeout)
         if not config.sends or self._listener is not None:
             return
+        self._buffer = PageBuffer(self._places(site), page_bytes)
+        if site.device.resident:  # a GPU fills it faster than the system gives it
+            self._threads.submit(self._buffer.populate)
+        port = config.kv_port + site.rank if config.kv_port else 0
+        self._listener = Listener(config.kv_ip, port, self._buffer)
+        log.info("send KV blocks at %s:%d, up to %d of %d bytes", *self._listener.address, self._buffer.count, page_bytes)
+
+    def _places(self, site: Site) -> int:
+        """Return how many pages fit into the buffer of this rank.
+
+        Raises:
+            ConfigError: these are too few, or there is not as much memory, or ranks are on other machines.
+        """
+        page_bytes, config = site.blocks.page_bytes, self._config
+        given = f"kv_transfer_config: kv_buffer_size={config.kv_buffer_size!r}"
         if site.neighbours < site.ranks:
             raise ConfigError(
                 f"kv_transfer_config: a model of {site.ranks} ranks on several machines can't send its KV blocks. Run "
@@ -59,13 +75,14 @@ class TransferWorker(WorkerHook):
         count = config.buffer_bytes // site.ranks // page_bytes
         if count < _LEAST:
             raise ConfigError(
-                f"kv_transfer_config: kv_buffer_size={config.kv_buffer_size!r} is too small: a KV block has "
-                f"{page_bytes} bytes in each of {site.ranks} ranks. Set at least {_LEAST * page_bytes * site.ranks}."
+                f"{given} is too small: a KV block has {page_bytes} bytes in each of {site.ranks} ranks. Set at least "
+                f"{_LEAST * page_bytes * site.ranks}."
             )
-        self._buffer = PageBuffer(count, page_bytes)
-        port = config.kv_port + site.rank if config.kv_port else 0
-        self._listener = Listener(config.kv_ip, port, self._buffer)
-        log.info("send KV blocks at %s:%d, up to %d of %d bytes", *self._listener.address, count, page_bytes)
+        if count * page_bytes * site.ranks > (there := memory()):
+            raise ConfigError(
+                f"{given} is more than the {there / 2**30:.1f} GiB of memory that this machine has. Set a smaller size."
+            )
+        return count
 
     def detach(self) -> None:
         self._connections.close()

@@ -101,6 +101,73 @@ def test_a_store_and_a_load_report_when_blocks_are_free_and_pages_are_there() ->
     assert mover.take() == [moved(2, TransferState.UNKNOWN)]
 
 
+def test_a_large_store_is_handed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, raw = blocks_of(torch.float32)
+    monkeypatch.setattr("octavo.worker.stores._PART_BYTES", 2 * blocks.page_bytes)
+    hook = Slow()
+    mover = Mover(blocks, LINK, {"slow": hook})
+    names = [b"%d" % i for i in range(5)]
+    mover.begin(Transfers(stores=[Transfer(1, "slow", names, [7, 6, 5, 4, 3])]))
+    assert len(hook.futures) == 3
+    assert all(torch.equal(hook.kept[name], raw[:, 7 - i].flatten()) for i, name in enumerate(names))
+    hook.futures[2].set_result([0])
+    assert mover.take() == [moved(1, TransferState.READ)]
+    hook.futures[0].set_result([1])
+    assert mover.take() == []
+    hook.futures[1].set_exception(OSError("a disk"))
+    assert mover.take() == [moved(1, TransferState.ENDED, 1, 2, 3, 4)]
+
+
+def test_copies_beside_steps_are_handed_over_without_one() -> None:
+    """Blocks are reported as read once all copies have ended."""
+    blocks, raw = blocks_of(torch.float32)
+    hook, copier = Announcing(), Beside()
+    mover = Mover(blocks, CopierLink(copier), {"slow": hook})
+    mover.begin(Transfers(stores=[Transfer(1, "slow", [b"a"], [3])]))
+    assert mover.take() == []
+    copier.ended.set()
+    assert hook.called.wait(30)
+    hook.futures[0].set_result(())
+    while not (news := mover.take()):
+        """The thread notes what the tier returned."""
+    assert news == [moved(1, TransferState.ENDED)]
+    assert torch.equal(hook.kept[b"a"], raw[:, 3].flatten())
+    mover.close()
+
+
+class Announcing(Slow):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = threading.Event()
+
+    def _later(self) -> Future[Collection[int]]:
+        future = super()._later()
+        self.called.set()
+        return future
+
+
+class Beside(HostCopier):
+    """Copies that end when the test says so, whether steps go on or not."""
+
+    anywhere = True
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def out(self, read: Callable[[], Tensor]) -> Copy:
+        values, ended = read(), self.ended
+
+        class Pending(HostCopy):
+            def done(self) -> bool:
+                return ended.is_set()
+
+            def wait(self) -> Tensor:
+                assert ended.wait(30)
+                return values
+
+        return Pending(values)
+
+
 class Waited(HostCopy):
     """A copy that has not ended before somebody waits for it."""
 

@@ -107,7 +107,7 @@ def test_a_store_ends_before_the_device_is_left() -> None:
 
 
 def test_limits_of_a_container_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "memory_left", lambda: 40 * PAGE)
+    monkeypatch.setattr(worker, "memory", lambda: 40 * PAGE)
     assert pages_of(40).call("places", {}) == 40
     with pytest.raises(ConfigError, match="are for this machine"):
         pages_of(41)
