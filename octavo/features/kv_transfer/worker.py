@@ -57,7 +57,8 @@ class TransferWorker(WorkerHook):
             self._threads.submit(self._buffer.populate)
         port = config.kv_port + site.rank if config.kv_port else 0
         self._listener = Listener(config.kv_ip, port, self._buffer)
-        log.info("send KV blocks at %s:%d, up to %d of %d bytes", *self._listener.address, self._buffer.count, page_bytes)
+        host, bound = self._listener.address
+        log.info("send KV blocks at %s:%d, up to %d of %d bytes", host, bound, self._buffer.count, page_bytes)
 
     def _places(self, site: Site) -> int:
         """Return how many pages fit into the buffer of this rank.

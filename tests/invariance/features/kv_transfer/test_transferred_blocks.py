@@ -80,6 +80,13 @@ def offers(loop: EngineLoop, asked: list[list[int]]) -> list[Offer]:
     return [msgspec.convert(found[str(i)], Offer) for i in range(len(asked))]
 
 
+def settle(loop: EngineLoop) -> None:
+    """Wait until nothing is on its way to the worker half, and it has dropped what it was to drop."""
+    while loop._scheduler.storing:
+        loop.idle()
+    loop.idle()
+
+
 def alone(config: dict[str, Any], asked: list[list[int]], **settings: Any) -> Tokens:
     with engine(config, **settings) as loop:
         return tokens_of(drive(loop, [request(str(i), tokens) for i, tokens in enumerate(asked)], at_once=1))
@@ -186,9 +193,7 @@ def test_a_little_buffer_keeps_what_was_computed_last() -> None:
         (places,) = producer.worker.call_hook(NAME, "places", {}).result(60)
         with engine(role="kv_consumer") as consumer:
             found = [offers(producer, [tokens])[0] for tokens in asked]
-            while producer._scheduler.storing:
-                producer.idle()
-            producer.idle()
+            settle(producer)
             metrics = {one.name: one.values[""] for one in producer.stats().features}
             assert metrics["kv_transfer_blocks"] <= places
             assert metrics["kv_transfer_blocks_dropped"] > 0
@@ -230,7 +235,7 @@ def test_what_may_be_of_other_weights_is_not_offered(how: str) -> None:
             producer.resume()
         else:
             producer.reset_prefix_cache()
-        producer.idle()
+        settle(producer)
         tokens, stats = fetched(consumer, asked, [before])
         assert tokens == expected
         assert stats.blocks_loaded == 0
