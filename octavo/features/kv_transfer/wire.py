@@ -4,7 +4,7 @@
 2. The other: how many pages it wants (4), the bytes of a name (4), and the names.
 3. The sender: how many of them it lacks (4), their indices (4 each, rising), and then the other pages in this order.
 
-2 and 3 may repeat. Whoever does not understand the other closes the connection.
+2 and 3 may repeat. A side that does not understand the other closes the connection.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import WAIT_S, Server, together, wait_until
+from serving import WAIT_S, Server, free_port, together, wait_until
 from toy_models import save_decoder
 
 pytestmark = pytest.mark.e2e
@@ -159,6 +160,44 @@ def test_a_client_that_leaves_ends_the_prompt_at_both_servers(serve: Serve) -> N
                 client.post(f"{decode.url}/v1/completions", json={"model": "smollm2", "prompt": long, "max_tokens": 4})
     decode.wait_idle()
     prefill.wait_idle()
+
+
+@pytest.mark.slow
+def test_a_prefill_server_that_comes_and_goes(serve: Serve) -> None:
+    """Under load it is killed and started again at its port, three times. Every answer is that of one server alone."""
+    keys = "--kv-transfer-config.kv_role", "kv_consumer", "--kv-transfer-config.min_tokens", "32"
+    port = str(free_port())
+    decode = serve("--prefill-servers", f"http://127.0.0.1:{port}", *keys, "--kv-transfer-config.timeout", "5")
+    decode.wait_ready()
+    local = {"kv_transfer_params": {"do_remote_prefill": False, "do_remote_decode": False}}
+    common = prompts(1)[0][:40]
+    asked = [common[: 8 * (i % 5)] + prompt[:64] for i, prompt in enumerate(prompts(24))]
+    expected = [tokens(decode, prompt, extra_body=local) for prompt in asked]
+    rng, stop = random.Random(4), threading.Event()
+
+    def client(_: int) -> list[int]:
+        wrong = []
+        while not stop.is_set():
+            i = rng.randrange(len(asked))
+            if tokens(decode, asked[i], extra_body={"cache_salt": str(rng.random())}) != expected[i]:
+                wrong.append(i)
+        return wrong
+
+    with ThreadPoolExecutor(6) as threads:
+        answers = [threads.submit(client, number) for number in range(6)]
+        try:
+            for _ in range(3):
+                before = decode.metric("octavo:kv_blocks_loaded_total")
+                prefill = serve(*PRODUCER, "--port", port)
+                wait_until(lambda: decode.metric("octavo:kv_blocks_loaded_total") > before + 100, "blocks are fetched")
+                for process in (*reversed(prefill.children()), prefill.process.pid):
+                    os.kill(process, signal.SIGKILL)
+                prefill.process.wait()
+        finally:
+            stop.set()
+        assert [answer.result(WAIT_S) for answer in answers] == [[]] * 6
+    assert decode.metric("octavo:prefills_failed_total") > 0
+    decode.wait_idle()
 
 
 def test_it_is_said_what_a_request_waits_for(serve: Serve) -> None:
