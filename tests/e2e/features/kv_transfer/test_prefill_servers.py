@@ -66,22 +66,39 @@ def streamed(server: Server, prompt: list[int]) -> list[int]:
     return [one for event in complete(server, prompt, stream=True) for one in event.choices[0].token_ids or []]
 
 
-def test_prompts_are_computed_by_the_prefill_server(serve: Serve) -> None:
-    """The decoding server computes only the rests of last blocks, and short prompts."""
-    prefill = serve(*PRODUCER, "--api-key", "key")
-    decode = serve(
-        *("--prefill-servers", prefill.url, "--prefill-api-key", "key", "--kv-transfer-config.kv_role", "kv_consumer"),
-        *("--kv-transfer-config.min_tokens", "32"),
-    )
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """A prefill server, which wants a key, and a server that asks it."""
+    folder = tmp_path_factory.mktemp("pair")
+    save_decoder(folder / "model", seed=3, vocab_size=512)
+    model = str(folder / "model")
+    prefill = Server(model, folder / "prefill", *SETTINGS, *PRODUCER, "--api-key", "key")
     prefill.http.headers["Authorization"] = "Bearer key"
-    prefill.wait_ready()
-    decode.wait_ready()
+    keys = "--kv-transfer-config.kv_role", "kv_consumer", "--kv-transfer-config.min_tokens", "32"
+    ask = "--prefill-servers", prefill.url, "--prefill-api-key", "key"
+    decode = Server(model, folder / "decode", *SETTINGS, *ask, *keys)
+    try:
+        prefill.wait_ready()
+        decode.wait_ready()
+        yield prefill, decode
+        for server in (decode, prefill):
+            assert server.stop() == 0, server.output()
+            assert "Traceback" not in server.output(), server.output()
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_prompts_are_computed_by_the_prefill_server(pair: tuple[Server, Server]) -> None:
+    """The decoding server computes only the rests of last blocks, and short prompts."""
+    prefill, decode = pair
     asked = prompts(6)
     expected = [tokens(prefill, prompt) for prompt in asked]
+    before = decode.metric("octavo:kv_blocks_loaded_total")
     assert together(lambda prompt: streamed(decode, prompt), asked) == expected
     assert decode.metric("octavo:prefills_asked_total") == 6
     assert decode.metric("octavo:prefills_failed_total") == 0
-    assert decode.metric("octavo:kv_blocks_loaded_total") == sum((len(one) - 1) // 16 for one in asked)
+    assert decode.metric("octavo:kv_blocks_loaded_total") - before == sum((len(one) - 1) // 16 for one in asked)
     assert tokens(decode, asked[0]) == expected[0]
     tokens(decode, asked[0][:30])
     assert decode.metric("octavo:prefills_asked_total") == 6, "cached or short"
@@ -89,11 +106,9 @@ def test_prompts_are_computed_by_the_prefill_server(serve: Serve) -> None:
     assert "sends them to servers that ask for them" in prefill.output()
 
 
-def test_a_router_passes_on_what_is_offered(serve: Serve) -> None:
+def test_a_router_passes_on_what_is_offered(pair: tuple[Server, Server]) -> None:
     """As vLLM's routers do: one token by the first server, whose parameters are passed to the second."""
-    first, second = serve(*PRODUCER), serve("--kv-transfer-config.kv_role", "kv_consumer")
-    first.wait_ready()
-    second.wait_ready()
+    first, second = pair
     asking = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -102,12 +117,36 @@ def test_a_router_passes_on_what_is_offered(serve: Serve) -> None:
         "remote_host": None,
         "remote_port": None,
     }
+    before = second.metric("octavo:kv_blocks_loaded_total")
     for prompt in prompts(3):
         expected = tokens(first, prompt)
         answer = complete(first, prompt, max_tokens=1, extra_body={"kv_transfer_params": asking})
         offered = answer.model_extra["kv_transfer_params"]
         assert tokens(second, prompt, extra_body={"kv_transfer_params": offered}) == expected
-    assert second.metric("octavo:kv_blocks_loaded_total") == sum((len(one) - 1) // 16 for one in prompts(3))
+    assert second.metric("octavo:kv_blocks_loaded_total") - before == sum((len(one) - 1) // 16 for one in prompts(3))
+
+
+def test_it_is_said_what_a_request_waits_for(pair: tuple[Server, Server]) -> None:
+    """While the prefill server stands still; what comes later and is short passes it."""
+    prefill, decode = pair
+    before = decode.metric("octavo:kv_blocks_loaded_total")
+    family = [prefill.process.pid, *prefill.children()]
+    for process in family:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(tokens, decode, [5] * 100)
+            text = f"its prompt, which {prefill.url} computes"
+            wait_until(lambda: text in decode.http.get("/debug/requests").text, "the request waits")
+            tokens(decode, [6] * 20)
+            assert not answer.done()
+            for process in family:
+                os.kill(process, signal.SIGCONT)
+            assert len(answer.result(WAIT_S)) == 12
+    finally:
+        for process in family:
+            os.kill(process, signal.SIGCONT)
+    assert decode.metric("octavo:kv_blocks_loaded_total") - before == 6
 
 
 @pytest.mark.parametrize(
@@ -198,29 +237,3 @@ def test_a_prefill_server_that_comes_and_goes(serve: Serve) -> None:
         assert [answer.result(WAIT_S) for answer in answers] == [[]] * 6
     assert decode.metric("octavo:prefills_failed_total") > 0
     decode.wait_idle()
-
-
-def test_it_is_said_what_a_request_waits_for(serve: Serve) -> None:
-    """While the prefill server stands still; what comes later and is short passes it."""
-    prefill = serve(*PRODUCER)
-    keys = "--kv-transfer-config.kv_role", "kv_both", "--kv-transfer-config.min_tokens", "32"
-    decode = serve("--prefill-servers", prefill.url, *keys)
-    prefill.wait_ready()
-    decode.wait_ready()
-    family = [prefill.process.pid, *prefill.children()]
-    for process in family:
-        os.kill(process, signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(tokens, decode, [5] * 100)
-            text = f"its prompt, which {prefill.url} computes"
-            wait_until(lambda: text in decode.http.get("/debug/requests").text, "the request waits")
-            tokens(decode, [6] * 20)
-            assert not answer.done()
-            for process in family:
-                os.kill(process, signal.SIGCONT)
-            assert len(answer.result(WAIT_S)) == 12
-    finally:
-        for process in family:
-            os.kill(process, signal.SIGCONT)
-    assert decode.metric("octavo:kv_blocks_loaded_total") == 6
