@@ -212,7 +212,7 @@ def test_a_prefill_server_that_comes_and_goes(serve: Serve) -> None:
     common = prompts(1)[0][:40]
     asked = [common[: 8 * (i % 5)] + prompt[:64] for i, prompt in enumerate(prompts(24))]
     expected = [tokens(decode, prompt, extra_body=local) for prompt in asked]
-    rng, stop = random.Random(4), threading.Event()
+    rng, stop, loaded = random.Random(4), threading.Event(), "octavo:kv_blocks_loaded_total"
 
     def client(_: int) -> list[int]:
         wrong = []
@@ -226,9 +226,9 @@ def test_a_prefill_server_that_comes_and_goes(serve: Serve) -> None:
         answers = [threads.submit(client, number) for number in range(6)]
         try:
             for _ in range(3):
-                before = decode.metric("octavo:kv_blocks_loaded_total")
+                enough = decode.metric(loaded) + 100
                 prefill = serve(*PRODUCER, "--port", port)
-                wait_until(lambda: decode.metric("octavo:kv_blocks_loaded_total") > before + 100, "blocks are fetched")
+                wait_until(lambda least=enough: decode.metric(loaded) > least, "blocks are fetched")
                 for process in (*reversed(prefill.children()), prefill.process.pid):
                     os.kill(process, signal.SIGKILL)
                 prefill.process.wait()
