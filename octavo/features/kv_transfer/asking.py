@@ -24,6 +24,8 @@ _AT_ONCE = 64
 """Most prompts that are with other servers; further ones wait here."""
 _PAUSE_S = 5.0
 """A server that did not answer is not asked again for as long."""
+_REFUSED_S = 60.0
+"""Nor one whose blocks can't be used."""
 _OF_THE_PROMPT = 400, 413, 422
 """Statuses that mean one prompt, such as one that is too long for the server."""
 _MOST_ERROR_BYTES = 2000
@@ -148,6 +150,16 @@ class PrefillServers:
         self._threads.submit(self._run, asked)
         return asked
 
+    def refuse(self, asked: Asked) -> None:
+        """The offer was of no use, and others of this server would be neither: ask it again much later."""
+        for server in self._servers:
+            if server.url == asked.server:
+                server.again = self._clock() + _REFUSED_S
+
+    def _count_failed(self) -> None:
+        with self._lock:
+            self.num_failed += 1
+
     def _run(self, asked: Asked) -> None:
         """Ask one server after the other, the one with the fewest tokens first, until one has computed the prompt."""
         errors: dict[str, str] = {}
@@ -163,14 +175,15 @@ class PrefillServers:
                     with self._lock:
                         server.tokens -= len(asked.tokens)
             if not asked.given_up:
-                self.num_failed += 1
-                log.warning(
+                self._count_failed()
+                log.log(
+                    logging.WARNING if errors else logging.DEBUG,
                     "no prefill server computed a prompt of %d tokens, so it is computed here: %s",
                     len(asked.tokens),
                     "; ".join(f"{url}: {error}" for url, error in errors.items()) or "none answered shortly before",
                 )
         except Exception:  # in a thread, whose end the request waits for
-            self.num_failed += 1
+            self._count_failed()
             log.exception("failed to ask prefill servers; a prompt is computed here")
         finally:
             asked.ended.set_result(None)

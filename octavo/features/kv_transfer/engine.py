@@ -73,30 +73,29 @@ class KvTransfer(EngineHook):
 
     def admit(self, request: Request, num_tokens: int) -> int:
         match self._options.get(request):
-            case Ask():
-                return self._ask(request, num_tokens)
+            case Ask() if self.servers is not None:
+                return self._ask(self.servers, request, num_tokens)
             case Fetch(offer):
                 self._options[request] = None
                 self._offered(request, offer)
         return num_tokens
 
-    def _ask(self, request: Request, num_tokens: int) -> int:
+    def _ask(self, servers: PrefillServers, request: Request, num_tokens: int) -> int:
         """Have a prompt computed elsewhere if too little of it is cached here; 0 while it is."""
         asked = self._asked.get(request.id)
         if asked is None:
             rest = request.num_prompt - request.num_computed
             salt = request.spec.namespace
-            if self.servers is None or rest < self._config.min_tokens or not self._is_plain(request):
+            if rest < self._config.min_tokens or not self._is_plain(request):
                 self._options[request] = None
                 return num_tokens
-            asked = self._asked[request.id] = self.servers.ask(
-                request.tokens[: request.num_prompt], salt, request.spec.priority
-            )
+            asked = servers.ask(request.tokens[: request.num_prompt], salt, request.spec.priority)
+            self._asked[request.id] = asked
         if not asked.done:
             return 0
         self._options[request] = None
-        if asked.offer is not None:
-            self._offered(request, asked.offer)
+        if asked.offer is not None and not self._offered(request, asked.offer):
+            servers.refuse(asked)
         return num_tokens
 
     def _is_plain(self, request: Request) -> bool:
@@ -104,22 +103,24 @@ class KvTransfer(EngineHook):
         own = request.spec.keys or request.namespace != request.spec.namespace
         return not own and len(self._pages.names(request)) > 0
 
-    def _offered(self, request: Request, offer: Offer) -> None:
-        """Another server has blocks of the prompt: let them be fetched."""
+    def _offered(self, request: Request, offer: Offer) -> bool:
+        """Another server has blocks of the prompt: let them be fetched. False if they are not those of this prompt."""
         pages = offer.pages(self._pages.names(request))
         if not pages:
             self._num_refused += 1
-            log.warning(
-                "%s:%d offers KV blocks of request %s that this server can't use: it has another model, other settings "
-                "(dtype, block size, ranks), or the request's adapter; the prompt is computed here",
+            log.log(
+                logging.WARNING if self._num_refused == 1 else logging.DEBUG,
+                "%s:%d offers KV blocks that can't be used for request %s: it has another model, other settings (dtype, "
+                "block size, ranks), or the request has an adapter; the prompt is computed here",
                 offer.remote_host,
                 offer.remote_port,
                 request.id,
             )
-            return
+            return False
         self.tier.offer(request, pages)
         told = self._pages.call("sources", {"pages": pages, "ranks": offer.remote_ranks})
         told.add_done_callback(_logged)
+        return True
 
     def waits_for(self, request: Request) -> str:
         asked = self._asked.get(request.id)
@@ -191,8 +192,7 @@ class KvTransfer(EngineHook):
 
     def on_failure(self) -> None:
         """What was on its way may have been lost with the steps that compute it."""
-        self.tier.unwanted += self.tier.coming
-        self.tier.coming.clear()
+        self.tier.clear()
 
     def on_park(self) -> None:
         """The worker half stops sending in a sleep."""

@@ -20,6 +20,10 @@ _PAUSE_S = 30.0
 """A server that could not be reached is not tried again for as long."""
 
 
+class PausedError(OSError):
+    """A server was not tried, since it could not be reached shortly before."""
+
+
 class Connections:
     """Connections to other servers, reused one after the other.
 
@@ -68,7 +72,7 @@ class Connections:
 
     def _open(self, address: Address) -> socket.socket:
         if time.monotonic() < self._again.get(address, 0.0):
-            raise OSError("it could not be reached shortly before")
+            raise PausedError("it could not be reached shortly before")
         try:
             connection = socket.create_connection(address, min(_CONNECT_S, self._timeout))
         except OSError:

@@ -60,8 +60,10 @@ class PeerTier(Tier):
             self.expects(pages)
 
     def stored(self, pages: Sequence[bytes], before: Sequence[bytes]) -> None:
+        """Keep those that are still expected: after a failure, or a reset, what comes late is dropped."""
+        self.unwanted += [page for page in pages if page not in self.coming]
+        self.use([page for page in pages if page in self.coming])
         self.coming.difference_update(pages)
-        self.use(pages)
 
     def not_stored(self, pages: Sequence[bytes]) -> None:
         self.coming.difference_update(pages)
@@ -102,6 +104,7 @@ class PeerTier(Tier):
         return gone
 
     def clear(self) -> None:
-        """Drop all pages that are kept."""
-        self.unwanted += self.kept
+        """Drop all pages that are kept, or on their way."""
+        self.unwanted += [*self.kept, *self.coming]
         self.kept.clear()
+        self.coming.clear()

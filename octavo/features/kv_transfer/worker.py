@@ -13,7 +13,7 @@ from octavo.core.errors import ConfigError
 from octavo.device.cgroup import memory
 from octavo.features import FeatureContext
 from octavo.features.kv_transfer.buffer import PageBuffer
-from octavo.features.kv_transfer.fetching import Connections
+from octavo.features.kv_transfer.fetching import Connections, PausedError
 from octavo.features.kv_transfer.listener import Listener
 from octavo.features.kv_transfer.offer import NAME, Address
 from octavo.features.kv_transfer.settings import KvTransferSettings, TransferConfig
@@ -162,7 +162,8 @@ class TransferWorker(WorkerHook):
         try:
             return self._connections.fetch(source, names, into)
         except OSError as error:
-            log.warning("failed to fetch %d KV blocks from %s:%d: %s", len(names), *source, error)
+            level = logging.DEBUG if isinstance(error, PausedError) else logging.WARNING
+            log.log(level, "failed to fetch %d KV blocks from %s:%d: %s", len(names), *source, error)
             return range(len(names))
 
 
