@@ -44,6 +44,7 @@ FEATURES = (
     "host_cache",
     "logits_processors",
     "lora",
+    "media",
     "pooling",
     "prompt_embeds",
     "speculation",

@@ -1,0 +1,116 @@
+"""The architectures whose images are read: which files of this folder they need. Without torch and NumPy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.errors import ConfigError, OctavoError
+from octavo.hub.files import ModelFiles
+from octavo.hub.json_file import read_json_if_there
+
+if TYPE_CHECKING:
+    from octavo.features.media.processors.base import Processor
+    from octavo.text.tokenizers.tokenizer import Tokenizer
+
+_FOLDER = "octavo.features.media"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        processor: module and class of its preprocessing.
+        tower: module of its tower, which has `build_tower`.
+        vision: values of `model_type` that its vision_config may have; a missing one is the first.
+        axes: positions of an image's tokens follow its rows and columns (M-RoPE).
+    """
+
+    processor: tuple[str, str]
+    tower: str
+    vision: tuple[str, ...]
+    axes: bool = False
+
+
+_TILED = ("tiled", "TiledProcessor")
+_NATIVE = ("native", "NativeProcessor")
+KINDS: Mapping[str, Kind] = {
+    "Idefics3ForConditionalGeneration": Kind(_TILED, "idefics3", ("idefics3_vision", "idefics3")),
+    "LlavaForConditionalGeneration": Kind(
+        ("single", "SingleProcessor"), "llava", ("clip_vision_model", "siglip_vision_model")
+    ),
+    "Qwen2VLForConditionalGeneration": Kind(_NATIVE, "qwen_vl", ("qwen2_vl", "qwen2_vl_vision"), axes=True),
+    "Qwen2_5_VLForConditionalGeneration": Kind(_NATIVE, "qwen_vl", ("qwen2_5_vl", "qwen2_5_vl_vision"), axes=True),
+    "SmolVLMForConditionalGeneration": Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm")),
+}
+_LACKING = {
+    "Gemma3ForConditionalGeneration": "its image tokens attend to later ones, which the decoders here do not",
+    "InternVLChatModel": "its checkpoint has the tower's tensors under names that are not read; use one in the form of "
+    "Transformers, whose tower is not supported either",
+    "InternVLForConditionalGeneration": "its tower, InternViT, is not supported",
+    "Llama4ForConditionalGeneration": "its tower is not supported",
+    "LlavaNextForConditionalGeneration": "its arrangement of tiles is not supported",
+    "LlavaOnevisionForConditionalGeneration": "its arrangement of tiles is not supported",
+    "Mistral3ForConditionalGeneration": "its tower, Pixtral's, is not supported",
+    "Qwen3VLForConditionalGeneration": "its decoder's first layers add states of the tower (DeepStack), which the "
+    "decoders here do not",
+}
+"""Architectures with images that only the text half is served of -> what is missing."""
+
+
+def has_images(config: Mapping[str, Any]) -> bool:
+    """Return whether an architecture reads images, supported or not."""
+    return _name(config) in KINDS or _name(config) in _LACKING
+
+
+def kind_of(config: Mapping[str, Any]) -> Kind:
+    """Return the kind of a model whose images are supported; see `lacking`."""
+    return KINDS[_name(config)]
+
+
+def lacking(config: Mapping[str, Any]) -> str:
+    """Return why images of this architecture are not supported; "" if they are."""
+    name = _name(config)
+    if name in _LACKING:
+        return f"images of {name} are not supported: {_LACKING[name]}"
+    if name not in KINDS:
+        return "this model takes only text"
+    kind = str(config.get("vision_config", {}).get("model_type") or KINDS[name].vision[0])
+    if kind not in KINDS[name].vision:
+        return f"images of {name} with a tower of type {kind!r} are not supported"
+    return ""
+
+
+def processor_config(files: ModelFiles) -> dict[str, Any]:
+    """Return how a checkpoint says that images are prepared; {} if it does not. Transformers 5 writes one file for all
+    that a processor does, with that of images inside.
+
+    Raises:
+        ModelFileError: a file is not JSON.
+    """
+    whole = read_json_if_there(files.path / "processor_config.json")
+    return dict(whole.get("image_processor") or {}) or read_json_if_there(files.path / "preprocessor_config.json")
+
+
+def make_processor(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer) -> Processor:
+    """Return the preprocessing of a model whose images are supported.
+
+    Raises:
+        ConfigError, ModelFileError: the checkpoint asks for something that is not supported, or its files don't fit.
+    """
+    module, name = kind_of(config).processor
+    make = getattr(importlib.import_module(f"{_FOLDER}.processors.{module}"), name)
+    try:
+        found: Processor = make(config, processor, tokenizer)
+    except OctavoError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"The model's preprocessor_config.json or config.json is damaged: {exc!r}.") from exc
+    return found
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    return str((config.get("architectures") or [""])[0])

@@ -1,0 +1,154 @@
+"""`MediaWorker`: the worker half. It encodes images, keeps the results, and writes those of a step over the embeddings
+of the placeholders."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.device.transfer import upload
+from octavo.features import FeatureContext
+from octavo.features.media.engine import refusal
+from octavo.features.media.kinds import kind_of, processor_config
+from octavo.features.media.payload import NAME, MediaStep
+from octavo.features.media.settings import MediaSettings
+from octavo.features.media.towers.tower import Tower, load_tower
+from octavo.hub.files import ModelFiles
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.model import EncoderModel, Model
+from octavo.nn.build import Build
+from octavo.nn.quant.base import everywhere
+from octavo.nn.quant.none import Unquantized
+from octavo.worker.hooks import Reserved, Site, WorkerHook
+from octavo.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_PATCHES_BETWEEN_STEPS = {"cpu": 1, "cuda": 4 * 1024}
+"""Patches that are encoded between two steps, if it is more than one image."""
+_WORKSPACE_PATCHES = 4 * 1024
+
+
+class MediaWorker(WorkerHook):
+    """The tower of a rank, which each rank has whole, and the images that it has encoded."""
+
+    name = NAME
+
+    def __init__(self, files: ModelFiles, settings: MediaSettings) -> None:
+        self._files, self._settings = files, settings
+        self._processor = processor_config(files) | settings.mm_processor_kwargs
+        self._tower: Tower | None = None
+        self._encoded: dict[bytes, Tensor] = {}
+        self._threads = torch.get_num_threads()
+        self._capacity = self._hidden = 0
+        self._device = torch.device("cpu")
+        self._timed: list[tuple[Any, Any]] = []
+
+    def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+        self._threads = worker.settings.threads or self._threads
+        self._load(worker.dtype, worker.device.torch_device, worker.checkpoint())
+        tower = self._tower
+        assert tower is not None
+        size = tower.hidden_size
+        if size != worker.spec.hidden_size:
+            raise ConfigError(
+                f"The tower of {self._files.name} makes embeddings of {size} numbers, and its decoder has "
+                f"{worker.spec.hidden_size}. Get the files that belong together."
+            )
+        each = size * worker.dtype.itemsize
+        self._capacity = max(tower.most, int(self._settings.mm_encoder_cache_gb * 2**30) // each)
+        workspace = tower.workspace_bytes(max(tower.most_patches, _WORKSPACE_PATCHES))
+        return Reserved(weights=tower.nbytes, workspace=workspace + self._capacity * each)
+
+    def attach(self, model: Model | EncoderModel, site: Site) -> None:
+        if self._tower is None:  # after a sleep
+            self._load(site.build.dtype, site.build.device, site.checkpoint())
+
+    def detach(self) -> None:
+        self._tower = None
+        self._encoded.clear()
+        self._timed.clear()
+
+    def _load(self, dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint) -> None:
+        build = Build(dtype, device, None, everywhere(Unquantized, dtype, device))
+        self._device = device
+        self._tower = load_tower(self._files.config, self._processor, build, checkpoint)
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        match method:
+            case "describe":
+                assert self._tower is not None
+                budget = _PATCHES_BETWEEN_STEPS[self._device.type] * self._tower.patch_size**2
+                return {"capacity": self._capacity, "budget": budget}
+            case "encode":
+                return self._encode(args["keep"], args["items"])
+        raise InvalidRequestError(f"The feature {self.name!r} has no method {method!r}.", param="method", value=method)
+
+    def _encode(self, keep: list[bytes], items: list[Any]) -> dict[str, Any]:
+        """Encode items; drop what is not kept. On a GPU this does not wait for the results."""
+        kept = set(keep)
+        for digest in [digest for digest in self._encoded if digest not in kept]:
+            del self._encoded[digest]
+        errors = []
+        began = self._mark()
+        at_start, threads = time.monotonic(), torch.get_num_threads()
+        torch.set_num_threads(self._threads)  # a native program leaves torch one
+        try:
+            for digest, shape, grid, count, pixels in items:
+                errors.append(self._encode_one(digest, tuple(shape), tuple(grid), count, pixels))
+        finally:
+            torch.set_num_threads(threads)
+        return {"errors": errors, "seconds": self._elapsed(began, time.monotonic() - at_start)}
+
+    @torch.inference_mode()
+    def _encode_one(
+        self, digest: bytes, shape: tuple[int, ...], grid: tuple[int, int], count: int, pixels: bytes | memoryview
+    ) -> str:
+        """Encode one; return the text of the error, or "". One that fails is not the others' fault."""
+        assert self._tower is not None
+        try:
+            images = upload(np.frombuffer(pixels, dtype=np.uint8).reshape(shape).copy(), self._device)
+            found = self._tower.encode(images, grid)
+            if found.shape[0] != count:
+                return f"the tower makes {found.shape[0]} embeddings of it, and the prompt has {count} places"
+            self._encoded[digest] = found
+        except Exception as exc:
+            log.exception("an image of %s could not be encoded", list(shape))
+            return str(exc)
+        return ""
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _elapsed(self, began: Any, host_s: float) -> float:
+        """Return the seconds of encodings that have ended: on a GPU, of earlier ones."""
+        if began is None:
+            return host_s
+        self._timed.append((began, self._mark()))
+        ended = [pair for pair in self._timed if pair[1].query()]
+        self._timed = [pair for pair in self._timed if pair not in ended]
+        return sum(first.elapsed_time(last) for first, last in ended) / 1000
+
+    def embed(self, x: Tensor, payload: MediaStep) -> None:
+        for piece in payload.pieces:
+            rows = self._encoded[piece.digest][piece.first : piece.first + piece.count]
+            x[piece.start : piece.start + piece.count] = rows
+
+
+def build_worker(context: FeatureContext) -> MediaWorker | None:
+    """Return None if images of the model are not read."""
+    if context.files is None or refusal(context):
+        return None
+    kind_of(context.files.config)
+    return MediaWorker(context.files, context.settings_of(MediaSettings))
