@@ -70,6 +70,7 @@ class MediaEngine(EngineHook):
 
     name = NAME
     opt_in = True
+    sends_options = False
     admits_for_good = True
 
     def __init__(self, info: MediaInfo, *, axes: bool) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
+from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
 from octavo.features import FeatureContext
 from octavo.features.media.engine import refusal
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 _PATCHES_BETWEEN_STEPS = {"cpu": 1, "cuda": 4 * 1024}
 """Patches that are encoded between two steps, if it is more than one image."""
 _WORKSPACE_PATCHES = 4 * 1024
+_SHIFTED = "shifted"
 
 
 class MediaWorker(WorkerHook):
@@ -50,6 +53,13 @@ class MediaWorker(WorkerHook):
         self._capacity = self._hidden = 0
         self._device = torch.device("cpu")
         self._timed: list[tuple[Any, Any]] = []
+        self._axes = kind_of(files.config).axes
+        self._after: dict[int, int] = {}
+        """Slot -> what is added to the positions of all tokens after its prompt, if it has images."""
+        self._shifts = torch.empty(0)
+        self._shifted = False
+        self._used = 0
+        """Entries of the buffer that may not be 0."""
 
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         self._threads = worker.settings.threads or self._threads
@@ -140,15 +150,60 @@ class MediaWorker(WorkerHook):
         self._timed = [pair for pair in self._timed if pair not in ended]
         return sum(first.elapsed_time(last) for first, last in ended) / 1000
 
+    def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
+        if not self._axes:
+            return {}
+        self._shifts = torch.zeros(max_tokens, 3, dtype=torch.int32, device=self._device)
+        return {"axis_shifts": self._shifts}
+
+    def add(self, slot: int, options: msgspec.Raw | None) -> None:
+        self._after.pop(slot, None)
+
+    def lay_out(self, plan: StepPlan, payload: MediaStep | None) -> None:
+        """Write what images add to the positions of the step's tokens.
+
+        Of the tokens after a prompt that is the same number for all. So only steps with parts of such prompts have a
+        payload for it, and others can be replayed: recordings read the buffer.
+        """
+        if not self._axes:
+            return
+        for piece in () if payload is None else payload.shifts:
+            self._after[piece.slot] = piece.after
+        shifted = [self._after.get(slot, 0) for slot in plan.slots]
+        self._shifted = any(shifted)
+        if self._shifted or payload is not None:
+            rows = np.repeat(np.asarray(shifted, dtype=np.int32), plan.num_tokens)
+            shifts = np.repeat(rows[:, None], 3, axis=1)
+            for piece in () if payload is None else payload.shifts:
+                shifts[piece.start : piece.start + piece.count] = np.frombuffer(piece.shifts, np.int32).reshape(-1, 3)
+            self._shifts[: len(shifts)] = upload(shifts, self._device)
+            self._shifted = bool(shifts.any())
+            self._used = max(self._used, len(shifts))
+        elif self._used:
+            self._shifts[: self._used].zero_()
+            self._used = 0
+
     def embed(self, x: Tensor, payload: MediaStep) -> None:
         for piece in payload.pieces:
-            rows = self._encoded[piece.digest][piece.first : piece.first + piece.count]
+            encoded = self._encoded.get(piece.digest)
+            if encoded is None:  # a recorded step, which is computed again without the calls in between
+                raise UnsupportedError("The images of this step are not encoded here, so it can't be computed.")
+            rows = encoded[piece.first : piece.first + piece.count]
             x[piece.start : piece.start + piece.count] = rows
+
+
+class ShiftingWorker(MediaWorker):
+    """On a CPU, the kernels that draw tokens, too, know one position of a token. Other kernels compute the steps of
+    requests whose positions images have shifted, and torch draws."""
+
+    def variant(self, payload: MediaStep | None) -> Hashable | None:
+        return _SHIFTED if self._shifted else None
 
 
 def build_worker(context: FeatureContext) -> MediaWorker | None:
     """Return None if images of the model are not read."""
     if context.files is None or refusal(context):
         return None
-    kind_of(context.files.config)
-    return MediaWorker(context.files, context.settings_of(MediaSettings))
+    shifts = kind_of(context.files.config).axes and context.device == "cpu"
+    make = ShiftingWorker if shifts else MediaWorker
+    return make(context.files, context.settings_of(MediaSettings))
