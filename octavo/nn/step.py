@@ -59,8 +59,8 @@ class StepInput:
         unseen: [T] int32, not negative: if bit b is set, the token does not attend to the key b places before its own,
             which is a draft on another path. None: all attend to all keys before them. Without windows and linear
             biases only, since positions then differ from places in the cache.
-        axis_shifts: [T, axes] int32, added to each token's position for its positions along several axes, if the model's
-            rotations have them (`RopeSpec.sections`); None adds nothing.
+        axis_shifts: [T, axes] int32, added to each token's position for its positions along several axes, if the
+            model's rotations have them (`RopeSpec.sections`); None adds nothing.
         rotations: [T, width] float32, each token's cosines and sines, in place of the rows of `Rope.cos_sin` at its
             position; `positions` are then rows of this table. None without `axis_shifts`.
         shared: common prefixes of rows with one token each; None if there are none worth sharing. Backends may ignore

@@ -65,13 +65,13 @@ def converted(given: Any, max_pixels: int, param: str) -> Image:
 
 def _in_rgb(image: Image) -> Image:
     """Convert to RGB; what is transparent becomes white, as in Transformers."""
-    from PIL import Image as images
+    from PIL import Image as Pillow
 
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     image = image.convert("RGBA")
-    white = images.new("RGBA", image.size, (255, 255, 255, 255))
-    return images.alpha_composite(white, image).convert("RGB")
+    white = Pillow.new("RGBA", image.size, (255, 255, 255, 255))
+    return Pillow.alpha_composite(white, image).convert("RGB")
 
 
 def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
@@ -80,8 +80,8 @@ def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
         raise InvalidRequestError(f"{param} has no pixels: it is {width} x {height}.", param=param)
     if width * height > max_pixels:
         raise InvalidRequestError(
-            f"{param} has {width} x {height} pixels; images may have {max_pixels:,} (--max-image-pixels). Send a smaller "
-            "one.",
+            f"{param} has {width} x {height} pixels; images may have {max_pixels:,} (--max-image-pixels). Send a "
+            "smaller one.",
             param=param,
             value=width * height,
         )

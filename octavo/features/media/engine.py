@@ -14,7 +14,7 @@ from octavo.core.errors import EngineStateError, InvalidRequestError
 from octavo.core.plan import PlanDraft
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
-from octavo.features.media.kinds import has_images, kind_of, lacking, processor_config
+from octavo.features.media.kinds import has_images, kind_of, processor_config, refusal
 from octavo.features.media.payload import NAME, EmbedPiece, ImageItem, MediaInfo, MediaStep, ShiftPiece
 from octavo.features.media.settings import MediaSettings
 from octavo.schedule.hooks import EngineHook
@@ -178,7 +178,8 @@ class MediaEngine(EngineHook):
                 self._encoded[digest] = size  # now the most recently used
         if not lacking:
             return
-        chosen, patches = [], 0
+        chosen: list[ImageItem] = []
+        patches = 0
         for item in lacking:
             patches += item.shape[0] * item.shape[1] * item.shape[2]
             if chosen and patches > self._budget:
@@ -305,19 +306,3 @@ def build_engine(context: FeatureContext) -> EngineHook | None:
         max_pixels=settings.max_image_pixels,
     )
     return MediaEngine(info, axes=kind_of(config).axes)
-
-
-def refusal(context: FeatureContext) -> str:
-    """Return why images of the model are not read; "" if they are. Both halves follow it."""
-    files, settings = context.files, context.settings_of(MediaSettings)
-    if files is None or not context.generates:
-        return "this model takes only text"
-    if why := lacking(files.config):
-        return why
-    if files.format == "gguf":
-        return "a GGUF file has no weights for images; files of their own (mmproj) are not read"
-    if not settings.limit:
-        return "the server was started with --limit-mm-per-prompt image=0"
-    if not processor_config(files):
-        return f"{files.path} has neither preprocessor_config.json nor processor_config.json"
-    return ""

@@ -76,8 +76,8 @@ class Fetcher:
     def _of_file(self, url: str, param: str) -> bytes:
         if not self.local_path:
             raise InvalidRequestError(
-                f"{param} is a file:// URL, and this server reads no files. Start it with --allowed-local-media-path DIR, "
-                "or send the image as a data: URL.",
+                f"{param} is a file:// URL, and this server reads no files. Start it with --allowed-local-media-path "
+                "DIR, or send the image as a data: URL.",
                 param=param,
                 value=_shown(url),
             )
@@ -122,7 +122,7 @@ class Fetcher:
         if parts.scheme not in ("http", "https") or not host:
             raise _not_fetched(url, "it leads to another kind of URL than http or https", param)
         address = self._address(host, parts.port or (443 if parts.scheme == "https" else 80), url, param)
-        link = _Connection(host, parts.scheme == "https", address, until)
+        link = _Connection(host, address, until, secure=parts.scheme == "https")
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             link.request("GET", target, headers={"User-Agent": f"octavo/{__version__}", "Accept": "image/*"})
@@ -155,8 +155,8 @@ class Fetcher:
         named = host.lower() in self.domains
         if self.domains and not named:
             raise InvalidRequestError(
-                f"{param}: images may be fetched from {', '.join(self.domains)} (--allowed-media-domains), and not from "
-                f"{host}. Send the image as a data: URL.",
+                f"{param}: images may be fetched from {', '.join(self.domains)} (--allowed-media-domains), and not "
+                f"from {host}. Send the image as a data: URL.",
                 param=param,
                 value=_shown(url),
             )
@@ -174,7 +174,7 @@ class Fetcher:
 class _Connection(http.client.HTTPConnection):
     """A connection to one address, whatever the host's name stands for later."""
 
-    def __init__(self, host: str, secure: bool, address: tuple[str, int], until: float) -> None:  # noqa: FBT001
+    def __init__(self, host: str, address: tuple[str, int], until: float, *, secure: bool) -> None:
         default = 443 if secure else 80
         super().__init__(host, None if address[1] == default else address[1])
         self._host, self._secure, self._address, self._until = host, secure, address, until

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import ConfigError, OctavoError
+from octavo.features import FeatureContext
+from octavo.features.media.settings import MediaSettings
 from octavo.hub.files import ModelFiles
 from octavo.hub.json_file import read_json_if_there
 
@@ -81,6 +83,22 @@ def lacking(config: Mapping[str, Any]) -> str:
     kind = str(config.get("vision_config", {}).get("model_type") or KINDS[name].vision[0])
     if kind not in KINDS[name].vision:
         return f"images of {name} with a tower of type {kind!r} are not supported"
+    return ""
+
+
+def refusal(context: FeatureContext) -> str:
+    """Return why images of the model are not read; "" if they are. Both halves follow it."""
+    files, settings = context.files, context.settings_of(MediaSettings)
+    if files is None or not context.generates:
+        return "this model takes only text"
+    if why := lacking(files.config):
+        return why
+    if files.format == "gguf":
+        return "a GGUF file has no weights for images; files of their own (mmproj) are not read"
+    if not settings.limit:
+        return "the server was started with --limit-mm-per-prompt image=0"
+    if not processor_config(files):
+        return f"{files.path} has neither preprocessor_config.json nor processor_config.json"
     return ""
 
 

@@ -149,7 +149,8 @@ class Reader:
     def _check_count(self, count: int, param: str) -> None:
         if count > self._own.limit:
             raise InvalidRequestError(
-                f"At most {self._own.limit} image(s) may be provided in one prompt (--limit-mm-per-prompt), got {count}.",
+                f"At most {self._own.limit} image(s) may be provided in one prompt (--limit-mm-per-prompt), got "
+                f"{count}.",
                 param=param,
                 value=count,
             )
@@ -205,7 +206,8 @@ class Reader:
 
     def _image(self, part: GivenPart) -> tuple[Image, Any]:
         """Return a part's image, and its `detail`."""
-        given, param, detail = part.data, part.param, part.part.get("detail")
+        given: Any = part.data
+        param, detail = part.param, part.part.get("detail")
         if isinstance(given, Mapping):
             given, detail, param = given.get("url"), given.get("detail", detail), f"{param}.url"
         if part.kind == "image" and given is None:  # as templates know it: {"type": "image", "url": ...}

@@ -17,8 +17,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedErro
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
 from octavo.features import FeatureContext
-from octavo.features.media.engine import refusal
-from octavo.features.media.kinds import kind_of, processor_config
+from octavo.features.media.kinds import kind_of, processor_config, refusal
 from octavo.features.media.payload import NAME, MediaStep
 from octavo.features.media.settings import MediaSettings
 from octavo.features.media.towers.tower import Tower, load_tower
@@ -148,7 +147,7 @@ class MediaWorker(WorkerHook):
         self._timed.append((began, self._mark()))
         ended = [pair for pair in self._timed if pair[1].query()]
         self._timed = [pair for pair in self._timed if pair not in ended]
-        return sum(first.elapsed_time(last) for first, last in ended) / 1000
+        return sum(float(first.elapsed_time(last)) for first, last in ended) / 1000
 
     def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
         if not self._axes:

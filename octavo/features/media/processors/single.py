@@ -54,12 +54,16 @@ class SingleProcessor(Processor):
         final = self._crop if self._crops else self._size
         if (final.get("height"), final.get("width")) != (side, side):
             raise ConfigError(
-                f"The model's preprocessor makes images of {final}, and its vision_config has image_size={side}. Octavo "
-                "supports square images of that size."
+                f"The model's preprocessor makes images of {final}, and its vision_config has image_size={side}. "
+                "Octavo supports square images of that size."
             )
-        whole = config.get("vision_feature_select_strategy", "default") == "full"
-        # The first state is left out: CLIP's is no patch. SigLIP has only patches.
-        self._count = (side // self._patch) ** 2 + (clip if whole else clip - 1)
+        skips = config.get("vision_feature_select_strategy", "default") == "default"
+        if skips and not clip:
+            raise ConfigError(
+                "The model's config has vision_feature_select_strategy='default', which leaves out the first state, "
+                "and SigLIP's is of a patch. Octavo supports 'full' for it."
+            )
+        self._count: int = (side // self._patch) ** 2 + int(clip and not skips)
 
     @property
     def most(self) -> int:
@@ -70,7 +74,7 @@ class SingleProcessor(Processor):
         if self._pads:
             pixels = self._squared(pixels)
         if self._resizes:
-            pixels = resized(pixels, *self._target(*pixels.shape[:2]), self._resample)
+            pixels = resized(pixels, *self._target(pixels.shape[0], pixels.shape[1]), self._resample)
         if self._crops:
             pixels = center_crop(pixels, self._crop["height"], self._crop["width"])
         item = Item(pixels[None], self._count)

@@ -42,8 +42,8 @@ class TiledProcessor(Processor):
         self._tile = edges(processor.get("max_image_size", {"longest_edge": 364}), "max_image_size").get("longest_edge")
         if self._tile != side or side % patch:
             raise ConfigError(
-                f"The model's preprocessor has tiles of {self._tile} pixels, and its vision_config image_size={side} and "
-                f"patch_size={patch}. Octavo supports tiles of that size, in whole patches."
+                f"The model's preprocessor has tiles of {self._tile} pixels, and its vision_config image_size={side} "
+                f"and patch_size={patch}. Octavo supports tiles of that size, in whole patches."
             )
         scale = digits(config, "scale_factor", 2)
         self._count = int((side // patch) ** 2 / scale**2)
@@ -62,10 +62,10 @@ class TiledProcessor(Processor):
         pixels, tile = np.asarray(image), self._tile
         assert tile is not None
         if self._resizes:
-            pixels = self._resized(pixels, *self._target(*pixels.shape[:2]))
+            pixels = self._resized(pixels, *self._target(pixels.shape[0], pixels.shape[1]))
         if coarse or not self._splits:
             return self._whole(self._resized(pixels, tile, tile), "")
-        pixels = self._resized(pixels, *_multiples(*pixels.shape[:2], tile))
+        pixels = self._resized(pixels, *_multiples(pixels.shape[0], pixels.shape[1], tile))
         rows, columns = pixels.shape[0] // tile, pixels.shape[1] // tile
         if (rows, columns) == (1, 1):
             return self._whole(pixels, "")

@@ -56,13 +56,15 @@ class Idefics3Tower(Tower):
         x = self.patches(self._pixels(images)) + self.positions.weight[self._order]
         for layer in self.layers:
             x = layer(x)
-        return self.projection(self._gathered(self.norm(x))).flatten(0, 1)
+        projected: Tensor = self.projection(self._gathered(self.norm(x)))
+        return projected.flatten(0, 1)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Concatenate the states of each square of patches: [n, side ** 2, size] to [n, most, size * scale ** 2]."""
         edge = self.side // self.scale
         squares = x.unflatten(1, (edge, self.scale, edge, self.scale))
-        return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+        gathered: Tensor = squares.transpose(2, 3).flatten(3).flatten(1, 2)
+        return gathered
 
 
 def _bucket_order(side: int) -> Tensor:

@@ -37,7 +37,7 @@ class LlavaTower(Tower):
         self._places = [place + depth + 1 if place < 0 else place for place in places]
         if not all(0 <= place <= depth for place in self._places):
             raise ValueError(f"vision_feature_layer={stated} of {depth} layers")
-        self._skips = clip and value_or(config, "vision_feature_select_strategy", "default") == "default"
+        self._skips = value_or(config, "vision_feature_select_strategy", "default") == "default"
         self._pixels = Pixels(processor, b, standard=not clip)
         spec = VitSpec(
             size,
