@@ -67,7 +67,7 @@ def token(text: str) -> int:
     return int(tokenizer().token_to_id(text))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A kind of model.
 
@@ -181,7 +181,7 @@ def cases() -> dict[str, Case]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Made:
     """A checkpoint on disk, and the same model and processor in Transformers."""
 

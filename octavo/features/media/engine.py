@@ -3,6 +3,7 @@ which of them a step needs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.core.errors import EngineStateError, InvalidRequestError
+from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError
 from octavo.core.plan import PlanDraft
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
@@ -23,6 +24,9 @@ from octavo.schedule.request import Request
 
 if TYPE_CHECKING:
     from octavo.features.media.positions import Positions
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -284,14 +288,22 @@ class MediaEngine(EngineHook):
 
 
 def build_engine(context: FeatureContext) -> EngineHook | None:
-    """Return None for models of text, and if the settings leave no image."""
+    """Return None for models of text.
+
+    Raises:
+        ConfigError: a setting has no effect on the model.
+    """
     files, settings = context.files, context.settings_of(MediaSettings)
     if files is None or not has_images(files.config):
+        if settings.mm_processor_kwargs:
+            raise ConfigError("--mm-processor-kwargs has no effect: this model takes only text. Leave it out.")
         return None
     if not context.generates:
         return NoImages("this server makes embeddings of texts")
     why = refusal(context)
     if why:
+        if settings.limit:
+            log.warning("the model is served for text only: %s", why)
         return NoImages(why)
     config = files.config
     kept = {name: value for name, value in config.items() if not isinstance(value, dict)}

@@ -14,8 +14,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.json_file import read_json_if_there
 
 if TYPE_CHECKING:
-    from octavo.features.media.processors.base import Processor
-    from octavo.text.tokenizers.tokenizer import Tokenizer
+    from octavo.features.media.processors.base import LoadTokenizer, Processor
 
 _FOLDER = "octavo.features.media"
 
@@ -87,7 +86,11 @@ def lacking(config: Mapping[str, Any]) -> str:
 
 
 def refusal(context: FeatureContext) -> str:
-    """Return why images of the model are not read; "" if they are. Both halves follow it."""
+    """Return why images of the model are not read; "" if they are. Both halves follow it.
+
+    Raises:
+        ConfigError: a setting has no effect on the model.
+    """
     files, settings = context.files, context.settings_of(MediaSettings)
     if files is None or not context.generates:
         return "this model takes only text"
@@ -97,8 +100,14 @@ def refusal(context: FeatureContext) -> str:
         return "a GGUF file has no weights for images; files of their own (mmproj) are not read"
     if not settings.limit:
         return "the server was started with --limit-mm-per-prompt image=0"
-    if not processor_config(files):
+    stated = processor_config(files)
+    if not stated:
         return f"{files.path} has neither preprocessor_config.json nor processor_config.json"
+    check_fields(files.config, settings.mm_processor_kwargs)
+    try:
+        make_processor(files.config, stated | settings.mm_processor_kwargs, context.load_tokenizer)
+    except OctavoError as exc:
+        return str(exc)
     return ""
 
 
@@ -113,21 +122,36 @@ def processor_config(files: ModelFiles) -> dict[str, Any]:
     return dict(whole.get("image_processor") or {}) or read_json_if_there(files.path / "preprocessor_config.json")
 
 
-def make_processor(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer) -> Processor:
+def make_processor(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> Processor:
     """Return the preprocessing of a model whose images are supported.
 
     Raises:
         ConfigError, ModelFileError: the checkpoint asks for something that is not supported, or its files don't fit.
     """
-    module, name = kind_of(config).processor
-    make = getattr(importlib.import_module(f"{_FOLDER}.processors.{module}"), name)
     try:
-        found: Processor = make(config, processor, tokenizer)
+        make = _processor_class(config)
+        return make(config, processor, tokenizer)
     except OctavoError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ConfigError(f"The model's preprocessor_config.json or config.json is damaged: {exc!r}.") from exc
+
+
+def _processor_class(config: Mapping[str, Any]) -> type[Processor]:
+    module, name = kind_of(config).processor
+    found: type[Processor] = getattr(importlib.import_module(f"{_FOLDER}.processors.{module}"), name)
     return found
+
+
+def check_fields(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a field in place of a preprocessor's has no effect on this model."""
+    known = _processor_class(config).fields
+    odd = next((name for name in given if name not in known), None)
+    if odd is not None:
+        raise ConfigError(
+            f"--mm-processor-kwargs has {odd!r}, which has no effect on this model. It takes "
+            f"{', '.join(sorted(known))}."
+        )
 
 
 def _name(config: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ class Reader:
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, own: MediaInfo) -> None:
         self._tokenizer, self._info, self._own = tokenizer, info, own
-        self._processor = make_processor(own.config, own.processor, tokenizer)
+        self._processor = make_processor(own.config, own.processor, lambda: tokenizer)
         self._fetcher = Fetcher(
             tuple(host.lower() for host in own.domains), own.local_path, own.timeout_s, own.max_bytes
         )

@@ -33,6 +33,11 @@ class MediaText(TextHook):
         self._info = context.info.facts(NAME, MediaInfo)
         self._reader: Reader | None = None
 
+    def start_rows(self) -> list[tuple[str, str]]:
+        if self._info is None:
+            return []
+        return [("images", f"no: {self._info.refused}" if self._info.refused else f"up to {self._info.limit} a prompt")]
+
     def check_parts(self, given: Sequence[GivenPart]) -> None:
         for part in given:
             if part.kind not in _IMAGES:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,11 @@ class Run:
     count: int
 
 
+LoadTokenizer = Callable[[], Tokenizer]
+"""Returns the model's tokenizer, which may take long the first time."""
+NORMALIZING = frozenset(("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"))
+"""Fields that the tower reads."""
+
 Piece = list[int] | Run
 """A part of what an image is in a prompt: tokens, or placeholders."""
 
@@ -62,10 +67,23 @@ class Processor(ABC):
     Attributes:
         token: the token that a chat template writes for an image.
         around: tokens before and after it, where a template knows no images.
+        fields: of preprocessor_config.json that are read.
     """
 
+    fields: ClassVar[frozenset[str]] = frozenset()
     token: int
     around: tuple[list[int], list[int]] = ([], [])
+
+    @abstractmethod
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> None:
+        """
+        Args:
+            config: of the model.
+            processor: see `MediaInfo`.
+
+        Raises:
+            ConfigError, ModelFileError: a field asks for something that is not supported, or is damaged.
+        """
 
     @abstractmethod
     def pieces(self, image: Image, *, coarse: bool) -> Sequence[Piece]:
@@ -123,21 +141,12 @@ def switch(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
     return bool(config.get(name, default))
 
 
-def one_token(tokenizer: Tokenizer, text: str) -> int:
+def one_token(tokenizer: LoadTokenizer, text: str) -> int:
     """Return the token of a text that must be one. Raise ConfigError if it is not."""
-    found = tokenizer.encode(text, add_special_tokens=False)
+    found = tokenizer().encode(text, add_special_tokens=False)
     if len(found) != 1:
         raise ConfigError(
             f"The model's tokenizer has no token {text!r}, which images need. Get the tokenizer that belongs to the "
             "model."
         )
     return found[0]
-
-
-def only_supported(config: Mapping[str, Any], name: str, *supported: Any) -> None:
-    """Raise ConfigError if a field of a preprocessor has another value."""
-    value = config.get(name, supported[0])
-    if value not in supported:
-        raise ConfigError(
-            f"The model's preprocessor has {name}={value!r}; Octavo supports {', '.join(map(repr, supported))}."
-        )

@@ -12,7 +12,9 @@ import numpy as np
 from octavo.core.errors import ConfigError
 from octavo.features.media.processors.base import (
     BICUBIC,
+    NORMALIZING,
     Item,
+    LoadTokenizer,
     Piece,
     Processor,
     Run,
@@ -22,7 +24,6 @@ from octavo.features.media.processors.base import (
     resized,
     switch,
 )
-from octavo.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,7 +35,9 @@ _COARSE_PIXELS = 512 * 512
 class NativeProcessor(Processor):
     """Resize to whole groups of patches, which become an embedding each; their number is within bounds."""
 
-    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    fields = NORMALIZING | {"do_resize", "size", "resample", "min_pixels", "max_pixels", "patch_size", "merge_size"}
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> None:
         vision = config["vision_config"]
         self.token = int(config.get("image_token_id", 151655))
         begin, end = config.get("vision_start_token_id", 151652), config.get("vision_end_token_id", 151653)

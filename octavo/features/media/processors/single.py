@@ -11,7 +11,9 @@ import numpy as np
 from octavo.core.errors import ConfigError
 from octavo.features.media.processors.base import (
     BICUBIC,
+    NORMALIZING,
     Item,
+    LoadTokenizer,
     Piece,
     Pixels,
     Processor,
@@ -21,7 +23,6 @@ from octavo.features.media.processors.base import (
     resized,
     switch,
 )
-from octavo.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,7 +33,9 @@ _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 class SingleProcessor(Processor):
     """Resize, and crop the middle. An image is as many placeholders as it has patches."""
 
-    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    fields = NORMALIZING | {"do_resize", "size", "resample", "do_center_crop", "crop_size", "do_pad"}
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> None:
         self.token = int(config.get("image_token_index") or config.get("image_token_id") or 32000)
         vision = config["vision_config"]
         clip = vision.get("model_type") == "clip_vision_model"

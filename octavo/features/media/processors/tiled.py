@@ -12,7 +12,9 @@ import numpy as np
 from octavo.core.errors import ConfigError
 from octavo.features.media.processors.base import (
     LANCZOS,
+    NORMALIZING,
     Item,
+    LoadTokenizer,
     Piece,
     Pixels,
     Processor,
@@ -23,7 +25,6 @@ from octavo.features.media.processors.base import (
     resized,
     switch,
 )
-from octavo.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +36,9 @@ _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 class TiledProcessor(Processor):
     """Each tile is an item of its own, after tokens with its row and column."""
 
-    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    fields = NORMALIZING | {"do_resize", "size", "resample", "do_image_splitting", "max_image_size"}
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> None:
         vision = config["vision_config"]
         side = digits(vision, "image_size", 224)
         patch = digits(vision, "patch_size", 32)
@@ -87,7 +90,7 @@ class TiledProcessor(Processor):
         return [self._tokens(before), Run(item, 0, item.count)]
 
     def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer().encode(text, add_special_tokens=False)
 
     def _resized(self, pixels: Pixels, height: int, width: int) -> Pixels:
         return resized(pixels, height, width, self._resample)

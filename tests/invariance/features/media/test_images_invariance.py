@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from image_kit import make, picture
 from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
+from toy_models import behind
 
 from octavo import LLM, SamplingParams
 
@@ -49,7 +50,11 @@ def prompts(kind: str) -> list[Any]:
     mark = "<|vision_start|><|image_pad|><|vision_end|>" if kind.startswith("qwen") else "<image>"
     first, second, third = picture(40, 31, seed=1), picture(60, 90, seed=2), picture(28, 28, seed=3)
 
+    # Tiles are many tokens; other images need as many of text, for too few blocks.
+    more = " The quick brown fox jumps over the lazy dog." * 3 if kind.startswith("qwen") else ""
+
     def one(text: str, *images: Any) -> Any:
+        text += more
         return {"prompt": text.replace("IMAGE", mark), "multi_modal_data": {"image": list(images)}} if images else text
 
     return [
@@ -64,7 +69,8 @@ def prompts(kind: str) -> list[Any]:
     ]
 
 
-def answers(folder: Path, kind: str, **settings: Any) -> list[list[list[int]]]:
+def answers(folder: Path, kind: str, **settings: Any) -> tuple[list[list[list[int]]], int]:
+    """Each choice's tokens, twice the same, and how many requests were preempted."""
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     drawn = greedy.replace(temperature=1.0, seed=5, n=2)
     params = [drawn if i % 4 == 3 else greedy for i in range(8)]
@@ -73,19 +79,36 @@ def answers(folder: Path, kind: str, **settings: Any) -> list[list[list[int]]]:
         again = llm.generate(prompts(kind)[::-1], params[::-1])[::-1]
         tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]
         assert tokens == [[list(choice.token_ids) for choice in output.outputs] for output in again]
-        return tokens
+        return tokens, llm.stats().num_preemptions
 
 
 @cache
 def plain(folder: Path, kind: str) -> list[list[list[int]]]:
     """Each request alone, and without a cache of prefixes."""
-    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False)
+    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_same_tokens(
-    folders: dict[str, Path], kind: str, settings: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_tokens(folders: dict[str, Path], kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
-    assert answers(folders[kind], kind, **SETTINGS[settings]) == plain(folders[kind], kind)
+    tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])
+    assert tokens == plain(folders[kind], kind)
+    assert preempted or settings != "preemption"
+
+
+def test_a_gpus_runner_replays_what_follows_an_image(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read positions that an image has shifted. Without a GPU, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    from toy_graphs import recorded_graphs
+
+    asked = prompts("qwen2.5-vl")[0] | {"prompt": "<|image_pad|>?"}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(folders["qwen2.5-vl"]), **BASE | {"device": "cpu"}) as llm:
+        expected = llm.generate([asked, "The"], params)
+    replayed = recorded_graphs(monkeypatch)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 24}
+    with LLM(str(folders["qwen2.5-vl"]), **BASE | behind(monkeypatch) | small) as llm:
+        found = llm.generate([asked, "The"], params)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert replayed["forward"] > 1, "the tokens that follow"
