@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import http.client
 import ipaddress
 import os
@@ -126,12 +127,12 @@ class Fetcher:
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             link.request("GET", target, headers={"User-Agent": f"octavo/{__version__}", "Accept": "image/*"})
-            answer = link.getresponse()
-            if answer.status in (301, 302, 303, 307, 308) and (place := answer.getheader("Location")):
-                return place
-            if answer.status != 200:
-                raise _not_fetched(url, f"the host answered {answer.status} {answer.reason}", param)
-            return self._body(answer, link, until)
+            with contextlib.closing(link.getresponse()) as answer:
+                if answer.status in (301, 302, 303, 307, 308) and (place := answer.getheader("Location")):
+                    return place
+                if answer.status != 200:
+                    raise _not_fetched(url, f"the host answered {answer.status} {answer.reason}", param)
+                return self._body(answer, link, until)
         finally:
             link.close()
 

@@ -56,7 +56,7 @@ def _three(processor: Mapping[str, Any], name: str, default: tuple[float, ...]) 
     value = processor.get(name)
     if value is None:
         return list(default)
-    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(one, int | float) for one in value):
+    if not isinstance(value, list | tuple) or len(value) != 3 or not all(isinstance(one, int | float) for one in value):
         raise ModelFileError(f"The model's preprocessor has {name}={value!r}, which should be three numbers.")
     return [float(one) for one in value]
 
