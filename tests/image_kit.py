@@ -48,6 +48,12 @@ MARKS = [
     "<|vision_end|>",
     "<|image_pad|>",
     "<|video_pad|>",
+    "<img>",
+    "</img>",
+    "<IMG_CONTEXT>",
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
 ]
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
@@ -97,9 +103,23 @@ def _idefics(images: Any, own: Any) -> Any:
     return transformers.Idefics3Processor(images, own, image_seq_len=4)
 
 
-def _qwen(images: Any, own: Any) -> Any:
-    made = transformers.Qwen2VLProcessor(images, own, video_processor=None) if False else None
-    return made or _Qwen(images, own)
+class _Pixtral:
+    """So does Pixtral's."""
+
+    def __init__(self, images: Any, own: Any, merge: int) -> None:
+        self._images, self._own, self._edge = images, own, 7 * merge
+
+    def __call__(self, text: str, images: list[Image.Image], return_tensors: str) -> Any:
+        found = self._images(images=images, return_tensors="pt", patch_size=self._edge)
+        for size in found["image_sizes"]:
+            rows, columns = (int(edge) // self._edge for edge in size)
+            text = text.replace("[IMG]", "[IMG_BREAK]".join(["<none>" * columns] * rows) + "[IMG_END]", 1)
+        tokens = self._own(text.replace("<none>", "[IMG]"), return_tensors="pt")
+        return {**tokens, "pixel_values": found["pixel_values"], "image_sizes": found["image_sizes"]}
+
+
+def _pixtral(merge: int) -> Any:
+    return lambda images, own: _Pixtral(images, own, merge)
 
 
 class _Qwen:
@@ -118,11 +138,26 @@ class _Qwen:
         return {**tokens, **found, "mm_token_type_ids": marks}
 
 
+class _Intern:
+    """InternVL's processor needs torchvision, too."""
+
+    def __init__(self, images: Any, own: Any) -> None:
+        self._images, self._own = images, own
+
+    def __call__(self, text: str, images: list[Image.Image], return_tensors: str) -> Any:
+        found = self._images(images=images, return_tensors="pt", crop_to_patches=True)
+        for count in found["num_patches"]:
+            text = text.replace("<IMG_CONTEXT>", "<img>" + "<none>" * (4 * int(count)) + "</img>", 1)
+        tokens = self._own(text.replace("<none>", "<IMG_CONTEXT>"), return_tensors="pt")
+        return {**tokens, "pixel_values": found["pixel_values"]}
+
+
 _CLIP = {"model_type": "clip_vision_model", **_VISION}
 _SIGLIP = {"model_type": "siglip_vision_model", **_VISION}
 _LLAMA = {"model_type": "llama"}
 _AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}
 _QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 7, "hidden_act": "silu"}
+_SIZES = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
 _SQUARE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 
 
@@ -144,6 +179,7 @@ def _in_own_shape() -> Any:
 def cases() -> dict[str, Case]:
     image = {"image_token_index": token("<image>"), "image_token_id": token("<image>")}
     idefics = {"image_token_id": token("<image>"), "scale_factor": 2, "pad_token_id": 0}
+    pixtral = {"image_token_index": token("[IMG]"), "image_token_id": token("[IMG]")}
     qwen = "<|vision_start|><|image_pad|><|vision_end|>"
     qwen2 = {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 7, "hidden_size": 64}
     plain = transformers.SiglipImageProcessorPil(size={"height": 28, "width": 28}, resample=3)
@@ -166,9 +202,56 @@ def cases() -> dict[str, Case]:
             plain,
             _llava_of_siglip,
         ),
+        "llava-next": Case(
+            "LlavaNext",
+            "<image>",
+            _CLIP,
+            {"model_type": "mistral", "sliding_window": None},
+            {**image, "vision_feature_layer": -2, "image_grid_pinpoints": _SIZES},
+            transformers.LlavaNextImageProcessorPil(**_SQUARE, image_grid_pinpoints=_SIZES),
+            lambda images, own: transformers.LlavaNextProcessor(
+                images, own, patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1
+            ),
+        ),
         "idefics3": Case("Idefics3", "<image>", _VISION, _LLAMA, idefics, _tiles(), _idefics),
         "smolvlm": Case("SmolVLM", "<image>", _VISION, _LLAMA, idefics, _tiles(), _idefics),
-        "qwen2-vl": Case("Qwen2VL", qwen, qwen2, {"rope_parameters": _AXES}, _qwen_tokens(), _in_own_shape(), _qwen),
+        "internvl": Case(
+            "InternVL",
+            "<IMG_CONTEXT>",
+            {**_VISION, "patch_size": [7, 7], "image_size": [28, 28], "layer_scale_init_value": 0.7},
+            {"model_type": "qwen2"},
+            {"image_token_id": token("<IMG_CONTEXT>"), "image_seq_length": 4, "tie_word_embeddings": False},
+            transformers.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, max_patches=6),
+            _Intern,
+        ),
+        "internvl-norms": Case(
+            "InternVL",
+            "<IMG_CONTEXT>",
+            {**_VISION, "patch_size": [7, 7], "image_size": [28, 28], "norm_type": "rms_norm", "use_qk_norm": True},
+            {"model_type": "llama"},
+            {"image_token_id": token("<IMG_CONTEXT>"), "image_seq_length": 4, "tie_word_embeddings": True},
+            transformers.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, max_patches=6),
+            _Intern,
+        ),
+        "pixtral": Case(
+            "Llava",
+            "[IMG]",
+            {"model_type": "pixtral", **_VISION},
+            {"model_type": "mistral", "sliding_window": None},
+            {**pixtral, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+            transformers.PixtralImageProcessorPil(size={"longest_edge": 56}),
+            _pixtral(1),
+        ),
+        "mistral3": Case(
+            "Mistral3",
+            "[IMG]",
+            {"model_type": "pixtral", **_VISION},
+            {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+            {**pixtral, "spatial_merge_size": 2, "tie_word_embeddings": False},
+            transformers.PixtralImageProcessorPil(size={"longest_edge": 84}),
+            _pixtral(2),
+        ),
+        "qwen2-vl": Case("Qwen2VL", qwen, qwen2, {"rope_parameters": _AXES}, _qwen_tokens(), _in_own_shape(), _Qwen),
         "qwen2.5-vl": Case(
             "Qwen2_5_VL",
             qwen,
@@ -176,7 +259,7 @@ def cases() -> dict[str, Case]:
             {"rope_parameters": _AXES},
             {**_qwen_tokens(), "tie_word_embeddings": True},
             _in_own_shape(),
-            _qwen,
+            _Qwen,
         ),
     }
 

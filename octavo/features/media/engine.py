@@ -192,7 +192,7 @@ class MediaEngine(EngineHook):
         self._make_room(sum(item.count for item in chosen), kept)
         args = {
             "keep": list(self._encoded),
-            "items": [[item.digest, item.shape, item.grid, item.count, item.pixels] for item in chosen],
+            "items": [[item.digest, item.shape, item.layout, item.count, item.pixels] for item in chosen],
         }
         self._pending = chosen, self._pages.call("encode", args)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,24 +38,28 @@ class Kind:
 
 _TILED = ("tiled", "TiledProcessor")
 _NATIVE = ("native", "NativeProcessor")
-KINDS: Mapping[str, Kind] = {
-    "Idefics3ForConditionalGeneration": Kind(_TILED, "idefics3", ("idefics3_vision", "idefics3")),
-    "LlavaForConditionalGeneration": Kind(
-        ("single", "SingleProcessor"), "llava", ("clip_vision_model", "siglip_vision_model")
+_PIXTRAL = Kind(("rows", "RowsProcessor"), "pixtral", ("pixtral",))
+KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "Idefics3ForConditionalGeneration": (Kind(_TILED, "idefics3", ("idefics3_vision", "idefics3")),),
+    "InternVLForConditionalGeneration": (Kind(("grid", "GridProcessor"), "internvl", ("internvl_vision",)),),
+    "LlavaForConditionalGeneration": (
+        Kind(("single", "SingleProcessor"), "llava", ("clip_vision_model", "siglip_vision_model")),
+        _PIXTRAL,
     ),
-    "Qwen2VLForConditionalGeneration": Kind(_NATIVE, "qwen_vl", ("qwen2_vl", "qwen2_vl_vision"), axes=True),
-    "Qwen2_5_VLForConditionalGeneration": Kind(_NATIVE, "qwen_vl", ("qwen2_5_vl", "qwen2_5_vl_vision"), axes=True),
-    "SmolVLMForConditionalGeneration": Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm")),
+    "LlavaNextForConditionalGeneration": (Kind(("anyres", "AnyresProcessor"), "llava_next", ("clip_vision_model",)),),
+    "Mistral3ForConditionalGeneration": (_PIXTRAL,),
+    "Qwen2VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_vl", "qwen2_vl_vision"), axes=True),),
+    "Qwen2_5_VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_5_vl", "qwen2_5_vl_vision"), axes=True),),
+    "SmolVLMForConditionalGeneration": (Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm")),),
 }
+"""Architecture -> its kinds, by their towers."""
 _LACKING = {
     "Gemma3ForConditionalGeneration": "its image tokens attend to later ones, which the decoders here do not",
-    "InternVLChatModel": "its checkpoint has the tower's tensors under names that are not read; use one in the form of "
-    "Transformers, whose tower is not supported either",
-    "InternVLForConditionalGeneration": "its tower, InternViT, is not supported",
+    "InternVLChatModel": "its tensors have names that are not read; use a checkpoint of "
+    "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration": "its tower is not supported",
-    "LlavaNextForConditionalGeneration": "its arrangement of tiles is not supported",
-    "LlavaOnevisionForConditionalGeneration": "its arrangement of tiles is not supported",
-    "Mistral3ForConditionalGeneration": "its tower, Pixtral's, is not supported",
+    "LlavaOnevisionForConditionalGeneration": "its arrangements of tiles, of one image and of several, are not "
+    "supported",
     "Qwen3VLForConditionalGeneration": "its decoder's first layers add states of the tower (DeepStack), which the "
     "decoders here do not",
 }
@@ -69,7 +73,8 @@ def has_images(config: Mapping[str, Any]) -> bool:
 
 def kind_of(config: Mapping[str, Any]) -> Kind:
     """Return the kind of a model whose images are supported; see `lacking`."""
-    return KINDS[_name(config)]
+    kinds = KINDS[_name(config)]
+    return next(kind for kind in kinds if _tower_type(config, kinds) in kind.vision)
 
 
 def lacking(config: Mapping[str, Any]) -> str:
@@ -79,9 +84,9 @@ def lacking(config: Mapping[str, Any]) -> str:
         return f"images of {name} are not supported: {_LACKING[name]}"
     if name not in KINDS:
         return "this model takes only text"
-    kind = str(config.get("vision_config", {}).get("model_type") or KINDS[name].vision[0])
-    if kind not in KINDS[name].vision:
-        return f"images of {name} with a tower of type {kind!r} are not supported"
+    tower = _tower_type(config, KINDS[name])
+    if not any(tower in kind.vision for kind in KINDS[name]):
+        return f"images of {name} with a tower of type {tower!r} are not supported"
     return ""
 
 
@@ -152,6 +157,10 @@ def check_fields(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"--mm-processor-kwargs has {odd!r}, which has no effect on this model. It takes "
             f"{', '.join(sorted(known))}."
         )
+
+
+def _tower_type(config: Mapping[str, Any], kinds: Sequence[Kind]) -> str:
+    return str(config.get("vision_config", {}).get("model_type") or kinds[0].vision[0])
 
 
 def _name(config: Mapping[str, Any]) -> str:

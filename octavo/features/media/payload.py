@@ -15,7 +15,8 @@ class ImageItem(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         digest: of the pixels; equal items are encoded once.
         shape: of `pixels`: images, height, width, 3.
-        grid: rows and columns of its placeholders, where positions follow them; (0, 0) where they are a text's.
+        layout: what the tower needs to know besides the pixels, see the model's processor; rows and columns of the
+            placeholders, where positions follow them.
         count: embeddings that it has.
         runs: (position in the prompt, first embedding, number of embeddings) of each run of its placeholders.
         pixels: uint8, row by row, as resized and cropped but not normalized.
@@ -23,7 +24,7 @@ class ImageItem(msgspec.Struct, frozen=True, array_like=True):
 
     digest: bytes
     shape: tuple[int, int, int, int]
-    grid: tuple[int, int]
+    layout: tuple[int, ...]
     count: int
     runs: list[tuple[int, int, int]]
     pixels: memoryview

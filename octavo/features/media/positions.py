@@ -31,7 +31,7 @@ class Positions:
         shifts = np.zeros((num_prompt, 3), dtype=np.int32)
         after = 0
         for item in items:
-            rows, columns = item.grid
+            rows, columns = item.layout
             start, end = item.start, item.end
             places = np.arange(item.count)
             axes = np.stack([np.zeros_like(places), places // columns, places % columns], axis=1)

@@ -186,7 +186,7 @@ class Reader:
             ImageItem(
                 digest,
                 cast("tuple[int, int, int, int]", item.pixels.shape),
-                item.grid,
+                item.layout,
                 item.count,
                 runs,
                 memoryview(item.pixels.tobytes()),
@@ -223,6 +223,6 @@ class Reader:
 
 def _digest(item: Item) -> bytes:
     """Return a digest of an item's pixels and shape."""
-    made = hashlib.blake2b(repr((item.pixels.shape, item.grid)).encode(), digest_size=24)
+    made = hashlib.blake2b(repr((item.pixels.shape, item.layout)).encode(), digest_size=24)
     made.update(item.pixels.data if item.pixels.flags.c_contiguous else item.pixels.tobytes())
     return made.digest()

@@ -110,21 +110,21 @@ class MediaWorker(WorkerHook):
         at_start, threads = time.monotonic(), torch.get_num_threads()
         torch.set_num_threads(self._threads)  # a native program leaves torch one
         try:
-            for digest, shape, grid, count, pixels in items:
-                errors.append(self._encode_one(digest, tuple(shape), tuple(grid), count, pixels))
+            for digest, shape, layout, count, pixels in items:
+                errors.append(self._encode_one(digest, tuple(shape), tuple(layout), count, pixels))
         finally:
             torch.set_num_threads(threads)
         return {"errors": errors, "seconds": self._elapsed(began, time.monotonic() - at_start)}
 
     @torch.inference_mode()
     def _encode_one(
-        self, digest: bytes, shape: tuple[int, ...], grid: tuple[int, int], count: int, pixels: bytes | memoryview
+        self, digest: bytes, shape: tuple[int, ...], layout: tuple[int, ...], count: int, pixels: bytes | memoryview
     ) -> str:
         """Encode one; return the text of the error, or "". One that fails is not the others' fault."""
         assert self._tower is not None
         try:
             images = upload(np.frombuffer(pixels, dtype=np.uint8).reshape(shape).copy(), self._device)
-            found = self._tower.encode(images, grid)
+            found = self._tower.encode(images, layout)
             if found.shape[0] != count:
                 return f"the tower makes {found.shape[0]} embeddings of it, and the prompt has {count} places"
             self._encoded[digest] = found

@@ -35,12 +35,12 @@ class Item:
     Attributes:
         pixels: [images, height, width, 3] uint8.
         count: embeddings that it has.
-        grid: see `ImageItem`.
+        layout: see `ImageItem`.
     """
 
     pixels: Pixels
     count: int
-    grid: tuple[int, int] = (0, 0)
+    layout: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +150,12 @@ def one_token(tokenizer: LoadTokenizer, text: str) -> int:
             "model."
         )
     return found[0]
+
+
+def edge(config: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a field of a vision_config that is an edge, or a list of two equal ones. Raise ModelFileError if not."""
+    value = config.get(name, default)
+    pair = value if isinstance(value, list | tuple) else [value, value]
+    if len(pair) != 2 or pair[0] != pair[1]:
+        raise ModelFileError(f"The model's vision_config has {name}={value!r}, which should be of a square.")
+    return digits({name: pair[0]}, name, default)

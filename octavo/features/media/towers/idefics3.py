@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec, activation
+from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec, activation, gathered
 from octavo.features.media.towers.tower import Pixels, Tower
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
@@ -45,26 +45,19 @@ class Idefics3Tower(Tower):
         self.layers = nn.ModuleList(VitLayer(v.at("encoder", "layers", i), spec) for i in range(spec.layers))
         self.norm = v.layer_norm("post_layernorm", size, spec.eps)
         self.hidden_size = whole(text, "hidden_size", 2048)
-        gathered = size * self.scale**2
+        merged = size * self.scale**2
         projection = b.at("connector", "modality_projection")
-        self.projection = projection.linear("proj", inputs=gathered, outputs=self.hidden_size, shard=NONE)
+        self.projection = projection.linear("proj", inputs=merged, outputs=self.hidden_size, shard=NONE)
         self._order = _bucket_order(self.side).to(b.device)
         self.most, self.most_patches = self.side**2 // self.scale**2, self.side**2
         self.width = 8 * size + 2 * spec.intermediate_size + self.hidden_size
 
-    def encode(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
+    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
         x = self.patches(self._pixels(images)) + self.positions.weight[self._order]
         for layer in self.layers:
             x = layer(x)
-        projected: Tensor = self.projection(self._gathered(self.norm(x)))
+        projected: Tensor = self.projection(gathered(self.norm(x), self.side, self.scale))
         return projected.flatten(0, 1)
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        """Concatenate the states of each square of patches: [n, side ** 2, size] to [n, most, size * scale ** 2]."""
-        edge = self.side // self.scale
-        squares = x.unflatten(1, (edge, self.scale, edge, self.scale))
-        gathered: Tensor = squares.transpose(2, 3).flatten(3).flatten(1, 2)
-        return gathered
 
 
 def _bucket_order(side: int) -> Tensor:

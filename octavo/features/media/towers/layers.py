@@ -159,3 +159,12 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.activation(self.first(x)))
+
+
+def gathered(x: Tensor, side: int, scale: int) -> Tensor:
+    """Concatenate the states of each square of patches: [n, side ** 2, size] to [n, (side / scale) ** 2, size *
+    scale ** 2]."""
+    count = side // scale
+    squares = x.unflatten(1, (count, scale, count, scale))
+    made: Tensor = squares.transpose(2, 3).flatten(3).flatten(1, 2)
+    return made

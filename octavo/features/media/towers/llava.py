@@ -18,7 +18,7 @@ from octavo.nn.build import Build
 class LlavaTower(Tower):
     """Names in the module are those after `names`."""
 
-    names = (
+    names: tuple[tuple[str, str], ...] = (
         (r"(model\.)?vision_tower\.(vision_model\.)?", "vision."),
         (r"(model\.)?multi_modal_projector\.", "projector."),
     )
@@ -65,7 +65,11 @@ class LlavaTower(Tower):
         self.most = self.most_patches = side**2 + 1
         self.width = 8 * size + 2 * spec.intermediate_size + 2 * self.hidden_size
 
-    def encode(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
+    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
+        return self.features(images).flatten(0, 1)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the embeddings of each picture, [n, patches, hidden_size]."""
         x = self.patches(self._pixels(images))
         if self.summary is not None:
             x = torch.cat([self.summary.weight.expand(len(x), 1, -1), x], dim=1)
@@ -78,7 +82,7 @@ class LlavaTower(Tower):
             if number in self._places:
                 states[number] = x
         chosen = torch.cat([states[place] for place in self._places], dim=-1)
-        return self.projector(chosen[:, 1:] if self._skips else chosen).flatten(0, 1)
+        return self.projector(chosen[:, 1:] if self._skips else chosen)
 
 
 def build_tower(config: Mapping[str, Any], processor: Mapping[str, Any], b: Build) -> LlavaTower:

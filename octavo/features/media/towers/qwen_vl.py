@@ -136,9 +136,11 @@ class QwenTower(Tower):
         self.most_patches = self.most * self.merge**2
         self.width = 8 * size + 3 * self._form.inner
 
-    def encode(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
+    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
         """Compute in the order of windows: patches of a window, and the four that are merged, follow each other."""
-        order, windows = self._order(*grid)
+        rows, columns = layout
+        grid = rows, columns
+        order, windows = self._order(rows, columns)
         places = self._places(order, windows, grid)
         device = images.device
         groups = upload(order, device)

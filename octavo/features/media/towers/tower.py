@@ -85,12 +85,12 @@ class Tower(nn.Module):
     nbytes: int = 0
 
     @abstractmethod
-    def encode(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
+    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
         """Return an item's embeddings, [count, hidden_size] of the model's dtype.
 
         Args:
             images: [n, height, width, 3] uint8, on the tower's device.
-            grid: see `ImageItem`.
+            layout: see `ImageItem`.
         """
 
     def workspace_bytes(self, patches: int) -> int:

@@ -52,13 +52,37 @@ def normalized(stated: dict[str, Any], item: Item, *, standard: bool = False) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["llava", "llava-siglip", "smolvlm"])
+@pytest.mark.parametrize("name", ["llava", "llava-siglip", "llava-next", "smolvlm"])
 def test_the_same_pictures(name: str, size: tuple[int, int]) -> None:
     processor, stated = processor_of(name)
     image = picture(*size)
     theirs = cases()[name].images(images=[image], return_tensors="pt")["pixel_values"].flatten(0, -4)
     ours = torch.cat([normalized(stated, item) for item in items_of(processor, image)])
     torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_same_tiles_of_a_grid(size: tuple[int, int]) -> None:
+    processor, stated = processor_of("internvl")
+    image = picture(*size)
+    theirs = cases()["internvl"].images(images=[image], return_tensors="pt", crop_to_patches=True)["pixel_values"]
+    ours = torch.cat([normalized(stated, item) for item in items_of(processor, image)])
+    torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(40, 31), (31, 40), (200, 60), (17, 90), (113, 112), (5, 9)])
+@pytest.mark.parametrize("name", ["pixtral", "mistral3"])
+def test_the_same_rows(name: str, size: tuple[int, int]) -> None:
+    processor, stated = processor_of(name)
+    image = picture(*size)
+    edge = 14 if name == "mistral3" else 7
+    theirs = cases()[name].images(images=[image], return_tensors="pt", patch_size=edge)["pixel_values"]
+    (item, *_), pieces = items_of(processor, image), processor.pieces(image, coarse=False)
+    torch.testing.assert_close(normalized(stated, item), theirs.float(), rtol=0, atol=1e-6)
+    rows, columns = theirs.shape[2] // edge, theirs.shape[3] // edge
+    assert item.count == rows * columns
+    ends = [*[[token("[IMG_BREAK]")]] * (rows - 1), [token("[IMG_END]")]]
+    assert [one for one in pieces if isinstance(one, list)] == ends
 
 
 @pytest.mark.parametrize("size", [(40, 31), (31, 90)])
@@ -79,7 +103,7 @@ def test_images_in_their_own_shape(size: tuple[int, int]) -> None:
     image = picture(*size)
     (item,) = items_of(processor, image)
     theirs = cases()["qwen2-vl"].images(images=[image], return_tensors="pt")
-    rows, columns = (2 * edge for edge in item.grid)
+    rows, columns = (2 * edge for edge in item.layout)
     assert theirs["image_grid_thw"].tolist() == [[1, rows, columns]]
     pixels = normalized(stated, item)[0].reshape(3, rows // 2, 2, 7, columns // 2, 2, 7).permute(1, 4, 2, 5, 0, 3, 6)
     frames = pixels.flatten(0, 3).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
