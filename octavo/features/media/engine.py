@@ -35,7 +35,7 @@ class _Images:
 
     Attributes:
         positions: what they add to positions; None for models whose positions are those of a text.
-        seen: digests of those that were already counted as found or encoded.
+        seen: digests of those that were already counted as looked up.
         error: why one of them can't be encoded.
     """
 
@@ -90,7 +90,7 @@ class MediaEngine(EngineHook):
         """Digest -> embeddings; the least recently used first."""
         self._pending: tuple[list[ImageItem], Future[list[Any]]] | None = None
         self._decode = msgspec.msgpack.Decoder(list[ImageItem]).decode
-        self._num_encoded = self._num_found = 0
+        self._num_encoded = self._num_looked_up = self._num_found = 0
         self._seconds = 0.0
 
     def attach(self, pages: Pages) -> None:
@@ -126,10 +126,10 @@ class MediaEngine(EngineHook):
         if not needed:
             return num_tokens
         self._asked[request] = needed
+        self._count(images, needed)
         if any(item.digest not in self._encoded for item in needed):
             self._waiting.add(request)
             return 0
-        self._count_found(images, needed)
         return end - first
 
     def _fitting(self, images: _Images, first: int, end: int) -> tuple[list[ImageItem], int]:
@@ -143,11 +143,12 @@ class MediaEngine(EngineHook):
             needed.append(item)
         return needed, end
 
-    def _count_found(self, images: _Images, needed: Sequence[ImageItem]) -> None:
+    def _count(self, images: _Images, needed: Sequence[ImageItem]) -> None:
         for item in needed:
             if item.digest not in images.seen:
                 images.seen.add(item.digest)
-                self._num_found += 1
+                self._num_looked_up += 1
+                self._num_found += item.digest in self._encoded
 
     def waits_for(self, request: Request) -> str:
         return "images to be encoded" if request in self._waiting else ""
@@ -217,8 +218,7 @@ class MediaEngine(EngineHook):
                 self._encoded[item.digest] = item.count
                 self._num_encoded += 1
             for images in self._requests.values():
-                if any(item.digest == own.digest for own in images.items):
-                    images.seen.add(item.digest)
+                if error and any(item.digest == own.digest for own in images.items):
                     images.error = images.error or error
         self._seconds += max((rank["seconds"] for rank in ranks), default=0.0)
 
@@ -240,20 +240,15 @@ class MediaEngine(EngineHook):
         self._asked.clear()
 
     def metrics(self) -> Sequence[FeatureMetric]:
-        return (
-            FeatureMetric(
-                "images_encoded", "counter", "Images, or tiles of them, encoded", "", {"": self._num_encoded}
-            ),
-            FeatureMetric("image_cache_hits", "counter", "Images of requests found encoded", "", {"": self._num_found}),
-            FeatureMetric("image_encode_seconds", "counter", "Seconds of encoding images", "", {"": self._seconds}),
-            FeatureMetric(
-                "image_cache_tokens",
-                "gauge",
-                "Embeddings of encoded images kept",
-                "",
-                {"": sum(self._encoded.values())},
-            ),
+        kept = sum(self._encoded.values())
+        found = (
+            ("images_encoded", "counter", "Images, or tiles of them, encoded.", self._num_encoded),
+            ("image_encode_seconds", "counter", "Seconds of encoding images.", self._seconds),
+            ("mm_cache_queries", "counter", "Images, or tiles, that requests needed.", self._num_looked_up),
+            ("mm_cache_hits", "counter", "Of these, images that were encoded already.", self._num_found),
+            ("mm_cache_tokens", "gauge", "Embeddings of encoded images that are kept.", kept),
         )
+        return [FeatureMetric(name, kind, text, "", {"": float(value)}) for name, kind, text, value in found]
 
     # Steps
 

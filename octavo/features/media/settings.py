@@ -61,7 +61,7 @@ class MediaSettings(FeatureSettings):
     )
     max_image_bytes: int = setting(32 << 20, "largest image file", read=quantities.size, metavar="SIZE")
     max_image_pixels: int = setting(
-        50_000_000, "most pixels of an image as sent, which it is decoded to", read=int, metavar="N"
+        50_000_000, "most pixels of an image as sent, which it is decoded to", read=quantities.natural, metavar="N"
     )
 
     def __post_init__(self) -> None:

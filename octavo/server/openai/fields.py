@@ -85,7 +85,7 @@ def _part_text(number: int, part: Any) -> str:
     if kind is not None and not isinstance(kind, str):
         raise InvalidRequestError(f"content part {number} must have a string as its type, got {kind_of(kind)}.")
     if kind not in _TEXT_PARTS:
-        raise UnsupportedError(f"content part {number} has type {kind!r}, but this model reads only text parts.")
+        raise UnsupportedError(f"content part {number} has type {kind!r}, but only text parts are read here.")
     field = _TEXT_PARTS[kind]
     text = part.get(field)
     if not isinstance(text, str):

@@ -195,10 +195,10 @@ def test_an_image_that_is_sent_again_is_not_encoded_again(client: openai.OpenAI,
     salted = GREEDY | {"extra_body": {"ignore_eos": True, "cache_salt": "another tenant"}}
     for asked in (GREEDY, salted):
         client.chat.completions.create(messages=messages(data_url(IMAGE)), **asked)
-        encoded, found = (server.metric(f"octavo:{name}_total") for name in ("images_encoded", "image_cache_hits"))
+        encoded, found = (server.metric(f"octavo:{name}_total") for name in ("images_encoded", "mm_cache_hits"))
     assert encoded > 0
     assert found > 0
     again = GREEDY | {"extra_body": {"ignore_eos": True, "cache_salt": "a third one"}}
     client.chat.completions.create(messages=messages(data_url(IMAGE)), **again)
     assert server.metric("octavo:images_encoded_total") == encoded
-    assert server.metric("octavo:image_cache_hits_total") > found
+    assert server.metric("octavo:mm_cache_hits_total") > found
