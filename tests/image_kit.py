@@ -156,7 +156,15 @@ _CLIP = {"model_type": "clip_vision_model", **_VISION}
 _SIGLIP = {"model_type": "siglip_vision_model", **_VISION}
 _LLAMA = {"model_type": "llama"}
 _AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}
-_QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 7, "hidden_act": "silu"}
+_QWEN = {
+    "initializer_range": 0.15,
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 7,
+    "hidden_act": "silu",
+}
 _SIZES = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
 _SQUARE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 
@@ -181,7 +189,15 @@ def cases() -> dict[str, Case]:
     idefics = {"image_token_id": token("<image>"), "scale_factor": 2, "pad_token_id": 0}
     pixtral = {"image_token_index": token("[IMG]"), "image_token_id": token("[IMG]")}
     qwen = "<|vision_start|><|image_pad|><|vision_end|>"
-    qwen2 = {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 7, "hidden_size": 64}
+    qwen2 = {
+        "initializer_range": 0.15,
+        "depth": 2,
+        "embed_dim": 32,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 7,
+        "hidden_size": 64,
+    }
     plain = transformers.SiglipImageProcessorPil(size={"height": 28, "width": 28}, resample=3)
     return {
         "llava": Case(

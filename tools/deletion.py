@@ -162,6 +162,7 @@ PUBLIC = (
     public("server/anthropic/protocol.py", "media", "media_type", "a field of Anthropic's requests"),
     public("config/model.py", "pooling", "pooling", "a value of --runner"),
     public("features/speculation/eagle/corpus.py", "pooling", "pooling", "a value of --runner"),
+    public("features/media/towers/internvl.py", "pooling", "use_mean_pooling", "a field of checkpoints' configs"),
     public("models/encoders/modernbert.py", "pooling", "classifier_pooling", "a field of checkpoints' configs"),
     public(
         "hub/catalogue.py",

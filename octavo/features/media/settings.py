@@ -57,7 +57,7 @@ class MediaSettings(FeatureSettings):
         "", "folder whose files requests may name as file:// URLs; none by default", shown="none", metavar="DIR"
     )
     image_fetch_timeout: float = setting(
-        5.0, "seconds that fetching an image may take", read=quantities.seconds, metavar="S", env="IMAGE_FETCH_TIMEOUT"
+        5.0, "seconds that fetching an image may take", read=quantities.positive, metavar="S", env="IMAGE_FETCH_TIMEOUT"
     )
     max_image_bytes: int = setting(32 << 20, "largest image file", read=quantities.size, metavar="SIZE")
     max_image_pixels: int = setting(

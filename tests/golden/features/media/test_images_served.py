@@ -84,7 +84,10 @@ def test_a_checkpoint_that_lacks_the_tower(made: Made, tmp_path: Path) -> None:
 
 def test_fields_in_place_of_the_preprocessors(made: Made) -> None:
     with LLM(str(made.folder), **SETTINGS, mm_processor_kwargs={"image_std": [0.02, 0.02, 0.02]}) as llm:
-        assert tokens(llm) != made.generated("see IMAGE?", [IMAGE], 6)[1]
+        (output,) = llm.generate(ASKED, GREEDY.replace(max_tokens=1, logprobs=1))
+    best, one = next(iter(output.outputs[0].logprobs[0].items()))
+    theirs = torch.log_softmax(made.logits("see IMAGE?", [IMAGE]), -1)[best].item()
+    assert abs(one.logprob - theirs) > 0.01
     with pytest.raises(ConfigError, match="'max_pixels', which has no effect on this model"):
         LLM(str(made.folder), **SETTINGS, mm_processor_kwargs={"max_pixels": 1000})
 
