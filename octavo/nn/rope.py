@@ -35,7 +35,9 @@ class Rope(WeightLayer):
         super().__init__("rope", device)
         self.spec = spec
         self.cos_sin = torch.empty(0)
-        self._sections = torch.tensor(spec.sections, device=device)
+        axes = torch.arange(len(spec.sections)).repeat_interleave(torch.tensor(spec.sections, dtype=torch.int64))
+        self._axes = axes.to(device)
+        """The axis of each pair of channels."""
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. `table`: in place of `cos_sin`."""
@@ -50,12 +52,10 @@ class Rope(WeightLayer):
 
         Args:
             positions: [T] int64.
-            shifts: [T, axes] int32, added to them.
+            shifts: [T, axes] int32, added to them; an axis for each section.
         """
         half = self.cos_sin.shape[1] // 2
-        axes = torch.arange(len(self.spec.sections), device=self.device) % shifts.shape[1]
-        axes = axes.repeat_interleave(self._sections, output_size=half)
-        rows = (positions[:, None] + shifts).clamp_(min=0).index_select(1, axes)
+        rows = (positions[:, None] + shifts).clamp_(min=0).index_select(1, self._axes)
         columns = torch.arange(half, device=self.device)
         return torch.cat([self.cos_sin[rows, columns], self.cos_sin[rows, columns + half]], dim=1)
 

@@ -8,6 +8,7 @@ half's results to the answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -152,6 +153,11 @@ class TextHook:
     def idle(self, body: Any) -> list[Idle]:
         """Return the body's fields that have no effect on this model."""
         return []
+
+    @property
+    def threads(self) -> Executor | None:
+        """Where a server calls `read_prompt`; None for the threads of all features, which must not be kept waiting."""
+        return None
 
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
         """Read a prompt that has one of `prompt_fields`.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.core.errors import UnsupportedError
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from octavo.features.media.read import Reader
     from octavo.text.prompts.message_parts import GivenPart
 
+_THREADS = 16
+"""Prompts whose images are fetched and decoded at once. Hosts may be slow, and decoded images are large."""
 _IMAGES = ("image", "image_url", "image_pil")
 _OTHERS = {"audio": "audio_url audio input_audio", "video": "video_url video"}
 
@@ -55,6 +59,10 @@ class MediaText(TextHook):
                     value=part.kind,
                 )
             self._check_supported(part.param)
+
+    @cached_property
+    def threads(self) -> Executor:
+        return ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-images")
 
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
         self._check_supported("multi_modal_data")

@@ -20,7 +20,7 @@ Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
 BILINEAR, BICUBIC, LANCZOS = 2, 3, 1
 """Pillow's numbers of filters, which checkpoints state."""
-_MOST_EDGE = 8192
+_MOST_EDGE = 32768
 """An image is resized to at most as many pixels per edge."""
 
 

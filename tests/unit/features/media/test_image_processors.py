@@ -149,7 +149,7 @@ def test_odd_shapes_are_refused() -> None:
         processor.pieces(Image.new("RGB", (1000, 3)), coarse=False)
     processor, _ = processor_of("llava")
     with pytest.raises(TooOddError, match="would be resized to"):
-        processor.pieces(Image.new("RGB", (9000, 3)), coarse=False)
+        processor.pieces(Image.new("RGB", (90000, 3)), coarse=False)
 
 
 @pytest.mark.parametrize(
