@@ -88,7 +88,10 @@ class MediaEngine(EngineHook):
         self._waiting: set[Request] = set()
         self._encoded: dict[bytes, int] = {}
         """Digest -> embeddings; the least recently used first."""
-        self._pending: tuple[list[ImageItem], Future[list[Any]]] | None = None
+        self._under_way: dict[bytes, ImageItem] = {}
+        self._ended: dict[bytes, list[str]] = {}
+        """Digest -> errors, or "", of the ranks that have encoded it."""
+        self._pending: Future[list[Any]] | None = None
         self._decode = msgspec.msgpack.Decoder(list[ImageItem]).decode
         self._num_encoded = self._num_looked_up = self._num_found = 0
         self._seconds = 0.0
@@ -157,12 +160,15 @@ class MediaEngine(EngineHook):
 
     @property
     def awaits(self) -> bool:
-        return self._pending is not None or bool(self._waiting)
+        return self._pending is not None or bool(self._under_way) or bool(self._waiting)
 
     def turn(self) -> None:
         self._take_in()
-        if self._pending is None and self._asked and self._pages.awake:
-            self._encode()
+        if self._pending is None and self._pages.awake:
+            if self._under_way:
+                self._pending = self._pages.call("encode", {"keep": list(self._encoded), "items": []})
+            elif self._asked:
+                self._encode()
             self._take_in()
 
     def _encode(self) -> None:
@@ -195,7 +201,8 @@ class MediaEngine(EngineHook):
             "keep": list(self._encoded),
             "items": [[item.digest, item.shape, item.layout, item.count, item.pixels] for item in chosen],
         }
-        self._pending = chosen, self._pages.call("encode", args)
+        self._under_way = {item.digest: item for item in chosen}
+        self._pending = self._pages.call("encode", args)
 
     def _make_room(self, size: int, kept: Mapping[bytes, int]) -> None:
         used = sum(self._encoded.values())
@@ -205,22 +212,39 @@ class MediaEngine(EngineHook):
             used -= self._encoded.pop(digest)
 
     def _take_in(self) -> None:
-        """Take in what was encoded, if it was."""
-        if self._pending is None or not self._pending[1].done():
+        """Take in what was encoded, if the worker half has answered."""
+        if self._pending is None or not self._pending.done():
             return
-        (items, future), self._pending = self._pending, None
+        future, self._pending = self._pending, None
         failure = future.exception()
-        ranks = [] if failure is not None else future.result()
-        for number, item in enumerate(items):
-            errors = [rank["errors"][number] for rank in ranks]
-            error = str(failure) if failure is not None else next((one for one in errors if one), "")
-            if not error:
-                self._encoded[item.digest] = item.count
-                self._num_encoded += 1
-            for images in self._requests.values():
-                if error and any(item.digest == own.digest for own in images.items):
-                    images.error = images.error or error
-        self._seconds += max((rank["seconds"] for rank in ranks), default=0.0)
+        if failure is not None:
+            for item in self._under_way.values():
+                self._failed(item, str(failure))
+            self._under_way.clear()
+            return
+        ranks = future.result()
+        self._seconds += max(rank["seconds"] for rank in ranks)
+        for rank in ranks:
+            for digest, error in rank["done"]:
+                self._ended.setdefault(digest, []).append(error)
+        for digest in [digest for digest, errors in self._ended.items() if len(errors) == len(ranks)]:
+            error = next((one for one in self._ended.pop(digest) if one), "")
+            ended = self._under_way.pop(digest, None)
+            if ended is None:
+                continue
+            if error:
+                self._failed(ended, error)
+                continue
+            self._encoded[digest] = ended.count
+            self._num_encoded += 1
+        if not any(rank["left"] for rank in ranks):  # after a sleep, none of what was under way is left
+            self._under_way.clear()
+            self._ended.clear()
+
+    def _failed(self, item: ImageItem, error: str) -> None:
+        for images in self._requests.values():
+            if any(item.digest == own.digest for own in images.items):
+                images.error = images.error or error
 
     def on_park(self) -> None:
         self._forget()

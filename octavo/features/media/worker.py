@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from octavo.features import FeatureContext
 from octavo.features.media.kinds import kind_of, processor_config, refusal
 from octavo.features.media.payload import NAME, MediaStep
 from octavo.features.media.settings import MediaSettings
-from octavo.features.media.towers.tower import Tower, load_tower
+from octavo.features.media.towers.tower import Encoding, Tower, load_tower
 from octavo.hub.files import ModelFiles
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.model import EncoderModel, Model
@@ -32,10 +33,24 @@ from octavo.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_PATCHES_BETWEEN_STEPS = {"cpu": 1, "cuda": 4 * 1024}
-"""Patches that are encoded between two steps, if it is more than one image."""
+_PATCHES_BETWEEN_STEPS = 4 * 1024
+"""Patches that a GPU encodes between two steps."""
+_SECONDS_BETWEEN_STEPS = 0.02
+"""Seconds from which on a CPU computes steps before the next layer."""
 _WORKSPACE_PATCHES = 4 * 1024
 _SHIFTED = "shifted"
+
+
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """An item that is encoded, as in `ImageItem`."""
+
+    digest: bytes
+    shape: Sequence[int]
+    layout: Sequence[int]
+    count: int
+    pixels: bytes | memoryview
+    encoding: Encoding | None = None
 
 
 class MediaWorker(WorkerHook):
@@ -48,6 +63,7 @@ class MediaWorker(WorkerHook):
         self._processor = processor_config(files) | settings.mm_processor_kwargs
         self._tower: Tower | None = None
         self._encoded: dict[bytes, Tensor] = {}
+        self._begun: list[_Begun] = []
         self._threads = torch.get_num_threads()
         self._capacity = self._hidden = 0
         self._device = torch.device("cpu")
@@ -83,6 +99,7 @@ class MediaWorker(WorkerHook):
     def detach(self) -> None:
         self._tower = None
         self._encoded.clear()
+        self._begun.clear()
         self._timed.clear()
 
     def _load(self, dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint) -> None:
@@ -94,44 +111,66 @@ class MediaWorker(WorkerHook):
         match method:
             case "describe":
                 assert self._tower is not None
-                budget = _PATCHES_BETWEEN_STEPS[self._device.type] * self._tower.patch_size**2
-                return {"capacity": self._capacity, "budget": budget}
+                together = 1 if self._device.type == "cpu" else _PATCHES_BETWEEN_STEPS * self._tower.patch_size**2
+                return {"capacity": self._capacity, "budget": together}
             case "encode":
                 return self._encode(args["keep"], args["items"])
         raise InvalidRequestError(f"The feature {self.name!r} has no method {method!r}.", param="method", value=method)
 
     def _encode(self, keep: list[bytes], items: list[Any]) -> dict[str, Any]:
-        """Encode items; drop what is not kept. On a GPU this does not wait for the results."""
+        """Drop what is not kept, begin to encode items, and go on with those begun before, for a bounded time. On a GPU
+        this does not wait for the results.
+
+        Returns:
+            `done`: [digest, error or ""] of items that have ended; `left`: how many have not.
+        """
         kept = set(keep)
         for digest in [digest for digest in self._encoded if digest not in kept]:
             del self._encoded[digest]
-        errors = []
-        began = self._mark()
-        at_start, threads = time.monotonic(), torch.get_num_threads()
+        self._begun += [_Begun(*item) for item in items]
+        done = []
+        began, at_start, threads = self._mark(), time.monotonic(), torch.get_num_threads()
         torch.set_num_threads(self._threads)  # a native program leaves torch one
         try:
-            for digest, shape, layout, count, pixels in items:
-                errors.append(self._encode_one(digest, tuple(shape), tuple(layout), count, pixels))
+            work = 0
+            while self._begun and not self._pauses(work, time.monotonic() - at_start):
+                one = self._begun[0]
+                error = self._advance(one)
+                work += one.shape[0] * one.shape[1] * one.shape[2]
+                if error is not None:
+                    self._begun.remove(one)
+                    done.append([one.digest, error])
         finally:
             torch.set_num_threads(threads)
-        return {"errors": errors, "seconds": self._elapsed(began, time.monotonic() - at_start)}
+        seconds = self._elapsed(began, time.monotonic() - at_start)
+        return {"done": done, "left": len(self._begun), "seconds": seconds}
+
+    def _pauses(self, work: int, seconds: float) -> bool:
+        """Return whether steps should be computed before the rest, after so many pixels of single layers."""
+        assert self._tower is not None
+        if self._device.type == "cpu":
+            return seconds > _SECONDS_BETWEEN_STEPS
+        return work > self._tower.num_layers * _PATCHES_BETWEEN_STEPS * self._tower.patch_size**2
 
     @torch.inference_mode()
-    def _encode_one(
-        self, digest: bytes, shape: tuple[int, ...], layout: tuple[int, ...], count: int, pixels: bytes | memoryview
-    ) -> str:
-        """Encode one; return the text of the error, or "". One that fails is not the others' fault."""
+    def _advance(self, one: _Begun) -> str | None:
+        """Compute an item's next layer; at its end return the text of the error, or "". One that fails is not the
+        others' fault."""
         assert self._tower is not None
         try:
-            images = upload(np.frombuffer(pixels, dtype=np.uint8).reshape(shape).copy(), self._device)
-            found = self._tower.encode(images, layout)
-            if found.shape[0] != count:
-                return f"the tower makes {found.shape[0]} embeddings of it, and the prompt has {count} places"
-            self._encoded[digest] = found
+            if one.encoding is None:
+                pixels = np.frombuffer(one.pixels, dtype=np.uint8).reshape(tuple(one.shape))
+                one.encoding = self._tower.encoding(upload(pixels.copy(), self._device), tuple(one.layout))
+            next(one.encoding)
+        except StopIteration as end:
+            if end.value.shape[0] != one.count:
+                return f"the tower makes {end.value.shape[0]} embeddings of it, and the prompt has {one.count} places"
+            self._encoded[one.digest] = end.value
+            return ""
         except Exception as exc:
-            log.exception("an image of %s could not be encoded", list(shape))
-            return str(exc)
-        return ""
+            log.exception("an image of %s could not be encoded", list(one.shape))
+            return str(exc) or type(exc).__name__
+        return None
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec, activation, gathered
-from octavo.features.media.towers.tower import Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 from octavo.nn.shard import NONE
@@ -50,12 +50,14 @@ class Idefics3Tower(Tower):
         self.projection = projection.linear("proj", inputs=merged, outputs=self.hidden_size, shard=NONE)
         self._order = _bucket_order(self.side).to(b.device)
         self.most, self.most_patches = self.side**2 // self.scale**2, self.side**2
+        self.num_layers = len(self.layers)
         self.width = 8 * size + 2 * spec.intermediate_size + self.hidden_size
 
-    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
+    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         x = self.patches(self._pixels(images)) + self.positions.weight[self._order]
         for layer in self.layers:
             x = layer(x)
+            yield
         projected: Tensor = self.projection(gathered(self.norm(x), self.side, self.scale))
         return projected.flatten(0, 1)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from octavo.features.media.processors.base import edge
 from octavo.features.media.towers.layers import Patches, Perceptron, Table, activation, gathered
-from octavo.features.media.towers.tower import Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 from octavo.nn.shard import NONE
@@ -97,15 +97,17 @@ class InternTower(Tower):
         act = activation(config, "projector_hidden_act", "gelu")
         self.projector = Perceptron(projector, ("linear_1", "linear_2"), sizes, act, bias=True)
         self.most, self.most_patches = self.side**2 // self.scale**2, self.side**2 + 1
+        self.num_layers = len(self.layers)
         self.width = 8 * size + 2 * whole(vision, "intermediate_size", 4096) + 2 * self.hidden_size
 
-    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
+    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         x = self.patches(self._pixels(images))
         x = torch.cat([self.summary.weight.expand(len(x), 1, -1), x], dim=1)
         if self.positions is not None:
             x = x + self.positions.weight
         for layer in self.layers:
             x = layer(x)
+            yield
         if self.norm is not None:
             x = self.norm(x)
         return self.projector(self.before(gathered(x[:, 1:], self.side, self.scale))).flatten(0, 1)

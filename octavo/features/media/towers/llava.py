@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.features.media.towers.layers import Patches, Perceptron, Table, VitLayer, VitSpec, activation
-from octavo.features.media.towers.tower import Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 
@@ -63,12 +63,14 @@ class LlavaTower(Tower):
             bias=bool(value_or(config, "multimodal_projector_bias", True)),
         )
         self.most = self.most_patches = side**2 + 1
+        self.num_layers = len(self.layers)
         self.width = 8 * size + 2 * spec.intermediate_size + 2 * self.hidden_size
 
-    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
-        return self.features(images).flatten(0, 1)
+    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
+        found = yield from self.features(images)
+        return found.flatten(0, 1)
 
-    def features(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor) -> Encoding:
         """Return the embeddings of each picture, [n, patches, hidden_size]."""
         x = self.patches(self._pixels(images))
         if self.summary is not None:
@@ -79,6 +81,7 @@ class LlavaTower(Tower):
         states = {0: x}
         for number, layer in enumerate(self.layers, start=1):
             x = layer(x)
+            yield
             if number in self._places:
                 states[number] = x
         chosen = torch.cat([states[place] for place in self._places], dim=-1)

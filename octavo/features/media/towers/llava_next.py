@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.features.media.towers.layers import Table
 from octavo.features.media.towers.llava import LlavaTower
+from octavo.features.media.towers.tower import Encoding
 from octavo.nn.build import Build
 
 
@@ -28,12 +29,13 @@ class LlavaNextTower(LlavaTower):
         self.most = (1 + tiles) * patches**2 + rows * patches
         self.most_patches = (1 + tiles) * (patches**2 + 1)
 
-    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
+    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         """`layout`: see `AnyresProcessor`."""
         tiles, rows, columns = layout
-        whole, *parts = self.features(images).split([1, len(images) - 1])
+        found = yield from self.features(images)
+        whole, parts = found.split([1, len(images) - 1])
         side = int(whole.shape[1] ** 0.5)
-        grid = parts[0].unflatten(0, (tiles, -1)).unflatten(2, (side, side)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        grid = parts.unflatten(0, (tiles, -1)).unflatten(2, (side, side)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         top, left = (grid.shape[0] - rows) // 2, (grid.shape[1] - columns) // 2
         kept = grid[top : top + rows, left : left + columns]
         ended = torch.cat([kept, self.newline.weight.expand(rows, 1, -1)], dim=1)

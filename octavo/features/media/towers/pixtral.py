@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from octavo.features.media.processors.base import edge, edges
 from octavo.features.media.towers.layers import Activation, Patches, Perceptron, activation
-from octavo.features.media.towers.tower import Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 from octavo.nn.ops.rope import apply_rope_joint
@@ -93,15 +93,17 @@ class PixtralTower(Tower):
         high, wide = (-(-limits.get(name, limits.get("longest_edge", 0)) // pixels) for name in ("height", "width"))
         self.most = high * wide
         self.most_patches = self.most * max(1, self.merge) ** 2
+        self.num_layers = len(self.layers)
         self.width = 8 * size + 3 * inner
 
-    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
+    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         rows, columns = images.shape[1] // self.patch_size, images.shape[2] // self.patch_size
         x = self.norm(self.patches(self._pixels(images))[0])
         table = self._table(rows, columns)
         places = torch.arange(len(x), device=x.device)
         for layer in self.layers:
             x = layer(x, table, places)
+            yield
         if self.before is not None and self.merging is not None:
             x = self.merging(self._merged(self.before(x), rows, columns))
         return self.projector(x)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from octavo.device.transfer import upload
 from octavo.features.media.towers.layers import Activation, Table, activation
-from octavo.features.media.towers.tower import Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.attention.whole import LengthGroup, attend_whole, groups_of
 from octavo.nn.build import Build
@@ -134,9 +134,10 @@ class QwenTower(Tower):
         pixels = int(processor.get("max_pixels") or _largest(processor.get("size") or {}) or 28 * 28 * 1280)
         self.most = max(pixels, int(processor.get("min_pixels") or 0)) // edge**2 + 1
         self.most_patches = self.most * self.merge**2
+        self.num_layers = len(self.blocks)
         self.width = 8 * size + 3 * self._form.inner
 
-    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
+    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         """Compute in the order of windows: patches of a window, and the four that are merged, follow each other."""
         rows, columns = layout
         grid = rows, columns
@@ -148,6 +149,7 @@ class QwenTower(Tower):
         x = x.unflatten(0, (-1, self.merge**2))[groups].flatten(0, 1)
         for block in self.blocks:
             x = block(x, places)
+            yield
         merged = self.second(F.gelu(self.first(self.norm(x).unflatten(0, (-1, self.merge**2)).flatten(1))))
         found = torch.empty_like(merged)
         found[groups] = merged

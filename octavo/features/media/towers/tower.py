@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from octavo.nn.build import Build
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
+
+
+Encoding = Generator[None, None, Tensor]
+"""Computes embeddings, a layer at a time."""
 
 
 class Pixels:
@@ -69,8 +73,9 @@ class Tower(nn.Module):
         patch_size: pixels of a patch's edge.
         most: embeddings of the largest item.
         most_patches: patches of the largest item.
+        num_layers: how many times `encoding` yields.
         width: numbers per patch of the largest intermediate results.
-        root: prefixes of the checkpoint's names -> those of this module.
+        names: patterns of prefixes of the checkpoint's names -> those of this module.
         unneeded: prefixes of tensors of the tower that are not used.
     """
 
@@ -78,6 +83,7 @@ class Tower(nn.Module):
     patch_size: int
     most: int
     most_patches: int
+    num_layers: int
     width: int
     names: tuple[tuple[str, str], ...]
     unneeded: tuple[str, ...] = ()
@@ -85,8 +91,9 @@ class Tower(nn.Module):
     nbytes: int = 0
 
     @abstractmethod
-    def encode(self, images: Tensor, layout: tuple[int, ...]) -> Tensor:
-        """Return an item's embeddings, [count, hidden_size] of the model's dtype.
+    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
+        """Return an item's embeddings, [count, hidden_size] of the model's dtype; yield after each layer, so that steps
+        can be computed in between.
 
         Args:
             images: [n, height, width, 3] uint8, on the tower's device.

@@ -20,7 +20,12 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(cases()))
+ALIKE = {"llava-siglip", "idefics3", "internvl-norms", "pixtral", "qwen2-vl"}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in cases()]
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make(request.param, tmp_path_factory.mktemp("model"))
 

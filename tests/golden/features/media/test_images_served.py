@@ -16,6 +16,7 @@ from image_kit import Made, make, picture
 from octavo import LLM, SamplingParams
 from octavo.core.errors import ConfigError, InvalidRequestError, ModelFileError
 from octavo.features.media.towers.llava import LlavaTower
+from octavo.features.media.towers.tower import Encoding
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "threads": 1, "max_model_len": 256}
@@ -128,14 +129,14 @@ def test_in_bfloat16(made: Made) -> None:
 
 
 def test_an_image_that_the_tower_fails_on_ends_its_request_only(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = LlavaTower.encode
+    encode = LlavaTower.encoding
 
-    def failing(tower: LlavaTower, images: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
+    def failing(tower: LlavaTower, images: torch.Tensor, layout: tuple[int, ...]) -> Encoding:
         if images[0, 0, 0].tolist() == [0, 0, 0]:
             raise RuntimeError("too dark")
         return encode(tower, images, layout)
 
-    monkeypatch.setattr(LlavaTower, "encode", failing)
+    monkeypatch.setattr(LlavaTower, "encoding", failing)
     dark = {**ASKED, "multi_modal_data": {"image": IMAGE.point(lambda _: 0)}}
     with LLM(str(made.folder), **SETTINGS) as llm:
         found = list(llm.stream(ASKED, GREEDY))

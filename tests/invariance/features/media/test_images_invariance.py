@@ -88,8 +88,26 @@ def plain(folder: Path, kind: str) -> list[list[list[int]]]:
     return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", SETTINGS)
+QUICK = {
+    ("preemption", "qwen2.5-vl"),
+    ("overlap + chunked prefill + preemption", "smolvlm"),
+    ("overlap + chunked prefill + preemption", "qwen2.5-vl"),
+    ("one image encoded at a time", "smolvlm"),
+    ("torch attention", "qwen2.5-vl"),
+    ("two ranks", "smolvlm"),
+    ("two stages", "qwen2.5-vl"),
+    ("two ranks that divide prompts", "qwen2.5-vl"),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param(settings, kind, marks=() if (settings, kind) in QUICK else pytest.mark.slow)
+        for settings in SETTINGS
+        for kind in KINDS
+    ],
+)
 def test_the_same_tokens(folders: dict[str, Path], kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
     tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])

@@ -29,6 +29,7 @@ class Worker:
         self.facts = {"capacity": capacity, "budget": budget}
         self.kept: set[bytes] = set()
         self.asked: list[list[bytes]] = []
+        self.under_way: list[bytes] = []
         self.waiting: Future[list[Any]] | None = None
 
     def call(self, method: str, args: dict[str, Any]) -> Future[list[Any]]:
@@ -37,18 +38,21 @@ class Worker:
             future.set_result([self.facts])
             return future
         assert set(args["keep"]) <= self.kept
-        names = [one[0] for one in args["items"]]
-        self.asked.append(names)
-        self.kept = {*args["keep"], *names}
+        self.under_way += [one[0] for one in args["items"]]
+        if args["items"]:
+            self.asked.append([one[0] for one in args["items"]])
+            self.kept = {*args["keep"]}
         self.waiting = future
         return future
 
-    def finish(self, *errors: str) -> None:
+    def finish(self, *errors: str, count: int = 100) -> None:
+        """Answer the last call: these errors, or none, of so many items."""
         assert self.waiting is not None
-        found = [*errors, *[""] * len(self.asked[-1])][: len(self.asked[-1])]
-        self.waiting.set_result([{"errors": found, "seconds": 0.5}])
-        self.kept -= {name for name, error in zip(self.asked[-1], found, strict=True) if error}
-        self.waiting = None
+        ended, self.under_way = self.under_way[:count], self.under_way[count:]
+        done = [[name, error] for name, error in zip(ended, [*errors, *[""] * len(ended)], strict=False)]
+        future, self.waiting = self.waiting, None
+        self.kept |= {name for name, error in done if not error}
+        future.set_result([{"done": done, "left": len(self.under_way), "seconds": 0.5}])
 
 
 class Asked(SimpleNamespace):
@@ -127,6 +131,19 @@ def test_some_between_two_steps() -> None:
         worker.finish()
         engine.turn()
     assert worker.asked == [[b"a", b"b"], [b"c"]]
+    assert engine.admit(one, 30) == 30
+
+
+def test_what_is_under_way_goes_on_between_steps() -> None:
+    one = asked(item("a", 0), item("b", 10))
+    engine, worker = started(12, one, budget=8)
+    assert engine.admit(one, 30) == 0
+    engine.turn()
+    for count in (0, 1, 0, 1):
+        worker.finish(count=count)
+        assert engine.awaits
+        engine.turn()
+    assert worker.asked == [[b"a", b"b"]]
     assert engine.admit(one, 30) == 30
 
 
