@@ -55,7 +55,8 @@ class Rope(WeightLayer):
             shifts: [T, axes] int32, added to them; an axis for each section.
         """
         half = self.cos_sin.shape[1] // 2
-        rows = (positions[:, None] + shifts).clamp_(min=0).index_select(1, self._axes)
+        # Padding of a recorded step has any position.
+        rows = (positions[:, None] + shifts).clamp_(0, len(self.cos_sin) - 1).index_select(1, self._axes)
         columns = torch.arange(half, device=self.device)
         return torch.cat([self.cos_sin[rows, columns], self.cos_sin[rows, columns + half]], dim=1)
 

@@ -108,7 +108,7 @@ QUICK = {
         for kind in KINDS
     ],
 )
-def test_the_same_tokens(folders: dict[str, Path], kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
     tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])
     assert tokens == plain(folders[kind], kind)
