@@ -216,7 +216,7 @@ class Reader:
             raise InvalidRequestError(
                 f"{param}: detail must be auto, low or high, got {json.dumps(detail, default=str)}.", param=param
             )
-        if isinstance(given, str) or part.kind == "image_url":
+        if isinstance(given, str) or part.kind in ("image_url", "input_image"):
             return decoded(self._fetcher.fetch(given, param), self._own.max_pixels, param), detail
         return converted(given, self._own.max_pixels, param), detail
 

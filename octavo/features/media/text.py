@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _THREADS = 16
 """Prompts whose images are fetched and decoded at once. Hosts may be slow, and decoded images are large."""
-_IMAGES = ("image", "image_url", "image_pil")
+_IMAGES = {"image": "image", "image_url": "image_url", "image_pil": "image_pil", "input_image": "image_url"}
 _OTHERS = {"audio": "audio_url audio input_audio", "video": "video_url video"}
 
 
@@ -29,7 +29,8 @@ class MediaText(TextHook):
     prompt_fields = ("multi_modal_data",)
     shown_as = "image"
     part_fields: ClassVar[Mapping[str, str]] = {
-        kind: kind for kind in (*_IMAGES, *(name for names in _OTHERS.values() for name in names.split()))
+        **_IMAGES,
+        **{kind: kind for names in _OTHERS.values() for kind in names.split()},
     }
 
     def __init__(self, context: TextContext) -> None:

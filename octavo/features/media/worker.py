@@ -88,8 +88,11 @@ class MediaWorker(WorkerHook):
                 f"{worker.spec.hidden_size}. Get the files that belong together."
             )
         each = size * worker.dtype.itemsize
-        self._capacity = max(tower.most, int(self._settings.mm_encoder_cache_gb * 2**30) // each)
-        workspace = tower.workspace_bytes(max(tower.most_patches, _WORKSPACE_PATCHES))
+        longest = worker.spec.max_position  # larger images are refused with their prompts
+        most = min(tower.most, longest)
+        self._capacity = max(most, int(self._settings.mm_encoder_cache_gb * 2**30) // each)
+        patches = tower.most_patches * most // tower.most
+        workspace = tower.workspace_bytes(max(patches, _WORKSPACE_PATCHES))
         return Reserved(weights=tower.nbytes, workspace=workspace + self._capacity * each)
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec, activation, gathered
-from octavo.features.media.towers.tower import Encoding, Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower, decoder_size
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 from octavo.nn.shard import NONE
@@ -21,7 +21,7 @@ class Idefics3Tower(Tower):
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], b: Build) -> None:
         super().__init__()
-        vision, text = config["vision_config"], config["text_config"]
+        vision = config["vision_config"]
         size = whole(vision, "hidden_size", 1152)
         self.dtype = b.dtype
         self.patch_size = whole(vision, "patch_size", 32)
@@ -44,7 +44,7 @@ class Idefics3Tower(Tower):
         self.positions = Table(embeddings, "position_embedding.weight", self.side**2, size)
         self.layers = nn.ModuleList(VitLayer(v.at("encoder", "layers", i), spec) for i in range(spec.layers))
         self.norm = v.layer_norm("post_layernorm", size, spec.eps)
-        self.hidden_size = whole(text, "hidden_size", 2048)
+        self.hidden_size = decoder_size(config)
         merged = size * self.scale**2
         projection = b.at("connector", "modality_projection")
         self.projection = projection.linear("proj", inputs=merged, outputs=self.hidden_size, shard=NONE)

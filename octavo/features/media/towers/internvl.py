@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from octavo.features.media.processors.base import edge
 from octavo.features.media.towers.layers import Patches, Perceptron, Table, activation, gathered
-from octavo.features.media.towers.tower import Encoding, Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower, decoder_size
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 from octavo.nn.shard import NONE
@@ -65,7 +65,7 @@ class InternTower(Tower):
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], b: Build) -> None:
         super().__init__()
-        vision, text = config["vision_config"], config["text_config"]
+        vision = config["vision_config"]
         size, depth = whole(vision, "hidden_size", 1024), whole(vision, "num_hidden_layers", 24)
         self.dtype = b.dtype
         self.patch_size = edge(vision, "patch_size", 14)
@@ -89,7 +89,7 @@ class InternTower(Tower):
         pools = bool(value_or(vision, "use_mean_pooling", True))
         eps = float(value_or(vision, "layer_norm_eps", _EPS))
         self.norm = None if pools or place != -1 else v.layer_norm("layernorm", size, eps)
-        self.hidden_size = whole(text, "hidden_size", 4096)
+        self.hidden_size = decoder_size(config)
         merged = size * self.scale**2
         projector = b.at("projector")
         self.before = projector.layer_norm("layer_norm", merged, _PROJECTOR_EPS)

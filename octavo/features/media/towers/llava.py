@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.features.media.towers.layers import Patches, Perceptron, Table, VitLayer, VitSpec, activation
-from octavo.features.media.towers.tower import Encoding, Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower, decoder_size
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 
@@ -26,7 +26,7 @@ class LlavaTower(Tower):
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], b: Build) -> None:
         super().__init__()
-        vision, text = config["vision_config"], config["text_config"]
+        vision = config["vision_config"]
         clip = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
         size, depth = whole(vision, "hidden_size", 768), whole(vision, "num_hidden_layers", 12)
         self.dtype = b.dtype
@@ -54,7 +54,7 @@ class LlavaTower(Tower):
         self.positions = Table(embeddings, "position_embedding.weight", side**2 + clip, size)
         self.norm = v.layer_norm("pre_layrnorm", size, spec.eps) if clip else None
         self.layers = nn.ModuleList(VitLayer(v.at("encoder", "layers", i), spec) for i in range(spec.layers))
-        self.hidden_size = whole(text, "hidden_size", 4096)
+        self.hidden_size = decoder_size(config)
         self.projector = Perceptron(
             b.at("projector"),
             ("linear_1", "linear_2"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from octavo.features.media.processors.base import edge, edges
 from octavo.features.media.towers.layers import Activation, Patches, Perceptron, activation
-from octavo.features.media.towers.tower import Encoding, Pixels, Tower
+from octavo.features.media.towers.tower import Encoding, Pixels, Tower, decoder_size
 from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 from octavo.nn.ops.rope import apply_rope_joint
@@ -76,7 +76,7 @@ class PixtralTower(Tower):
         act = activation(vision, "hidden_act", "silu")
         layers = v.at("transformer", "layers")
         self.layers = nn.ModuleList(_Layer(layers.at(i), size, inner, heads, act) for i in range(used))
-        self.hidden_size = whole(text, "hidden_size", 4096)
+        self.hidden_size = decoder_size(config)
         projector = b.at("projector")
         self.before = self.merging = None
         if self.merge:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError, ModelFileError, OctavoError
 from octavo.features.media.kinds import kind_of
+from octavo.models.hf_config import whole
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.renamed import RenamedCheckpoint
 from octavo.models.load.weights import load_weights
+from octavo.models.text_defaults import TEXT_DEFAULTS
 from octavo.nn.build import Build
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -102,10 +104,17 @@ class Tower(nn.Module):
 
     def workspace_bytes(self, patches: int) -> int:
         """Return the memory of intermediate results for this number of patches, at most."""
-        return patches * self.width * max(4, self.dtype.itemsize)
+        pixels = 3 * patches * self.patch_size**2
+        return patches * self.width * self.dtype.itemsize + 3 * pixels * 4  # colors are float32 while they are scaled
 
 
 BuildTower = Callable[[Mapping[str, Any], Mapping[str, Any], Build], Tower]
+
+
+def decoder_size(config: Mapping[str, Any]) -> int:
+    """Return the hidden size of a model's decoder, which may be the default of its family."""
+    text = config["text_config"]
+    return whole({**TEXT_DEFAULTS.get(str(text.get("model_type") or ""), {}), **text}, "hidden_size", 4096)
 
 
 def load_tower(config: Mapping[str, Any], processor: Mapping[str, Any], build: Build, checkpoint: Checkpoint) -> Tower:

@@ -83,6 +83,24 @@ def test_a_checkpoint_that_lacks_the_tower(made: Made, tmp_path: Path) -> None:
         LLM(str(folder), **SETTINGS)
 
 
+def test_the_names_of_other_versions(made: Made, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path)
+    path = folder / "model.safetensors"
+    starts = {
+        "vision_tower.": "model.vision_tower.vision_model.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+    }
+    renamed = {}
+    for name, tensor in safetensors.torch.load_file(path).items():
+        start = next(start for start in starts if name.startswith(start))
+        renamed[starts[start] + name.removeprefix(start)] = tensor
+    safetensors.torch.save_file(renamed, path)
+    with LLM(str(folder), **SETTINGS) as llm:
+        assert tokens(llm) == made.generated("see IMAGE?", [IMAGE], 6)[1]
+
+
 def test_fields_in_place_of_the_preprocessors(made: Made) -> None:
     with LLM(str(made.folder), **SETTINGS, mm_processor_kwargs={"image_std": [0.02, 0.02, 0.02]}) as llm:
         (output,) = llm.generate(ASKED, GREEDY.replace(max_tokens=1, logprobs=1))

@@ -104,6 +104,7 @@ def test_forms_of_an_image() -> None:
         {"type": "image", "image": data_url(IMAGE)},
         {"type": "image", "url": data_url(IMAGE)},
         {"type": "image_url", "image_url": data_url(IMAGE)},
+        {"type": "input_image", "image_url": data_url(IMAGE), "detail": "high"},
         PART,
     ]
     found = {
