@@ -34,6 +34,12 @@ def decoded(data: bytes, max_pixels: int, param: str) -> Image:
             f"{param} is not an image: its {len(data)} bytes are in none of the formats {', '.join(FORMATS)}.",
             param=param,
         ) from None
+    except Image.DecompressionBombError:
+        raise InvalidRequestError(
+            f"{param} has more pixels than the {max_pixels:,} that images may have (--max-image-pixels). Send a smaller "
+            "one.",
+            param=param,
+        ) from None
     except Exception as exc:  # damaged files raise many types
         raise InvalidRequestError(f"{param} is a damaged image: {exc}. Send it again.", param=param) from None
 

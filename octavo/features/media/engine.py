@@ -68,8 +68,8 @@ class MediaEngine(EngineHook):
 
     Encoded images stay on the device, up to a number of embeddings, and the least recently used are dropped first. What
     a request needs next is never dropped for one that comes after it; running requests come first, so that those that
-    hold KV blocks always go on. Between two steps a bounded number of images is encoded, so that others' tokens wait
-    for few.
+    hold KV blocks always go on. The worker half computes some layers between two steps, so that others' tokens wait for
+    no more than these.
     """
 
     name = NAME
@@ -84,7 +84,7 @@ class MediaEngine(EngineHook):
         self._capacity = self._budget = 0
         self._requests: dict[Request, _Images] = {}
         self._asked: dict[Request, list[ImageItem]] = {}
-        """What requests needed in the last plan."""
+        """What requests need in the next plan, or needed in the last one."""
         self._waiting: set[Request] = set()
         self._encoded: dict[bytes, int] = {}
         """Digest -> embeddings; the least recently used first."""
@@ -164,16 +164,16 @@ class MediaEngine(EngineHook):
 
     def turn(self) -> None:
         self._take_in()
+        asked, self._asked = self._asked, {}  # those that still wait ask again in the next plan
         if self._pending is None and self._pages.awake:
             if self._under_way:
                 self._pending = self._pages.call("encode", {"keep": list(self._encoded), "items": []})
-            elif self._asked:
-                self._encode()
+            elif asked:
+                self._encode(asked)
             self._take_in()
 
-    def _encode(self) -> None:
+    def _encode(self, asked: Mapping[Request, Sequence[ImageItem]]) -> None:
         """Begin to encode images that requests of the last plan lack."""
-        asked, self._asked = self._asked, {}
         kept: dict[bytes, int] = {}
         lacking: list[ImageItem] = []
         for request, needed in sorted(asked.items(), key=lambda one: one[0].slot < 0):
