@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,26 @@ class _Intern:
         return {**tokens, "pixel_values": found["pixel_values"]}
 
 
+class _Onevision:
+    """And LLaVA-OneVision's."""
+
+    def __init__(self, images: Any, own: Any) -> None:
+        self._images, self._own = images, own
+
+    def __call__(self, text: str, images: list[Image.Image], return_tensors: str) -> Any:
+        from transformers.models.llava_onevision import processing_llava_onevision as processing
+
+        theirs = processing.LlavaOnevisionProcessor
+        own: Any = SimpleNamespace(
+            num_image_tokens=16, vision_aspect_ratio="anyres_max_2", image_processor=self._images
+        )
+        own._get_unpadded_features = MethodType(theirs._get_unpadded_features, own)
+        found = self._images(images=images, return_tensors="pt")
+        for size in found["image_sizes"].tolist():
+            text = text.replace("<image>", "<none>" * theirs._get_number_of_features(own, *size, 28, 28), 1)
+        return {**self._own(text.replace("<none>", "<image>"), return_tensors="pt"), **found}
+
+
 _CLIP = {"model_type": "clip_vision_model", **_VISION}
 _SIGLIP = {"model_type": "siglip_vision_model", **_VISION}
 _LLAMA = {"model_type": "llama"}
@@ -166,6 +187,7 @@ _QWEN = {
     "hidden_act": "silu",
 }
 _SIZES = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+_MANY_SIZES = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 _SQUARE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 
 
@@ -228,6 +250,17 @@ def cases() -> dict[str, Case]:
             lambda images, own: transformers.LlavaNextProcessor(
                 images, own, patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1
             ),
+        ),
+        "llava-onevision": Case(
+            "LlavaOnevision",
+            "<image>",
+            _SIGLIP,
+            {"model_type": "qwen2"},
+            {**image, "image_grid_pinpoints": _MANY_SIZES, "vision_aspect_ratio": "anyres_max_2"},
+            transformers.LlavaOnevisionImageProcessorPil(
+                size={"height": 28, "width": 28}, image_grid_pinpoints=_MANY_SIZES
+            ),
+            _Onevision,
         ),
         "idefics3": Case("Idefics3", "<image>", _VISION, _LLAMA, idefics, _tiles(), _idefics),
         "smolvlm": Case("SmolVLM", "<image>", _VISION, _LLAMA, idefics, _tiles(), _idefics),

@@ -36,8 +36,8 @@ def decoded(data: bytes, max_pixels: int, param: str) -> Image:
         ) from None
     except Image.DecompressionBombError:
         raise InvalidRequestError(
-            f"{param} has more pixels than the {max_pixels:,} that images may have (--max-image-pixels). Send a smaller "
-            "one.",
+            f"{param} has more pixels than the {max_pixels:,} that images may have (--max-image-pixels). Send a "
+            "smaller one.",
             param=param,
         ) from None
     except Exception as exc:  # damaged files raise many types

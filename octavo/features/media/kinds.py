@@ -47,6 +47,9 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
         _PIXTRAL,
     ),
     "LlavaNextForConditionalGeneration": (Kind(("anyres", "AnyresProcessor"), "llava_next", ("clip_vision_model",)),),
+    "LlavaOnevisionForConditionalGeneration": (
+        Kind(("anyres", "AnyresProcessor"), "llava_next", ("siglip_vision_model",)),
+    ),
     "Mistral3ForConditionalGeneration": (_PIXTRAL,),
     "Qwen2VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_vl", "qwen2_vl_vision"), axes=True),),
     "Qwen2_5_VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_5_vl", "qwen2_5_vl_vision"), axes=True),),
@@ -58,8 +61,6 @@ _LACKING = {
     "InternVLChatModel": "its tensors have names that are not read; use a checkpoint of "
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration": "its tower is not supported",
-    "LlavaOnevisionForConditionalGeneration": "its arrangements of tiles, of one image and of several, are not "
-    "supported",
     "Qwen3VLForConditionalGeneration": "its decoder's first layers add states of the tower (DeepStack), which the "
     "decoders here do not",
 }

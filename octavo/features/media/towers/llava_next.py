@@ -1,5 +1,6 @@
-"""LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/): LLaVA's tower on the whole image and its tiles,
-whose patches are put together again."""
+"""LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/) and LLaVA-OneVision
+(https://arxiv.org/abs/2408.03326): LLaVA's tower on the whole image and its tiles, whose patches are put together
+again."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.features.media.towers.layers import Table
 from octavo.features.media.towers.llava import LlavaTower
@@ -31,14 +33,16 @@ class LlavaNextTower(LlavaTower):
 
     def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         """`layout`: see `AnyresProcessor`."""
-        tiles, rows, columns = layout
+        tiles, rows, columns, *fewer = layout
         found = yield from self.features(images)
         whole, parts = found.split([1, len(images) - 1])
         side = int(whole.shape[1] ** 0.5)
         grid = parts.unflatten(0, (tiles, -1)).unflatten(2, (side, side)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         top, left = (grid.shape[0] - rows) // 2, (grid.shape[1] - columns) // 2
         kept = grid[top : top + rows, left : left + columns]
-        ended = torch.cat([kept, self.newline.weight.expand(rows, 1, -1)], dim=1)
+        if [rows, columns] != fewer:
+            kept = F.interpolate(kept.permute(2, 0, 1)[None], fewer, mode="bilinear")[0].permute(1, 2, 0)
+        ended = torch.cat([kept, self.newline.weight.expand(len(kept), 1, -1)], dim=1)
         return torch.cat([whole[0], ended.flatten(0, 1)])
 
 

@@ -52,7 +52,7 @@ def normalized(stated: dict[str, Any], item: Item, *, standard: bool = False) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["llava", "llava-siglip", "llava-next", "smolvlm"])
+@pytest.mark.parametrize("name", ["llava", "llava-siglip", "llava-next", "llava-onevision", "smolvlm"])
 def test_the_same_pictures(name: str, size: tuple[int, int]) -> None:
     processor, stated = processor_of(name)
     image = picture(*size)
