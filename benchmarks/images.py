@@ -40,10 +40,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         given = {"max_model_len": 4096, "kv_cache_memory_bytes": "512M", "spec_method": "none"}
+        name = args.model or "SmolVLM-256M's shape, random weights"
         if args.model is None:
             args.model = made(Path(folder))
             given["load_format"] = "dummy"
-        report = describe() | asyncio.run(measured(args, given | args.settings))
+        report = describe() | {"model": name} | asyncio.run(measured(args, given | args.settings))
     text = json.dumps(report, indent=1)
     print(text)
     if args.output:
@@ -56,7 +57,7 @@ async def measured(args: argparse.Namespace, settings: dict[str, Any]) -> dict[s
     picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
     asked: Any = {"prompt": f"{args.mark} What is this?", "multi_modal_data": {"image": picture}}
     once = SamplingParams(temperature=0, max_tokens=1)
-    found: dict[str, Any] = {"model": args.model, "size": args.size, "settings": settings}
+    found: dict[str, Any] = {"size": args.size, "settings": settings}
     async with await AsyncLLM.start(model=args.model, **settings) as llm:
         arrivals: list[float] = []
         other = asyncio.create_task(generate(llm, arrivals))
