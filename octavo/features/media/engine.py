@@ -321,6 +321,8 @@ def build_engine(context: FeatureContext) -> EngineHook | None:
         return NoImages("this server makes embeddings of texts")
     why = refusal(context)
     if why:
+        if settings.mm_processor_kwargs:
+            raise ConfigError(f"--mm-processor-kwargs has no effect: {why}. Leave it out.")
         if settings.limit:
             log.warning("the model is served for text only: %s", why)
         return NoImages(why)

@@ -16,6 +16,7 @@ import os
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,8 @@ class Fetcher:
         host = (parts.hostname or "").rstrip(".")
         if parts.scheme not in ("http", "https") or not host:
             raise _not_fetched(url, "it leads to another kind of URL than http or https", param)
-        address = self._address(host, parts.port or (443 if parts.scheme == "https" else 80), url, param)
-        link = _Connection(host, address, until, secure=parts.scheme == "https")
+        addresses = self._addresses(host, parts.port or (443 if parts.scheme == "https" else 80), url, param)
+        link = _Connection(host, addresses, until, secure=parts.scheme == "https")
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             link.request("GET", target, headers={"User-Agent": f"octavo/{__version__}", "Accept": "image/*"})
@@ -151,8 +152,8 @@ class Fetcher:
             data += piece
         return bytes(data)
 
-    def _address(self, host: str, port: int, url: str, param: str) -> tuple[str, int]:
-        """Return the address to connect to; refuse a host that may not be."""
+    def _addresses(self, host: str, port: int, url: str, param: str) -> list[tuple[str, int]]:
+        """Return the addresses to connect to; refuse a host that may not be."""
         named = host.lower() in self.domains
         if self.domains and not named:
             raise InvalidRequestError(
@@ -169,21 +170,31 @@ class Fetcher:
                 param=param,
                 value=_shown(url),
             )
-        return found[0], port
+        return [(address, port) for address in dict.fromkeys(found)]
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to one address, whatever the host's name stands for later."""
+    """A connection to one of some addresses, whatever the host's name stands for later."""
 
-    def __init__(self, host: str, address: tuple[str, int], until: float, *, secure: bool) -> None:
-        default = 443 if secure else 80
-        super().__init__(host, None if address[1] == default else address[1])
-        self._host, self._secure, self._address, self._until = host, secure, address, until
+    def __init__(self, host: str, addresses: Sequence[tuple[str, int]], until: float, *, secure: bool) -> None:
+        default, port = 443 if secure else 80, addresses[0][1]
+        super().__init__(host, None if port == default else port)
+        self._host, self._secure, self._addresses, self._until = host, secure, addresses, until
 
     def connect(self) -> None:
-        self.sock = socket.create_connection(self._address, timeout=max(0.001, self._until - time.monotonic()))
+        self.sock = self._connected()
         if self._secure:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self._host)
+
+    def _connected(self) -> socket.socket:
+        """Connect to the first address that answers: a host may have some that can't be reached from here."""
+        for number, address in enumerate(self._addresses, start=1):
+            try:
+                return socket.create_connection(address, timeout=max(0.001, self._until - time.monotonic()))
+            except OSError:
+                if number == len(self._addresses):
+                    raise
+        raise OSError("the host has no address")
 
 
 def _of_data(url: str, param: str) -> bytes:

@@ -118,6 +118,21 @@ def test_a_name_is_looked_up_once(host: str, monkeypatch: pytest.MonkeyPatch) ->
     assert asked[0] == "images.example"
 
 
+def test_another_address_if_the_first_does_not_answer(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = int(host.rpartition(":")[2])
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("8.8.8.8", "127.0.0.1")]
+    real = socket.create_connection
+
+    def connecting(address: tuple[str, int], **more: Any) -> socket.socket:
+        if address[0] == "8.8.8.8":
+            raise OSError("unreachable")
+        return real(address, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
+    monkeypatch.setattr(socket, "create_connection", connecting)
+    assert fetcher("images.example").fetch(f"http://images.example:{port}/ok", "url") == b"xxx"
+
+
 def test_files_only_in_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
