@@ -54,7 +54,7 @@ class MediaSettings(FeatureSettings):
         metavar="HOST",
     )
     allowed_local_media_path: str = setting(
-        "", "folder whose files requests may name as file:// URLs; none by default", shown="none", metavar="DIR"
+        "", "folder whose files requests may name as file:// URLs", shown="none", metavar="DIR"
     )
     image_fetch_timeout: float = setting(
         5.0, "seconds that fetching an image may take", read=quantities.positive, metavar="S", env="IMAGE_FETCH_TIMEOUT"

@@ -217,3 +217,43 @@ def test_nothing_is_imported_before_an_image_comes() -> None:
     code = "import sys, octavo.features.media.text, octavo.features.media.kinds\nprint('PIL' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+PUBLISHED = {
+    "qwen2.5-vl": (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+        "{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}{% if content['type'] == "
+        "'image' or 'image' in content or 'image_url' in content %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>user\nsee <|vision_start|><|image_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "smolvlm": (
+        "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}{% if message['content'][0]['type'] "
+        "== 'image' %}{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' "
+        "%}{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+        "<|im_start|>User: see <image>?<end_of_utterance>\nAssistant:",
+    ),
+    "llava": (
+        "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+        "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+        "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+        "USER: <image>\nsee  ? ASSISTANT:",
+    ),
+}
+"""Chat templates in the forms that checkpoints have, and what they write."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates(name: str) -> None:
+    template, expected = PUBLISHED[name]
+    plain, parts = taken(user("see ", PART, "?"))
+    assert parts is not None
+    compiled = ChatTemplate(template, WORDS)
+    assert compiled.render(plain, shown=parts.shown) == expected
+    request = chat(preparer(name), user("see ", PART, "?"), template)
+    assert len({item.digest for item in items_of(request)}) >= 1
+    alone = compiled.render([{"role": "user", "content": "only text"}])
+    assert "only text" in alone
