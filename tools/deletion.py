@@ -146,8 +146,25 @@ PUBLIC = (
     public("features/beams/offline.py", "lora", "lora_request", "an argument of vLLM's methods"),
     public("features/pooling/offline.py", "lora", "lora_request", "an argument of vLLM's methods"),
     public("features/pooling/online.py", "lora", "lora_request", "an argument of vLLM's methods"),
+    *(
+        public(path, "media", "media_type", "HTTP's word for the type of a body")
+        for path in (
+            "features/pooling/http/embeddings.py",
+            "server/anthropic/errors.py",
+            "server/batch/routes.py",
+            "server/routes/docs.py",
+            "server/routes/home.py",
+            "server/routes/status.py",
+            "server/siblings/siblings.py",
+            "server/stream.py",
+        )
+    ),
+    public("server/errors.py", "media", "media_type UnsupportedMediaTypeError", "HTTP's word for the type of a body"),
+    public("server/extras.py", "media", "media_io_kwargs", "a field of other engines' requests"),
+    public("server/anthropic/protocol.py", "media", "media_type", "a field of Anthropic's requests"),
     public("config/model.py", "pooling", "pooling", "a value of --runner"),
     public("features/speculation/eagle/corpus.py", "pooling", "pooling", "a value of --runner"),
+    public("features/media/towers/internvl.py", "pooling", "use_mean_pooling", "a field of checkpoints' configs"),
     public("models/encoders/modernbert.py", "pooling", "classifier_pooling", "a field of checkpoints' configs"),
     public(
         "hub/catalogue.py",

@@ -53,7 +53,6 @@ _CONTEXT = Missing(
     "version; --tensor-parallel-size divides attention by heads",
     frozenset({"1"}),
 )
-_MEDIA = "images, audio and video are"
 _ONE_ENGINE = "there is one engine with one execution mode"
 
 _MODEL: dict[str, Missing | Needless] = {
@@ -66,9 +65,7 @@ _MODEL: dict[str, Missing | Needless] = {
     "model-loader-extra-config": _value("extra loader settings are", "{}"),
     "ignore-patterns": Needless("only the needed files are downloaded", takes_value=True),
     "use-tqdm-on-load": Needless("progress is shown only on a terminal"),
-    "mm-processor-kwargs": _value(_MEDIA, "{}"),
-    "mm-processor-cache-gb": _value(_MEDIA, "0"),
-    "allowed-media-domains": _value(_MEDIA),
+    "mm-processor-cache-gb": Needless("only encoded images are kept (--mm-encoder-cache-gb)", takes_value=True),
     "max-loras-per-batch": Needless("a step takes any number of adapters that are in memory", takes_value=True),
     "lora-dtype": _value("another dtype for adapters than the model's is", "auto"),
     "fully-sharded-loras": Needless("each rank keeps only its part of an adapter"),
@@ -150,8 +147,6 @@ FLAGS: dict[str, Missing | Needless] = {
     "guided-decoding-backend": Needless("one backend serves every form of output", takes_value=True),
     "task": _value("the older name of --runner (for embeddings say --runner pooling) is", "auto", "generate"),
     "tokenizer-mode": _value("another tokenizer mode is", "auto", "hf"),
-    "limit-mm-per-prompt": _value("images, audio and video are"),
-    "allowed-local-media-path": _value("images, audio and video are", ""),
     "enable-auto-tool-choice": Needless("automatic tool choice is always enabled"),
     "swap-space": Needless(
         "KV blocks are kept in the host's memory by --kv-offloading-size, not only those of preempted requests",

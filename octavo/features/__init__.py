@@ -45,6 +45,7 @@ FEATURES = (
     "kv_transfer",
     "logits_processors",
     "lora",
+    "media",
     "pooling",
     "prompt_embeds",
     "speculation",

@@ -15,6 +15,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     *QUANTIZATION_FILES,
     "tokenizer*.json",
     "special_tokens_map.json",

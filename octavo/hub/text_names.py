@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-_HALVES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+_HALVES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+    ("language_model.", ""),
+)
 """Where they have their text model -> where a text model's checkpoint has it."""
 _TEXT = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -283,6 +283,8 @@ class CausalLM(nn.Module):
         Reads and writes the KV caches. Does not modify x.
         """
         stream, last, taps = Stream(self.entering(x, step)), self.layer_range.stop - 1, self.taps
+        if step.axis_shifts is not None:
+            step = step.rotated_by(self.rotations(step.positions, step.axis_shifts))
         for i, layer in self._running:
             if taps is not None and i in taps.places:
                 taps.keep(i, stream.total())
@@ -291,6 +293,11 @@ class CausalLM(nn.Module):
         if taps is not None and taps.last:
             taps.keep(last + 1, hidden)
         return hidden
+
+    def rotations(self, positions: Tensor, shifts: Tensor) -> Tensor:
+        """Return the rotations of tokens whose positions differ along several axes; see `StepInput.rotations`."""
+        (rope,) = self.ropes  # of such models, all layers have the same
+        return cast("Rope", rope).along_axes(positions, shifts)
 
     def entering(self, x: Tensor, step: StepInput) -> Tensor:
         """Return the first layer's input for embeddings x: with learned positions, and normalized, if the model is."""

@@ -53,7 +53,24 @@ def rope_spec(
         )
     base = float(params.get("rope_theta") or value_or(config, "rope_theta", theta))
     scaling, limit = _scaling(params, config, whole(config, "max_position_embeddings"), stretched)
-    return RopeSpec(width, limit, base, scaling, 0 if width == head_dim else head_dim, interleaved)
+    head = 0 if width == head_dim else head_dim
+    return RopeSpec(width, limit, base, scaling, head, interleaved, _sections(params, width))
+
+
+def _sections(params: Config, width: int) -> tuple[int, ...]:
+    """Return the sections of several axes (Qwen2-VL, https://arxiv.org/abs/2409.12191), if they are consecutive.
+
+    Raises:
+        ModelFileError: they are not of all pairs of channels.
+    """
+    stated = params.get("mrope_section")
+    if not stated or params.get("mrope_interleaved"):
+        return ()
+    if not isinstance(stated, Sequence) or sum(stated) != width // 2:
+        raise ModelFileError(
+            f"The model's config has mrope_section={stated!r}; its sum should be {width // 2}, half of the channels."
+        )
+    return tuple(stated)
 
 
 def local_rope(config: Config, head_dim: int, base: str, limit: int, theta: float = 10000.0) -> RopeSpec:

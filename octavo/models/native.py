@@ -221,6 +221,7 @@ class NativeDecoder:
         """Run the layers on x [T, hidden_size] float32, in place; return the states before the final norm:
         [T, hidden_size], or [S, hidden_size] of `step.hidden_rows`. Reads and writes the KV caches."""
         hidden = x.contiguous()
+        self._rotate(step)
         if any(layer.cache is not bound for layer, bound in self._bound(self._program)):
             self.forget_caches()
         compiled, rows = self._program, step.hidden_rows
@@ -236,6 +237,15 @@ class NativeDecoder:
             self._attended[: len(rows)] = self._attended[rows]
             self._run(compiled.rest_from, compiled.head_from, StepArgs(tokens=len(rows), of_logits=1), hidden)
         return hidden
+
+    def _rotate(self, step: StepInput) -> None:
+        """Have the kernels read a row of rotations for each token, if some of their positions differ along axes."""
+        shifts = step.axis_shifts
+        if shifts is None or not shifts.any():
+            return
+        assert isinstance(self.source, CausalLM), "only decoders have positions along several axes"
+        step.rotations = self.source.rotations(step.positions, shifts)  # kept here, since the kernels read it
+        step.attn.rotations = step.rotations.data_ptr()
 
     def _run_taps(self, compiled: _CompiledProgram, batch: StepArgs, hidden: Tensor) -> int:
         """Run the layers up to the last place of `taps`, and keep the states there; return the next operation."""

@@ -123,6 +123,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
 
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
@@ -133,6 +134,7 @@ WITH_IMAGES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
 )
 """Architectures whose text half is one of `ARCHITECTURES`."""
 

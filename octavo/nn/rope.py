@@ -27,20 +27,38 @@ class Rope(WeightLayer):
 
     if TYPE_CHECKING:
 
-        def __call__(self, q: Tensor, k: Tensor, positions: Tensor, /) -> tuple[Tensor, Tensor]: ...
+        def __call__(
+            self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None, /
+        ) -> tuple[Tensor, Tensor]: ...
 
     def __init__(self, device: torch.device, spec: RopeSpec) -> None:
         super().__init__("rope", device)
         self.spec = spec
         self.cos_sin = torch.empty(0)
+        axes = torch.arange(len(spec.sections)).repeat_interleave(torch.tensor(spec.sections, dtype=torch.int64))
+        self._axes = axes.to(device)
+        """The axis of each pair of channels."""
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place."""
-        return apply_rope(q, k, self.cos_sin, positions)
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. `table`: in place of `cos_sin`."""
+        return apply_rope(q, k, self.cos_sin if table is None else table, positions)
 
-    def joint(self, qk: Tensor, positions: Tensor) -> Tensor:
-        """Rotate concatenated queries and keys, [T, heads + kv_heads, head_dim], in place."""
-        return apply_rope_joint(qk, self.cos_sin, positions)
+    def joint(self, qk: Tensor, positions: Tensor, table: Tensor | None = None) -> Tensor:
+        """Rotate concatenated queries and keys, [T, heads + kv_heads, head_dim], in place; likewise."""
+        return apply_rope_joint(qk, self.cos_sin if table is None else table, positions)
+
+    def along_axes(self, positions: Tensor, shifts: Tensor) -> Tensor:
+        """Return a table with a row for each token, whose positions along the axes differ: [T, width] float32.
+
+        Args:
+            positions: [T] int64.
+            shifts: [T, axes] int32, added to them; an axis for each section.
+        """
+        half = self.cos_sin.shape[1] // 2
+        # Padding of a recorded step has any position.
+        rows = (positions[:, None] + shifts).clamp_(0, len(self.cos_sin) - 1).index_select(1, self._axes)
+        columns = torch.arange(half, device=self.device)
+        return torch.cat([self.cos_sin[rows, columns], self.cos_sin[rows, columns + half]], dim=1)
 
     def wanted(self) -> list[Wanted]:
         """Return the optional tensor of GGUF files with a divisor per frequency instead of a named scaling."""

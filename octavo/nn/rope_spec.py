@@ -61,6 +61,8 @@ class RopeSpec:
         rotary_dim: 0 for a layer without rotary positions.
         head_dim: 0 for `rotary_dim`. If larger, the other channels are left as they are.
         interleaved: the model pairs channel 2 i with 2 i + 1, not i with i + rotary_dim / 2.
+        sections: how many consecutive pairs of channels are rotated by the position along the first axis, the second
+            and so on, if positions have several. Empty if there is one axis.
     """
 
     rotary_dim: int
@@ -69,6 +71,7 @@ class RopeSpec:
     scaling: Scaling | None = None
     head_dim: int = 0
     interleaved: bool = False
+    sections: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:

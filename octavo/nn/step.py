@@ -59,6 +59,10 @@ class StepInput:
         unseen: [T] int32, not negative: if bit b is set, the token does not attend to the key b places before its own,
             which is a draft on another path. None: all attend to all keys before them. Without windows and linear
             biases only, since positions then differ from places in the cache.
+        axis_shifts: [T, axes] int32, added to each token's position for its positions along several axes, if the
+            model's rotations have them (`RopeSpec.sections`); None adds nothing.
+        rotations: [T, width] float32, each token's cosines and sines, in place of the rows of `Rope.cos_sin` at its
+            position; `positions` are then rows of this table. None without `axis_shifts`.
         shared: common prefixes of rows with one token each; None if there are none worth sharing. Backends may ignore
             it.
         exchange: with the ranks that have the other tokens of the step; None if this one has all.
@@ -81,6 +85,8 @@ class StepInput:
     token_types: Tensor | None = None
     hidden_rows: Tensor | None = None
     unseen: Tensor | None = None
+    axis_shifts: Tensor | None = None
+    rotations: Tensor | None = None
     shared: SharedContexts | None = None
     exchange: TokenExchange | None = None
     others: Sequence[StepInput] = ()
@@ -132,11 +138,18 @@ class StepInput:
             max_query_len=max(query_lens),
             token_types=None if self.token_types is None else _at(self.token_types, tokens),
             unseen=None if self.unseen is None else _at(self.unseen, tokens),
+            axis_shifts=None if self.axis_shifts is None else _at(self.axis_shifts, tokens),
             hidden_rows=None,
             shared=None,
             attn=None,
             others=(),
         )
+
+    def rotated_by(self, table: Tensor) -> StepInput:
+        """Return the step, and those of its other cache groups, with a row of `rotations` for each token."""
+        places = torch.arange(self.num_tokens, device=self.device)
+        others = [replace(one, rotations=table, positions=places) for one in self.others]
+        return replace(self, rotations=table, positions=places, others=others)
 
     @property
     def group_strides(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ _TOKENIZATION = {
 }
 _REMEDIES = {
     "lora_request": "adapters are not supported; merge the adapter into the weights and load the result",
-    "mm_processor_kwargs": "images, audio and video are not supported; leave it out",
+    "mm_processor_kwargs": "give it to LLM, for all requests, and leave it out here",
     "trace_headers": "only a server traces requests; leave it out",
     "data_parallel_rank": "a request can't choose its replica; leave it out",
     "timeout": "a call in this process can't be interrupted; leave it out",

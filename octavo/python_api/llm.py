@@ -239,7 +239,9 @@ class LLM(OfflineMethods, WorkerMethods):
         prompts: list[Prompt] = []
         for conversation in conversations(messages):
             plain, parts = taken(conversation)
-            text = template.render(plain, **options)
+            if parts is not None:
+                self._engine.preparer.check_parts(parts)
+            text = template.render(plain, shown=None if parts is None else parts.shown, **options)
             if parts is not None:
                 prompts.append(parts.prompt(text))
                 continue

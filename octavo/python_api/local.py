@@ -49,7 +49,7 @@ class LocalEngine:
         text = load_text(files, config.model, chat_template=chat_template)
         self.tokenizer, self.template = text.tokenizer, text.chat
         reasoning = AnswerFormats.of(text.chat).reasoning
-        self._preparer = Preparer(text.tokenizer, self.info, reasoning=reasoning, max_tokens=text.max_tokens)
+        self.preparer = Preparer(text.tokenizer, self.info, reasoning=reasoning, max_tokens=text.max_tokens)
         self._defaults = sampling_defaults(text.defaults)
         self._ids = itertools.count()
 
@@ -72,8 +72,8 @@ class LocalEngine:
             InvalidRequestError: it can't be served.
         """
         name = request_id or f"llm-{next(self._ids)}"
-        prepared = self._preparer.prepare(prompt, params, request_id=name, fit=True, **options)
-        return RequestAssembler(prepared.request, self.tokenizer, prepared.prompt_text, self._preparer.hooks)
+        prepared = self.preparer.prepare(prompt, params, request_id=name, fit=True, **options)
+        return RequestAssembler(prepared.request, self.tokenizer, prepared.prompt_text, self.preparer.hooks)
 
     def feature_options(self, count: int, **given: Any) -> list[dict[str, msgspec.Raw]]:
         """Do what a call's arguments ask of features; return the options of each of its `count` prompts.
@@ -81,14 +81,14 @@ class LocalEngine:
         Raises:
             InvalidRequestError: an argument can't be served.
         """
-        asked = feature_arguments(self._preparer.hooks, count, **given)
+        asked = feature_arguments(self.preparer.hooks, count, **given)
         for feature, method, args in asked.calls:
             self.core.call(feature, method, args)
         return asked.options
 
     def hook(self, name: str) -> TextHook:
         """Return the text half of an existing feature."""
-        return self._preparer.hook(name)
+        return self.preparer.hook(name)
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters recommended by the model's authors."""

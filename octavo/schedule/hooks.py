@@ -85,6 +85,8 @@ class EngineHook:
     """Facts about the model for the feature's other parts; see `ModelInfo.feature_info`."""
     tier: Tier | None = None
     """Where it keeps KV blocks besides the device; the worker half moves them (`WorkerHook.load` and `store`)."""
+    sends_options: bool = True
+    """The worker half gets the request's option (`WorkerHook.add`). False for a large one that it does not need."""
     admits_for_good: bool = False
     """`admit` never delays a request that computes single tokens, so it is not called for each of them."""
     max_drafts: int = 0

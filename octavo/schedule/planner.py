@@ -51,6 +51,7 @@ class Planner:
         self._limits = limits
         self._policy = policy
         self._hooks = hooks
+        self._unsent = frozenset(hook.name for hook in hooks if not hook.sends_options)
         self._quarantine = quarantine
         self._counters = counters
         self._drafts = drafts
@@ -64,7 +65,7 @@ class Planner:
             in_flight: some launched steps are not committed yet.
         """
         self.at = None
-        step = StepBuilder.empty(self._limits.max_num_batched_tokens, self._cache.ranks)
+        step = StepBuilder.empty(self._limits.max_num_batched_tokens, self._cache.ranks, self._unsent)
         alone = self._quarantine.current is not None
         try:
             if alone:

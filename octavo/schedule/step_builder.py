@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from octavo.cache.table import Growth
@@ -44,15 +45,17 @@ class StepBuilder:
     """Limits the prompt tokens of the step; None for no limit."""
     deferred: list[Request] = field(default_factory=list)
     """Taken from the queue, and to go back to it: they wait for something else than room."""
+    unsent: Collection[str] = ()
+    """Features whose options stay in the engine core."""
 
     @classmethod
-    def empty(cls, tokens: int, ranks: int) -> StepBuilder:
+    def empty(cls, tokens: int, ranks: int, unsent: Collection[str] = ()) -> StepBuilder:
         """Return a step without rows.
 
         Args:
             tokens: budget; of each rank, if several have requests of their own.
         """
-        return cls(tokens * ranks, [tokens] * ranks if ranks > 1 else [])
+        return cls(tokens * ranks, [tokens] * ranks if ranks > 1 else [], unsent=unsent)
 
     def left_for(self, request: Request) -> int:
         """Return the tokens left for a request whose rank is chosen."""
@@ -89,7 +92,7 @@ class StepBuilder:
             stop_ids=sorted(request.stop_ids),
             num_computed=num_computed,
             blocks=[list(blocks) for blocks in request.table.groups],
-            options=request.spec.options,
+            options={name: one for name, one in request.spec.options.items() if name not in self.unsent},
             raw_logprobs=request.siblings.lockstep is not None,
             rank=request.table.rank,
             added_tokens=request.spec.added_tokens,

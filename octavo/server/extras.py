@@ -21,7 +21,7 @@ Limited = tuple[str, tuple[Any, ...]]
 LEAVE_OUT = "leave it out"
 _ADAPTERS = "name an adapter as the model, if the server has some, or merge it into the weights"
 _SERVER_DRAFTS = "the server drafts for all requests, if it was started with --speculative-config: leave it out"
-_MEDIA = "it reads only text"
+_IN_MESSAGES = "images are parts of messages"
 _SAMPLER = "use temperature, top_p, top_k or min_p"
 _NOTHING: tuple[Any, ...] = (None, [], {}, "")
 
@@ -52,7 +52,7 @@ _LACKING: dict[str, Limited] = {
             "media_io_kwargs",
             "mm_processor_kwargs",
         ),
-        (_MEDIA, _NOTHING),
+        (_IN_MESSAGES, _NOTHING),
     ),
     **dict.fromkeys(
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 from octavo.core.errors import InvalidRequestError
@@ -69,8 +70,9 @@ class Frontend:
     async def prepare_async(self, prompt: Prompt, params: SamplingParams, **options: Any) -> GenerateRequest:
         """Like `prepare`, with long work in a thread, so that other streams continue."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(prompt, Mapping) and self.preparer.reader_of(prompt) is not None:
-            return await asyncio.to_thread(self.prepare, prompt, params, **options)
+        if isinstance(prompt, Mapping) and (reader := self.preparer.reader_of(prompt)) is not None:
+            work = partial(self.prepare, prompt, params, **options)
+            return await asyncio.get_running_loop().run_in_executor(reader.threads, work)
         length = len(text) if isinstance(text, str) else 0
         return await aside(length, lambda: self.prepare(prompt, params, **options))
 

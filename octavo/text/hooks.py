@@ -8,7 +8,9 @@ half's results to the answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -23,6 +25,7 @@ from octavo.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.engine.protocol import EngineClient
+    from octavo.text.prompts.message_parts import GivenPart
     from octavo.text.prompts.prompt import Prompt
 
 
@@ -101,6 +104,9 @@ class TextHook:
         text_params: the `params` that need a tokenizer.
         body_fields: fields of HTTP bodies that only this feature reads.
         prompt_fields: keys of a prompt object that select this feature's form.
+        part_fields: types of message parts that this feature reads -> the field of such a part that has its data. A
+            prompt with them has a `Mixture` under the first of `prompt_fields`.
+        shown_as: the type under which chat templates know these parts, such as "image"; "" if templates don't.
         arguments: arguments of `LLM.generate` and its like that only this feature reads.
     """
 
@@ -109,6 +115,8 @@ class TextHook:
     text_params: ClassVar[tuple[str, ...]] = ()
     body_fields: ClassVar[tuple[str, ...]] = ()
     prompt_fields: ClassVar[tuple[str, ...]] = ()
+    part_fields: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    shown_as: ClassVar[str] = ""
     arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: TextContext) -> None:
@@ -146,6 +154,11 @@ class TextHook:
         """Return the body's fields that have no effect on this model."""
         return []
 
+    @property
+    def threads(self) -> Executor | None:
+        """Where a server calls `read_prompt`; None for the threads of all features, which must not be kept waiting."""
+        return None
+
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
         """Read a prompt that has one of `prompt_fields`.
 
@@ -156,6 +169,13 @@ class TextHook:
             InvalidRequestError: it can't be served.
         """
         raise NotImplementedError
+
+    def check_parts(self, given: Sequence[GivenPart]) -> None:
+        """Check the parts of messages before the chat template is rendered, which may drop what it does not know.
+
+        Raises:
+            InvalidRequestError: this model can't read them.
+        """
 
     def read_argument(self, name: str, value: Any, count: int) -> ReadArgument:
         """Read one of `arguments` of a call of the Python API with `count` prompts; its value is not None.

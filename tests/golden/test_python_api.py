@@ -115,7 +115,7 @@ def test_parameters_that_a_script_changes_are_checked_when_they_are_used(llm: LL
         (lambda llm: llm.chat(USER, lora_request=[None, object()]), "merge the adapter"),
         (lambda llm: llm.beam_search("a", BeamSearchParams(2, 3), lora_request=object()), "merge the adapter"),
         (lambda llm: llm.embed("a", lora_request=object()), "merge the adapter"),
-        (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), "'multi_modal_data' is not"),
+        (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), "multi_modal_data"),
         (lambda llm: llm.generate("a", tokenization_kwargs={"padding": True}), "leave 'padding' out"),
         (lambda llm: SamplingParams(flat_logprobs=True), "flat_logprobs is not supported; leave it out"),
     ],

@@ -64,6 +64,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
         {"mm_tokens_per_image": 4},
     ),
+    "idefics3": ("Idefics3", _VISION, {"model_type": "llama"}, {"pad_token_id": 0}),
+    "smolvlm": ("SmolVLM", _VISION, {"model_type": "llama"}, {"pad_token_id": 0, "tie_word_embeddings": True}),
     "internvl": ("InternVL", _INTERN, {"model_type": "qwen2"}, {"tie_word_embeddings": False}),
     "internvl-tied": ("InternVL", _INTERN, {"model_type": "qwen3", "head_dim": 16}, {"tie_word_embeddings": True}),
     "internvl-experts": (

@@ -62,6 +62,7 @@ _TEXTS = {
     "scheduler.watermark": "0.5",
     "host_cache.kv_offloading_size": "0.5",
     "lora.max_lora_rank": "128",
+    "media.mm_encoder_cache_gb": "0.5",
     "speculation.spec_tokens": "8",
 }
 _ENABLED_BY = {"lora": {"enable_lora": True}}

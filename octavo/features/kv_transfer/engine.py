@@ -110,7 +110,7 @@ class KvTransfer(EngineHook):
             self._num_refused += 1
             log.log(
                 logging.WARNING if self._num_refused == 1 else logging.DEBUG,
-                "%s:%d offers KV blocks that can't be used for request %s: it has another model or other settings (dtype, "
+                "%s:%d offers KV blocks that can't be used for request %s: another model, other settings (dtype, "
                 "block size, ranks), or the request has an adapter; the prompt is computed here",
                 offer.remote_host,
                 offer.remote_port,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo.core.params import SamplingParams
 from octavo.text.hooks import ReadPrompt, TextHook
@@ -14,6 +14,7 @@ class PromptEmbedsText(TextHook):
 
     name = "prompt_embeds"
     prompt_fields = ("prompt_embeds",)
+    part_fields: ClassVar[Mapping[str, str]] = {"prompt_embeds": "data"}
 
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
         from octavo.features.prompt_embeds.read import lay_out  # imported here: it needs numpy

@@ -113,12 +113,13 @@ class Attention(Mixer):
             queries = heads[:, : self.head_counts[0]]
             queries.mul_(_factors(step.positions, self.temperature)[:, None, None])
         if self.attn.fused:
-            return self.attn.rotated(heads, self._norms(), self.rope.cos_sin, step, rounded_by).flatten(1)
+            table = self.rope.cos_sin if step.rotations is None else step.rotations
+            return self.attn.rotated(heads, self._norms(), table, step, rounded_by).flatten(1)
         q, k, v = heads.split(self.head_counts, dim=1)
         if self._fuses_norms and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions)
+            q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions, step.rotations)
         elif self.rope.spec.rotary_dim:
-            self.rope.joint(heads[:, : -self.head_counts[2]], step.positions)
+            self.rope.joint(heads[:, : -self.head_counts[2]], step.positions, step.rotations)
         return self.attn(q, k, v, step).flatten(1)
 
     def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:

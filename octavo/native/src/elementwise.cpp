@@ -306,7 +306,9 @@ float temperature(const OctavoOp& op, int64_t position) {
 template <class T>
 void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     const OctavoStep& step = program.step();
-    const float* cos_sin = static_cast<const float*>(op.weight) + step.positions[row] * op.rotary_dim;
+    const float* cos_sin = step.rotations != nullptr
+                               ? step.rotations + (int64_t)row * op.rotary_dim
+                               : static_cast<const float*>(op.weight) + step.positions[row] * op.rotary_dim;
     const int dim = op.head_dim;
     float* heads = program.at<float>(op.input, row);
     T* queries = program.at<T>(op.output, row);

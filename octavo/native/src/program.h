@@ -53,7 +53,8 @@ struct OctavoOp {
 struct OctavoStep {
     const int64_t *input_ids, *positions, *slots;
     const int32_t *query_start, *seq_lens, *block_tables;
-    const int32_t* unseen;  // or null
+    const int32_t* unseen;   // or null
+    const float* rotations;  // a row of cosines and sines for each token, or null: those at its position
     void* external[3];
     int64_t table_stride;
     int64_t group_tables, group_slots;  // entries from one cache group's to the next one's

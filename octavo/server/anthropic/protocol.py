@@ -162,17 +162,17 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
 
 def _user(blocks: Sequence[dict[str, Any]], where: str, role: str) -> list[dict[str, Any]]:
     """Return each tool result as a message of its own, followed by the user's content."""
-    results, texts = [], []
+    results, parts = [], []
     for number, block in enumerate(blocks):
         match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
+            case {"type": "text", "text": str()} | {"type": "image"}:
+                parts.append(_part(block, f"{where}.{number}"))
             case {"type": "tool_result", "tool_use_id": str(call)}:
                 content = _content(block.get("content") or "", f"{where}.{number}.content")
                 results.append({"role": "tool", "tool_call_id": call, "content": content})
             case _:
                 raise _unreadable(block, f"{where}.{number}")
-    return results + ([{"role": role, "content": _parts(texts)}] if texts or not results else [])
+    return results + ([{"role": role, "content": parts}] if parts or not results else [])
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -180,14 +180,24 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or a list of blocks.", param=where, value=content)
-    texts = []
-    for number, block in enumerate(content):
-        match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise _unreadable(block, f"{where}.{number}")
-    return _parts(texts)
+    return [_part(block, f"{where}.{number}", images=where != "system") for number, block in enumerate(content)]
+
+
+def _part(block: Any, where: str, *, images: bool = True) -> dict[str, Any]:
+    """Return a block of text, or an image, as a part of a chat's content."""
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image", "source": {"type": "url", "url": str(url)}} if images:
+            return {"type": "image_url", "image_url": {"url": url}}
+        case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}} if images:
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case {"type": "image", "source": {"type": "file"}}:
+            raise UnsupportedError(
+                f"{where} is an image of the Files API, which is not supported; send it in base64 or as a URL.",
+                param=where,
+            )
+    raise _unreadable(block, where)
 
 
 def _parts(texts: list[str]) -> list[dict[str, Any]]:
@@ -197,7 +207,7 @@ def _parts(texts: list[str]) -> list[dict[str, Any]]:
 
 def _unreadable(block: Any, where: str) -> InvalidRequestError:
     kind = block.get("type") if isinstance(block, dict) else None
-    known = ("text", "tool_use", "tool_result", "thinking")
+    known = ("text", "image", "tool_use", "tool_result", "thinking")
     if isinstance(kind, str) and kind not in known:
         return UnsupportedError(f"{where} is of type {kind!r}, which this model can't read.", param=where, value=kind)
     return InvalidRequestError(f"{where} is not a complete block of type {', '.join(known)}.", param=where, value=kind)

@@ -79,6 +79,8 @@ async def prepare_chat(ctx: ServerContext, body: ChatBody, response_id: str) -> 
     """
     params = chat_params(ctx, body)
     use = tool_use(body)
+    if body.parts is not None:
+        ctx.frontend.preparer.check_parts(body.parts)
     text = await _prompt_text(ctx, body, use)
     answers = ctx.frontend.answers
     plan = OutputPlan(
@@ -132,12 +134,13 @@ async def _prompt_text(ctx: ServerContext, body: ChatBody, use: ToolUse | None) 
         options=_template_options(ctx, body),
         template=body.chat_template,
         tools=use.offered if use else (),
+        parts=body.parts,
     )
 
 
 def _with_parts(body: ChatBody, parts: MessageParts, text: str) -> Prompt:
     for name, value in (("echo", body.echo), ("add_special_tokens", body.add_special_tokens)):
-        require(not value, name, value, f"{name} can't be combined with content parts of embeddings; leave it out.")
+        require(not value, name, value, f"{name} can't be combined with content parts other than text; leave it out.")
     return parts.prompt(text)
 
 

@@ -85,7 +85,7 @@ def _part_text(number: int, part: Any) -> str:
     if kind is not None and not isinstance(kind, str):
         raise InvalidRequestError(f"content part {number} must have a string as its type, got {kind_of(kind)}.")
     if kind not in _TEXT_PARTS:
-        raise UnsupportedError(f"content part {number} has type {kind!r}, but this model reads only text parts.")
+        raise UnsupportedError(f"content part {number} has type {kind!r}, but only text parts are read here.")
     field = _TEXT_PARTS[kind]
     text = part.get(field)
     if not isinstance(text, str):
@@ -98,6 +98,21 @@ def _part_schema(kind: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
+_IMAGE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high", None]}},
+            "required": ["url"],
+        },
+    },
+    "required": ["type", "image_url"],
+}
+"""A part that features read, which are taken out before a content is validated."""
+
+
 Content = Annotated[
     str | list[str] | None,
     BeforeValidator(_content),
@@ -105,7 +120,7 @@ Content = Annotated[
         {
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "items": {"anyOf": [_part_schema("text"), _part_schema("refusal")]}},
+                {"type": "array", "items": {"anyOf": [_part_schema("text"), _part_schema("refusal"), _IMAGE]}},
                 {"type": "null"},
             ]
         }

@@ -10,6 +10,7 @@ from octavo.server.context import ServerContext
 from octavo.server.openai.protocol import Message
 from octavo.text.aside import aside
 from octavo.text.chat.template import ChatTemplate
+from octavo.text.prompts.message_parts import MessageParts
 from octavo.text.tools.tool import Tool, explain_in_words
 
 
@@ -22,12 +23,14 @@ async def render(
     options: dict[str, Any] | None,
     template: str | None = None,
     tools: Sequence[Tool] = (),
+    parts: MessageParts | None = None,
 ) -> str:
     """Render `messages` with the chat template; a long conversation in a thread.
 
     Args:
         options: additional variables for the template.
         template: the request's own template.
+        parts: those other than text, which the messages' contents mark.
         tools: described to the model by the template, or in the system message if the template does not support tools.
 
     Raises:
@@ -61,6 +64,7 @@ async def render(
             template_kwargs=variables,
             roles=(ctx.config.response_role,),
             guard=guard,
+            shown=None if parts is None else parts.shown,
         )
 
     return await aside(sum(len(message.text) for message in messages), work)

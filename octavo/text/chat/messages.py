@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.text.chat.content_format import Taken
 
-_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_ATTACHED = ("image", "images", "audio", "audios", "video", "videos")
 """Fields of messages that hold media, in the APIs of other servers."""
 
 
@@ -56,10 +56,12 @@ def _plain(message: Mapping[str, Any], where: str, taken: Taken, *, none: bool) 
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _invalid(f"{where}.role must be a string such as 'user'", role)
-    media = next((name for name in _MEDIA if message.get(name)), None)
-    if media is not None:
+    attached = next((name for name in _ATTACHED if message.get(name)), None)
+    if attached is not None:
         raise UnsupportedError(
-            f"{where}.{media} is not supported: this model takes only text.", param="messages", value=message[media]
+            f"{where}.{attached} is not supported: images are parts of the content, as in OpenAI's API.",
+            param="messages",
+            value=message[attached],
         )
     plain = dict(message)
     calls = message.get("tool_calls")

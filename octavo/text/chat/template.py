@@ -6,7 +6,7 @@ import datetime
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,6 +81,7 @@ class ChatTemplate:
         content_format: ContentFormat | None = None,
         roles: Collection[str] = (),
         guard: ContentGuard | None = None,
+        shown: Callable[[Any], Any] | None = None,
         **variables: Any,
     ) -> str:
         """Render a prompt. It contains the special tokens: encode it with `add_special_tokens=False`.
@@ -96,6 +97,7 @@ class ChatTemplate:
             content_format: form of the contents; None for the template's default.
             roles: allowed roles besides `ROLES` and those in the template's source.
             guard: the guard that has already marked the messages; None for a new one.
+            shown: changes each content into what the template reads, such as `MessageParts.shown`.
 
         Raises:
             InvalidRequestError: the messages are invalid, or this template refuses them; `param` is "messages".
@@ -108,6 +110,8 @@ class ChatTemplate:
         if continue_final_message:
             _check_continuable(plain[-1])
             plain[-1] = plain[-1] | {"content": _to_be_cut(plain[-1]["content"])}
+        if shown is not None:
+            plain = [message | {"content": shown(message["content"])} for message in plain]
         if guard is None:
             guard = self.guard()
             plain = guard.mark(plain)

@@ -17,39 +17,87 @@ from octavo.text.tokenizers.literal import part_of
 M = TypeVar("M")
 
 
+@dataclass(frozen=True, slots=True)
+class PartKind:
+    """A type of parts that a feature reads.
+
+    Attributes:
+        field: of a part, with its data.
+        key: of a prompt object with such parts.
+        shown_as: see `TextHook.shown_as`.
+    """
+
+    field: str
+    key: str
+    shown_as: str
+
+
 @cache
-def part_types() -> frozenset[str]:
-    """Return the types of parts that features read; each is also the key of a prompt object with such parts."""
-    return frozenset(kind for _, module in parts("text") for kind in module.TEXT.prompt_fields)
+def part_kinds() -> Mapping[str, PartKind]:
+    """Return the types of parts that features read."""
+    hooks = [module.TEXT for _, module in parts("text")]
+    return {
+        kind: PartKind(field, hook.prompt_fields[0], hook.shown_as)
+        for hook in hooks
+        for kind, field in hook.part_fields.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPart:
-    """A part as the client sent it, not parsed yet; `param` is its field."""
+    """A part as the client sent it, not parsed yet.
+
+    Attributes:
+        param: its field.
+        kind: its type.
+        data: the content of that field.
+        part: the whole part.
+    """
 
     param: str
+    kind: str
     data: Any
+    part: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A prompt in pieces: texts, and parts between them."""
+    """A prompt in pieces: texts, and parts between them.
+
+    Attributes:
+        shown: parts that the template wrote in its own way; the texts have their places, in the same order.
+    """
 
     pieces: list[str | GivenPart]
+    shown: list[GivenPart] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class MessageParts:
-    """The parts of one type in one request. Their marks are random, so clients can't forge them."""
+    """The parts of one feature in one request. Their marks are random, so clients can't forge them."""
 
-    kind: str
+    key: str
+    shown_as: str = ""
     _name: str = field(default_factory=lambda: f"octavo-part-{secrets.token_hex(8)}")
     _given: list[GivenPart] = field(default_factory=list)
+
+    @property
+    def given(self) -> Sequence[GivenPart]:
+        """The parts in the order of the messages."""
+        return self._given
 
     def mark(self, given: GivenPart) -> str:
         """Add a part; return the mark that replaces it."""
         self._given.append(given)
         return f"{self._name}-{len(self._given) - 1};"
+
+    def shown(self, content: Any) -> Any:
+        """Return a message's content for a template: in a list, parts of the type that it knows in place of marks that
+        are a text of their own."""
+        if not self.shown_as or not isinstance(content, list):
+            return content
+        marks = {f"{self._name}-{number};" for number in range(len(self._given))}
+        return [{"type": self.shown_as} if part.get("text") in marks else part for part in content]
 
     def prompt(self, text: str) -> Prompt:
         """Return the rendered text with the parts in place of their marks.
@@ -65,8 +113,9 @@ class MessageParts:
             numbers.append(int(found[1]))
             at = found.end()
         texts.append(part_of(text, at, len(text)))
-        lost = next((given for number, given in enumerate(self._given) if number not in numbers), None)
-        if lost is not None:
+        unmarked = [given for number, given in enumerate(self._given) if number not in numbers]
+        if unmarked and not self.shown_as:
+            lost = unmarked[0]
             raise InvalidRequestError(
                 f"The chat template leaves {lost.param} out of the prompt. Put it into another message.",
                 param=lost.param,
@@ -74,7 +123,8 @@ class MessageParts:
         pieces: list[str | GivenPart] = [texts[0]]
         for number, after in zip(numbers, texts[1:], strict=True):
             pieces += [self._given[number], after]
-        prompt = {"prompt": "".join(texts), self.kind: Mixture([piece for piece in pieces if piece])}
+        mixture = Mixture([piece for piece in pieces if piece], unmarked)
+        prompt = {"prompt": "".join(texts), self.key: mixture}
         return cast("Prompt", prompt)
 
 
@@ -85,23 +135,25 @@ def taken(messages: Sequence[M]) -> tuple[Sequence[M], MessageParts | None]:
     plain: list[Any] = list(messages) if isinstance(messages, Sequence) else []
     for number, message in enumerate(plain):
         content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list) or not any(map(_type_of, content)):
+        if not isinstance(content, list) or not any(map(_kind_of, content)):
             continue
         texts = []
         for place, part in enumerate(content):
-            if kind := _type_of(part):
-                found = found or MessageParts(kind)
-                if kind != found.kind:
-                    param = f"messages.{number}.content.{place}.type"
-                    raise InvalidRequestError(f"{kind} can't be combined with {found.kind}.", param=param, value=kind)
-                given = GivenPart(f"messages.{number}.content.{place}.data", part.get("data"))
+            if kind := _kind_of(part):
+                found = found or MessageParts(kind.key, kind.shown_as)
+                where, name = f"messages.{number}.content.{place}", part["type"]
+                if kind.key != found.key:
+                    raise InvalidRequestError(
+                        f"{name} can't be combined with {found.given[0].kind}.", param=f"{where}.type", value=name
+                    )
+                given = GivenPart(f"{where}.{kind.field}", name, part.get(kind.field), part)
                 part = {"type": "text", "text": found.mark(given)}
             texts.append(part)
         plain[number] = {**message, "content": texts}
     return (messages, None) if found is None else (plain, found)
 
 
-def _type_of(part: Any) -> str | None:
-    """Return the type of a part that a feature reads; None for any other part."""
+def _kind_of(part: Any) -> PartKind | None:
+    """Return the kind of a part that a feature reads; None for any other part."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    return kind if isinstance(kind, str) and kind in part_types() else None
+    return part_kinds().get(kind) if isinstance(kind, str) else None

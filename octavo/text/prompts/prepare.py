@@ -16,6 +16,7 @@ from octavo.core.params import FEATURE_PARAMS, SamplingParams
 from octavo.core.request import PLACEHOLDER, GenerateRequest
 from octavo.text.answers.reasoning import ReasoningFormat
 from octavo.text.hooks import TextContext, TextHook, load_hooks
+from octavo.text.prompts.message_parts import MessageParts
 from octavo.text.prompts.prompt import Prompt, parts_of
 from octavo.text.tokenizers.no_tokenizer import without_text
 from octavo.text.tokenizers.tokenizer import Tokenizer
@@ -148,6 +149,12 @@ class Preparer:
     def reader_of(self, prompt: Mapping[str, Any]) -> TextHook | None:
         """Return the feature whose form a prompt object has; None for text and token ids."""
         return next((h for h in self.hooks for name in h.prompt_fields if prompt.get(name) is not None), None)
+
+    def check_parts(self, parts: MessageParts) -> None:
+        """Raise InvalidRequestError if this model can't read the parts of messages; see `TextHook.check_parts`."""
+        for hook in self.hooks:
+            if parts.key in hook.prompt_fields:
+                hook.check_parts(parts.given)
 
     def _split_options(
         self, params: SamplingParams, text: str | None, tokens: list[int], options: dict[str, msgspec.Raw]

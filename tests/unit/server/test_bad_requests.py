@@ -324,7 +324,7 @@ def test_a_compressed_body_is_refused_as_such(coding: str, status: int) -> None:
         ({"functions": [{"name": "f"}]}, "functions is not supported by this version; declare them as tools."),
         ({"adapter_id": "a"}, "adapter_id is not supported by this version; name an adapter as the model, if"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens is not supported by this version; the server dra"),
-        ({"images": ["aGk="]}, "images is not supported by this version; it reads only text."),
+        ({"images": ["aGk="]}, "images is not supported by this version; images are parts of messages."),
         ({"mirostat": 2}, "mirostat is not supported by this version; use temperature, top_p, top_k or min_p."),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp is not a known field;"),
     ],

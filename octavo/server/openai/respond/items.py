@@ -75,21 +75,43 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     """Return a text, or its parts as a chat has them; the chat template decides how they are joined."""
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": text} for text in _texts(content, where)]
+    parts: list[dict[str, Any]] = []
+    for place, part in _listed(content, where):
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            parts.append(_image(part, place))
+        else:
+            parts.append({"type": "text", "text": _text(part, place)})
+    return parts
 
 
 def _texts(content: Any, where: str) -> list[str]:
+    return [_text(part, place) for place, part in _listed(content, where)]
+
+
+def _listed(content: Any, where: str) -> list[tuple[str, Any]]:
+    """Return (place, part) of each part."""
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or a list of parts.", param=where, value=content)
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in _TEXTS:
-            raise UnsupportedError(
-                f"{where}.{number} is of type {kind!r}, but this model reads only text.", param=f"{where}.{number}"
-            )
-        text = part.get("refusal") if kind == "refusal" else part.get("text")
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{where}.{number} must have a text.", param=f"{where}.{number}")
-        texts.append(text)
-    return texts
+    return [(f"{where}.{number}", part) for number, part in enumerate(content)]
+
+
+def _text(part: Any, place: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        raise UnsupportedError(f"{place} is of type {kind!r}, which is not supported.", param=place)
+    text = part.get("refusal") if kind == "refusal" else part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{place} must have a text.", param=place)
+    return text
+
+
+def _image(part: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return an image as a chat has it."""
+    if part.get("file_id") is not None:
+        raise UnsupportedError(
+            f"{place}.file_id is not supported; send the image as a URL in image_url.", param=f"{place}.file_id"
+        )
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise InvalidRequestError(f"{place} must have a URL as its image_url.", param=place)
+    return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}}

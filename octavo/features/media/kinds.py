@@ -1,0 +1,168 @@
+"""The architectures whose images are read: which files of this folder they need. Without torch and NumPy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.errors import ConfigError, OctavoError
+from octavo.features import FeatureContext
+from octavo.features.media.settings import MediaSettings
+from octavo.hub.files import ModelFiles
+from octavo.hub.json_file import read_json_if_there
+
+if TYPE_CHECKING:
+    from octavo.features.media.processors.base import LoadTokenizer, Processor
+
+_FOLDER = "octavo.features.media"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        processor: module and class of its preprocessing.
+        tower: module of its tower, which has `build_tower`.
+        vision: values of `model_type` that its vision_config may have; a missing one is the first.
+        axes: positions of an image's tokens follow its rows and columns (M-RoPE).
+    """
+
+    processor: tuple[str, str]
+    tower: str
+    vision: tuple[str, ...]
+    axes: bool = False
+
+
+_TILED = ("tiled", "TiledProcessor")
+_NATIVE = ("native", "NativeProcessor")
+_PIXTRAL = Kind(("rows", "RowsProcessor"), "pixtral", ("pixtral",))
+KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "Idefics3ForConditionalGeneration": (Kind(_TILED, "idefics3", ("idefics3_vision", "idefics3")),),
+    "InternVLForConditionalGeneration": (Kind(("grid", "GridProcessor"), "internvl", ("internvl_vision",)),),
+    "LlavaForConditionalGeneration": (
+        Kind(("single", "SingleProcessor"), "llava", ("clip_vision_model", "siglip_vision_model")),
+        _PIXTRAL,
+    ),
+    "LlavaNextForConditionalGeneration": (Kind(("anyres", "AnyresProcessor"), "llava_next", ("clip_vision_model",)),),
+    "LlavaOnevisionForConditionalGeneration": (
+        Kind(("anyres", "AnyresProcessor"), "llava_next", ("siglip_vision_model",)),
+    ),
+    "Mistral3ForConditionalGeneration": (_PIXTRAL,),
+    "Qwen2VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_vl", "qwen2_vl_vision"), axes=True),),
+    "Qwen2_5_VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_5_vl", "qwen2_5_vl_vision"), axes=True),),
+    "SmolVLMForConditionalGeneration": (Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm")),),
+}
+"""Architecture -> its kinds, by their towers."""
+_LACKING = {
+    "Gemma3ForConditionalGeneration": "its image tokens attend to later ones, which the decoders here do not",
+    "InternVLChatModel": "its tensors have names that are not read; use a checkpoint of "
+    "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration": "its tower is not supported",
+    "Qwen3VLForConditionalGeneration": "its decoder's first layers add states of the tower (DeepStack), which the "
+    "decoders here do not",
+}
+"""Architectures with images that only the text half is served of -> what is missing."""
+
+
+def has_images(config: Mapping[str, Any]) -> bool:
+    """Return whether an architecture reads images, supported or not."""
+    return _name(config) in KINDS or _name(config) in _LACKING
+
+
+def kind_of(config: Mapping[str, Any]) -> Kind:
+    """Return the kind of a model whose images are supported; see `lacking`."""
+    kinds = KINDS[_name(config)]
+    return next(kind for kind in kinds if _tower_type(config, kinds) in kind.vision)
+
+
+def lacking(config: Mapping[str, Any]) -> str:
+    """Return why images of this architecture are not supported; "" if they are."""
+    name = _name(config)
+    if name in _LACKING:
+        return f"images of {name} are not supported: {_LACKING[name]}"
+    if name not in KINDS:
+        return "this model takes only text"
+    tower = _tower_type(config, KINDS[name])
+    if not any(tower in kind.vision for kind in KINDS[name]):
+        return f"images of {name} with a tower of type {tower!r} are not supported"
+    return ""
+
+
+def refusal(context: FeatureContext) -> str:
+    """Return why images of the model are not read; "" if they are. Both halves follow it.
+
+    Raises:
+        ConfigError: a setting has no effect on the model.
+    """
+    files, settings = context.files, context.settings_of(MediaSettings)
+    if files is None or not context.generates:
+        return "this model takes only text"
+    if why := lacking(files.config):
+        return why
+    if files.format == "gguf":
+        return "a GGUF file has no weights for images; files of their own (mmproj) are not read"
+    if not settings.limit:
+        return "the server was started with --limit-mm-per-prompt image=0"
+    stated = processor_config(files)
+    if not stated:
+        return f"{files.path} has neither preprocessor_config.json nor processor_config.json"
+    check_fields(files.config, settings.mm_processor_kwargs)
+    try:
+        make_processor(files.config, stated | settings.mm_processor_kwargs, context.load_tokenizer)
+    except OctavoError as exc:
+        return str(exc)
+    return ""
+
+
+def processor_config(files: ModelFiles) -> dict[str, Any]:
+    """Return how a checkpoint says that images are prepared; {} if it does not. Transformers 5 writes one file for all
+    that a processor does, with that of images inside.
+
+    Raises:
+        ModelFileError: a file is not JSON.
+    """
+    whole = read_json_if_there(files.path / "processor_config.json")
+    return dict(whole.get("image_processor") or {}) or read_json_if_there(files.path / "preprocessor_config.json")
+
+
+def make_processor(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> Processor:
+    """Return the preprocessing of a model whose images are supported.
+
+    Raises:
+        ConfigError, ModelFileError: the checkpoint asks for something that is not supported, or its files don't fit.
+    """
+    try:
+        make = _processor_class(config)
+        return make(config, processor, tokenizer)
+    except OctavoError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"The model's preprocessor_config.json or config.json is damaged: {exc!r}.") from exc
+
+
+def _processor_class(config: Mapping[str, Any]) -> type[Processor]:
+    module, name = kind_of(config).processor
+    found: type[Processor] = getattr(importlib.import_module(f"{_FOLDER}.processors.{module}"), name)
+    return found
+
+
+def check_fields(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a field in place of a preprocessor's has no effect on this model."""
+    known = _processor_class(config).fields
+    odd = next((name for name in given if name not in known), None)
+    if odd is not None:
+        raise ConfigError(
+            f"--mm-processor-kwargs has {odd!r}, which has no effect on this model. It takes "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def _tower_type(config: Mapping[str, Any], kinds: Sequence[Kind]) -> str:
+    return str(config.get("vision_config", {}).get("model_type") or kinds[0].vision[0])
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    return str((config.get("architectures") or [""])[0])

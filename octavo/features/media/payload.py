@@ -1,0 +1,99 @@
+"""Messages of the halves: what a request has of images, and the payload of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+NAME = "media"
+
+
+class ImageItem(msgspec.Struct, frozen=True, array_like=True):
+    """What is encoded at once: an image, or a tile of one.
+
+    Attributes:
+        digest: of the pixels; equal items are encoded once.
+        shape: of `pixels`: images, height, width, 3.
+        layout: what the tower needs to know besides the pixels, see the model's processor; rows and columns of the
+            placeholders, where positions follow them.
+        count: embeddings that it has.
+        runs: (position in the prompt, first embedding, number of embeddings) of each run of its placeholders.
+        pixels: uint8, row by row, as resized and cropped but not normalized.
+    """
+
+    digest: bytes
+    shape: tuple[int, int, int, int]
+    layout: tuple[int, ...]
+    count: int
+    runs: list[tuple[int, int, int]]
+    pixels: memoryview
+
+    @property
+    def start(self) -> int:
+        """Position of the first placeholder."""
+        return self.runs[0][0]
+
+    @property
+    def end(self) -> int:
+        """Position after the last placeholder."""
+        return self.runs[-1][0] + self.runs[-1][2]
+
+
+class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text half knows of the model and of the settings.
+
+    Attributes:
+        refused: why the model's images are refused; "" if they are not.
+        config: of the model.
+        processor: of its images: the content of preprocessor_config.json, or its equivalent.
+        limit: images of a prompt, at most.
+        domains, local_path, timeout_s, max_bytes, max_pixels: see `MediaSettings`.
+    """
+
+    refused: str = ""
+    config: dict[str, Any] = {}
+    processor: dict[str, Any] = {}
+    limit: int = 0
+    domains: list[str] = []
+    local_path: str = ""
+    timeout_s: float = 0.0
+    max_bytes: int = 0
+    max_pixels: int = 0
+
+
+class EmbedPiece(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings [first, first + count) of an encoded item, for the tokens of the step from `start` on."""
+
+    digest: bytes
+    start: int
+    first: int
+    count: int
+
+
+class ShiftPiece(msgspec.Struct, frozen=True, array_like=True):
+    """What is added to the positions of a row.
+
+    Attributes:
+        start: of the row's tokens in the step.
+        slot: of the row.
+        after: what is added to the positions of all tokens after the prompt, along each axis.
+        count: the row's tokens.
+        shifts: [count, 3] int32: what is added to the position of each, along each axis.
+    """
+
+    start: int
+    slot: int
+    after: int
+    count: int
+    shifts: memoryview
+
+
+class MediaStep(msgspec.Struct):
+    """The images among a step's tokens, and the positions that depend on them."""
+
+    pieces: list[EmbedPiece]
+    shifts: list[ShiftPiece] = []
+
+
+PAYLOAD = MediaStep

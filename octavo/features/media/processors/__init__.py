@@ -1,0 +1,1 @@
+"""From images to pixels and placeholders, one file for each kind of preprocessing; without torch."""

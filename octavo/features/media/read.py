@@ -1,0 +1,228 @@
+"""Read the images of a prompt, and lay out their placeholders among its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from octavo.core.errors import InvalidRequestError, UnsupportedError, context_error
+from octavo.core.info import ModelInfo
+from octavo.core.params import SamplingParams
+from octavo.core.request import PLACEHOLDER
+from octavo.features.media.decode import converted, decoded
+from octavo.features.media.fetch import Fetcher
+from octavo.features.media.kinds import make_processor
+from octavo.features.media.payload import ImageItem, MediaInfo
+from octavo.features.media.processors.base import Item, Run, TooOddError
+from octavo.text.hooks import ReadPrompt, encoded
+from octavo.text.prompts.message_parts import GivenPart, Mixture
+from octavo.text.prompts.prompt import Prompt
+from octavo.text.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_PARAM = "multi_modal_data"
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type", _PARAM}
+_DETAILS = (None, "auto", "low", "high")
+
+
+class Reader:
+    """Reads the prompts of one model. Stateless; may be used from any thread.
+
+    Raises:
+        ConfigError, ModelFileError: see `make_processor`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, own: MediaInfo) -> None:
+        self._tokenizer, self._info, self._own = tokenizer, info, own
+        self._processor = make_processor(own.config, own.processor, lambda: tokenizer)
+        self._fetcher = Fetcher(
+            tuple(host.lower() for host in own.domains), own.local_path, own.timeout_s, own.max_bytes
+        )
+
+    def read(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
+        """Read a prompt with `multi_modal_data`: a mixture of texts and parts, or an object with images.
+
+        Raises:
+            InvalidRequestError: it can't be served; the message names the image.
+        """
+        if truncated:
+            raise UnsupportedError(
+                "truncate_prompt_tokens can't be combined with images; shorten the text instead.",
+                param="truncate_prompt_tokens",
+            )
+        if params.prompt_logprobs is not None:
+            raise UnsupportedError(
+                "prompt_logprobs can't be combined with images, which are no tokens; leave one of them out.",
+                param="prompt_logprobs",
+                value=params.prompt_logprobs,
+            )
+        given = prompt[_PARAM]
+        if isinstance(given, Mixture):
+            tokens, images = self._of_mixture(given)
+        else:
+            tokens, images = self._of_object(prompt, given)
+        self._check_count(len(images), images[0].param if images else _PARAM)
+        return self._laid_out(prompt, tokens, images)
+
+    # Where images are
+
+    def _of_mixture(self, mixture: Mixture) -> tuple[list[int], list[GivenPart]]:
+        """Return the tokens, with the token of an image for each of the images, which are in their order.
+
+        A part in a place of its own gets the tokens that a template would write around it.
+        """
+        token, (before, after) = self._processor.token, self._processor.around
+        shown = list(mixture.shown)
+        tokens: list[int] = []
+        images: list[GivenPart] = []
+        for place, piece in enumerate(mixture.pieces):
+            if not isinstance(piece, str):
+                tokens += [*before, token, *after]
+                images.append(piece)
+                continue
+            found = (
+                self._tokenizer.encode_after(piece)
+                if place
+                else self._tokenizer.encode(piece, add_special_tokens=False)
+            )
+            tokens += found
+            places = found.count(token)
+            if places > len(shown):
+                raise InvalidRequestError(
+                    f"The prompt has {places} places of images, more than it has images. Leave "
+                    f"{self._tokenizer.token_text(token)!r} out of the messages.",
+                    param="messages",
+                )
+            images += shown[:places]
+            del shown[:places]
+        if shown:
+            raise InvalidRequestError(
+                f"The chat template leaves {shown[0].param} out of the prompt. Put it into another message.",
+                param=shown[0].param,
+            )
+        return tokens, images
+
+    def _of_object(self, prompt: Mapping[str, Any], given: Any) -> tuple[list[int], list[GivenPart]]:
+        odd = next((name for name, value in prompt.items() if name not in _KEYS and value not in (None, {})), None)
+        if odd is not None:
+            raise UnsupportedError(
+                f"A prompt with {_PARAM} has 'prompt' or 'prompt_token_ids', and perhaps 'cache_salt'; {odd!r} is not "
+                "supported, leave it out.",
+                param=odd,
+            )
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(
+                f'{_PARAM} must be an object such as {{"image": image}}, got {type(given).__name__}.', param=_PARAM
+            )
+        odd = next((name for name, value in given.items() if name != "image" and value not in (None, [])), None)
+        if odd is not None:
+            raise UnsupportedError(
+                f"{_PARAM} has {odd!r}; this version supports images only. Leave it out.", param=f"{_PARAM}.{odd}"
+            )
+        images = given.get("image")
+        images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
+        parts = [
+            GivenPart(f"{_PARAM}.image.{number}", "image", one, {"type": "image", "image": one})
+            for number, one in enumerate(images)
+        ]
+        tokens, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        if tokens is None:
+            if not isinstance(text, str):
+                raise InvalidRequestError("A prompt must have 'prompt' or 'prompt_token_ids'.", param="prompt")
+            tokens = self._tokenizer.encode(text)
+        elif not isinstance(tokens, list):
+            raise InvalidRequestError("prompt_token_ids must be a list of integers.", param="prompt_token_ids")
+        if (places := tokens.count(self._processor.token)) != len(parts):
+            name = self._tokenizer.token_text(self._processor.token)
+            raise InvalidRequestError(
+                f"The prompt has {places} places of images ({name!r}), and {_PARAM} has {len(parts)}. Write {name!r} "
+                "where each image belongs.",
+                param=_PARAM,
+                value=len(parts),
+            )
+        return tokens, parts
+
+    def _check_count(self, count: int, param: str) -> None:
+        if count > self._own.limit:
+            raise InvalidRequestError(
+                f"At most {self._own.limit} image(s) may be provided in one prompt (--limit-mm-per-prompt), got "
+                f"{count}.",
+                param=param,
+                value=count,
+            )
+
+    # What images are
+
+    def _laid_out(self, prompt: Mapping[str, Any], tokens: Sequence[int], images: Sequence[GivenPart]) -> ReadPrompt:
+        """Return the prompt with each image's token replaced by what the image is."""
+        whole: list[int] = []
+        keys: list[int | bytes] = []
+        items: dict[int, tuple[Item, bytes, list[tuple[int, int, int]]]] = {}
+        parts = iter(images)
+        for token in tokens:
+            if token != self._processor.token:
+                whole.append(token)
+                keys.append(token)
+                continue
+            part = next(parts)
+            for piece in self._pieces(part):
+                if not isinstance(piece, Run):
+                    whole += piece
+                    keys += piece
+                    continue
+                _, digest, runs = items.setdefault(id(piece.item), (piece.item, _digest(piece.item), []))
+                runs.append((len(whole), piece.first, piece.count))
+                whole += [PLACEHOLDER] * piece.count
+                keys += [digest + i.to_bytes(4, "little") for i in range(piece.first, piece.first + piece.count)]
+            if len(whole) >= self._info.max_model_len:
+                raise InvalidRequestError(
+                    context_error(self._info.max_model_len, f"at least {len(whole)}", field="prompt"), param=part.param
+                )
+        option = [
+            ImageItem(
+                digest,
+                cast("tuple[int, int, int, int]", item.pixels.shape),
+                item.layout,
+                item.count,
+                runs,
+                memoryview(item.pixels.tobytes()),
+            )
+            for item, digest, runs in items.values()
+        ]
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+        ids = {"prompt_token_ids": whole, "prompt": text, "cache_salt": salt}
+        return ReadPrompt(cast("Prompt", ids), keys, encoded(option, _PARAM))
+
+    def _pieces(self, part: GivenPart) -> Sequence[list[int] | Run]:
+        image, detail = self._image(part)
+        try:
+            return self._processor.pieces(image, coarse=detail == "low")
+        except TooOddError as exc:
+            raise InvalidRequestError(f"{part.param} {exc}.", param=part.param) from None
+
+    def _image(self, part: GivenPart) -> tuple[Image, Any]:
+        """Return a part's image, and its `detail`."""
+        given: Any = part.data
+        param, detail = part.param, part.part.get("detail")
+        if isinstance(given, Mapping):
+            given, detail, param = given.get("url"), given.get("detail", detail), f"{param}.url"
+        if part.kind == "image" and given is None:  # as templates know it: {"type": "image", "url": ...}
+            given, param = part.part.get("url"), f"{param.rpartition('.')[0]}.url"
+        if detail not in _DETAILS:
+            raise InvalidRequestError(
+                f"{param}: detail must be auto, low or high, got {json.dumps(detail, default=str)}.", param=param
+            )
+        if isinstance(given, str) or part.kind in ("image_url", "input_image"):
+            return decoded(self._fetcher.fetch(given, param), self._own.max_pixels, param), detail
+        return converted(given, self._own.max_pixels, param), detail
+
+
+def _digest(item: Item) -> bytes:
+    """Return a digest of an item's pixels and shape."""
+    made = hashlib.blake2b(repr((item.pixels.shape, item.layout)).encode(), digest_size=24)
+    made.update(item.pixels.data if item.pixels.flags.c_contiguous else item.pixels.tobytes())
+    return made.digest()

@@ -1,0 +1,103 @@
+"""Settings of images in prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.core import quantities
+from octavo.core.errors import ConfigError
+from octavo.core.flag import setting
+from octavo.features import FeatureSettings
+
+MOST_PIXELS = 178_000_000
+"""Pillow refuses larger images."""
+_DEFAULT_LIMIT = 999
+_KINDS = ("image", "audio", "video")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSettings(FeatureSettings):
+    """Settings of images in prompts.
+
+    Attributes:
+        limit_mm_per_prompt: kind -> most of it in a prompt. With `{"image": 0}` the model is served as one of text, and
+            the weights that read images are not loaded.
+        mm_processor_kwargs: fields that replace those of the checkpoint's preprocessor_config.json.
+        mm_encoder_cache_gb: GiB of encoded images on the device.
+        allowed_media_domains: hosts that images may be fetched from; empty for all public ones.
+        allowed_local_media_path: folder of which `file://` URLs may name files; empty for none.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    limit_mm_per_prompt: dict[str, Any] = setting(
+        {},
+        'most images in a prompt, such as {"image": 4}; by default 999. With {"image": 0} only text is served, and '
+        "without the weights for images",
+    )
+    mm_processor_kwargs: dict[str, Any] = setting(
+        {}, 'fields in place of those of preprocessor_config.json, such as {"max_pixels": 802816}'
+    )
+    mm_encoder_cache_gb: float = setting(
+        0.25,
+        "GiB of the device's memory for encoded images, so that equal ones are encoded once; at least one fits",
+        read=quantities.gibibytes,
+        metavar="GIB",
+    )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        "hosts that images may be fetched from, also if their addresses are private; without it, all hosts with public "
+        "addresses",
+        metavar="HOST",
+    )
+    allowed_local_media_path: str = setting(
+        "", "folder whose files requests may name as file:// URLs", shown="none", metavar="DIR"
+    )
+    image_fetch_timeout: float = setting(
+        5.0, "seconds that fetching an image may take", read=quantities.positive, metavar="S", env="IMAGE_FETCH_TIMEOUT"
+    )
+    max_image_bytes: int = setting(32 << 20, "largest image file", read=quantities.size, metavar="SIZE")
+    max_image_pixels: int = setting(
+        50_000_000, "most pixels of an image as sent, which it is decoded to", read=quantities.natural, metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        for kind, given in self.limit_mm_per_prompt.items():
+            if kind not in _KINDS:
+                raise ConfigError(f"--limit-mm-per-prompt has {kind!r}; its keys are {', '.join(_KINDS)}.")
+            count = given.get("count") if isinstance(given, dict) else given
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ConfigError(f"--limit-mm-per-prompt {kind}={given!r} must be a whole number, 0 or more.")
+            if kind != "image" and count:
+                raise ConfigError(
+                    f"--limit-mm-per-prompt {kind}={count}: {kind} is not supported by this version. Leave it out, or "
+                    "set it to 0."
+                )
+        if not 1 <= self.max_image_pixels <= MOST_PIXELS:
+            raise ConfigError(f"--max-image-pixels {self.max_image_pixels} must be from 1 to {MOST_PIXELS:,}.")
+        if self.max_image_bytes < 1:
+            raise ConfigError(f"--max-image-bytes {self.max_image_bytes} must be at least 1.")
+        if not self.image_fetch_timeout > 0:
+            raise ConfigError(f"--image-fetch-timeout {self.image_fetch_timeout:g} must be more than 0.")
+        if not self.mm_encoder_cache_gb >= 0:
+            raise ConfigError(f"--mm-encoder-cache-gb {self.mm_encoder_cache_gb:g} must be 0 or more.")
+        if self.allowed_local_media_path and not Path(self.allowed_local_media_path).expanduser().is_dir():
+            raise ConfigError(f"--allowed-local-media-path {self.allowed_local_media_path} is not a folder.")
+
+    @property
+    def limit(self) -> int:
+        """Images of a prompt, at most."""
+        given = self.limit_mm_per_prompt.get("image", _DEFAULT_LIMIT)
+        return int(given["count"] if isinstance(given, dict) else given)
+
+    @property
+    def folder(self) -> str:
+        """The folder of local files, absolute and without links; "" for none."""
+        path = self.allowed_local_media_path
+        return str(Path(path).expanduser().resolve()) if path else ""
+
+
+SETTINGS = MediaSettings

@@ -1,0 +1,250 @@
+"""`MediaWorker`: the worker half. It encodes images, keeps the results, and writes those of a step over the embeddings
+of the placeholders."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedError
+from octavo.core.plan import StepPlan
+from octavo.device.transfer import upload
+from octavo.features import FeatureContext
+from octavo.features.media.kinds import kind_of, processor_config, refusal
+from octavo.features.media.payload import NAME, MediaStep
+from octavo.features.media.settings import MediaSettings
+from octavo.features.media.towers.tower import Encoding, Tower, load_tower
+from octavo.hub.files import ModelFiles
+from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.model import EncoderModel, Model
+from octavo.nn.build import Build
+from octavo.nn.quant.base import everywhere
+from octavo.nn.quant.none import Unquantized
+from octavo.worker.hooks import Reserved, Site, WorkerHook
+from octavo.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_PATCHES_BETWEEN_STEPS = 4 * 1024
+"""Patches that a GPU encodes between two steps."""
+_SECONDS_BETWEEN_STEPS = 0.02
+"""Seconds from which on a CPU computes steps before the next layer."""
+_WORKSPACE_PATCHES = 4 * 1024
+_SHIFTED = "shifted"
+
+
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """An item that is encoded, as in `ImageItem`."""
+
+    digest: bytes
+    shape: Sequence[int]
+    layout: Sequence[int]
+    count: int
+    pixels: bytes | memoryview
+    encoding: Encoding | None = None
+
+
+class MediaWorker(WorkerHook):
+    """The tower of a rank, which each rank has whole, and the images that it has encoded."""
+
+    name = NAME
+
+    def __init__(self, files: ModelFiles, settings: MediaSettings) -> None:
+        self._files, self._settings = files, settings
+        self._processor = processor_config(files) | settings.mm_processor_kwargs
+        self._tower: Tower | None = None
+        self._encoded: dict[bytes, Tensor] = {}
+        self._begun: list[_Begun] = []
+        self._threads = torch.get_num_threads()
+        self._capacity = self._hidden = 0
+        self._device = torch.device("cpu")
+        self._timed: list[tuple[Any, Any]] = []
+        self._axes = kind_of(files.config).axes
+        self._after: dict[int, int] = {}
+        """Slot -> what is added to the positions of all tokens after its prompt, if it has images."""
+        self._shifts = torch.empty(0)
+        self._shifted = False
+        self._used = 0
+        """Entries of the buffer that may not be 0."""
+
+    def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+        self._threads = worker.settings.threads or self._threads
+        self._load(worker.dtype, worker.device.torch_device, worker.checkpoint())
+        tower = self._tower
+        assert tower is not None
+        size = tower.hidden_size
+        if size != worker.spec.hidden_size:
+            raise ConfigError(
+                f"The tower of {self._files.name} makes embeddings of {size} numbers, and its decoder has "
+                f"{worker.spec.hidden_size}. Get the files that belong together."
+            )
+        each = size * worker.dtype.itemsize
+        longest = worker.spec.max_position  # larger images are refused with their prompts
+        most = min(tower.most, longest)
+        self._capacity = max(most, int(self._settings.mm_encoder_cache_gb * 2**30) // each)
+        patches = tower.most_patches * most // tower.most
+        workspace = tower.workspace_bytes(max(patches, _WORKSPACE_PATCHES))
+        return Reserved(weights=tower.nbytes, workspace=workspace + self._capacity * each)
+
+    def attach(self, model: Model | EncoderModel, site: Site) -> None:
+        if self._tower is None:  # after a sleep
+            self._load(site.build.dtype, site.build.device, site.checkpoint())
+
+    def detach(self) -> None:
+        self._tower = None
+        self._encoded.clear()
+        self._begun.clear()
+        self._timed.clear()
+
+    def _load(self, dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint) -> None:
+        build = Build(dtype, device, None, everywhere(Unquantized, dtype, device))
+        self._device = device
+        self._tower = load_tower(self._files.config, self._processor, build, checkpoint)
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        match method:
+            case "describe":
+                assert self._tower is not None
+                together = 1 if self._device.type == "cpu" else _PATCHES_BETWEEN_STEPS * self._tower.patch_size**2
+                return {"capacity": self._capacity, "budget": together}
+            case "encode":
+                return self._encode(args["keep"], args["items"])
+        raise InvalidRequestError(f"The feature {self.name!r} has no method {method!r}.", param="method", value=method)
+
+    def _encode(self, keep: list[bytes], items: list[Any]) -> dict[str, Any]:
+        """Drop what is not kept, begin to encode items, and go on with those begun before, for a bounded time. On a GPU
+        this does not wait for the results.
+
+        Returns:
+            `done`: [digest, error or ""] of items that have ended; `left`: how many have not.
+        """
+        kept = set(keep)
+        for digest in [digest for digest in self._encoded if digest not in kept]:
+            del self._encoded[digest]
+        self._begun += [_Begun(*item) for item in items]
+        done = []
+        began, at_start, threads = self._mark(), time.monotonic(), torch.get_num_threads()
+        torch.set_num_threads(self._threads)  # a native program leaves torch one
+        try:
+            work = 0
+            while self._begun and not self._pauses(work, time.monotonic() - at_start):
+                one = self._begun[0]
+                error = self._advance(one)
+                work += one.shape[0] * one.shape[1] * one.shape[2]
+                if error is not None:
+                    self._begun.remove(one)
+                    done.append([one.digest, error])
+        finally:
+            torch.set_num_threads(threads)
+        seconds = self._elapsed(began, time.monotonic() - at_start)
+        return {"done": done, "left": len(self._begun), "seconds": seconds}
+
+    def _pauses(self, work: int, seconds: float) -> bool:
+        """Return whether steps should be computed before the rest, after so many pixels of single layers."""
+        assert self._tower is not None
+        if self._device.type == "cpu":
+            return seconds > _SECONDS_BETWEEN_STEPS
+        return work > self._tower.num_layers * _PATCHES_BETWEEN_STEPS * self._tower.patch_size**2
+
+    @torch.inference_mode()
+    def _advance(self, one: _Begun) -> str | None:
+        """Compute an item's next layer; at its end return the text of the error, or "". One that fails is not the
+        others' fault."""
+        assert self._tower is not None
+        try:
+            if one.encoding is None:
+                pixels = np.frombuffer(one.pixels, dtype=np.uint8).reshape(tuple(one.shape))
+                one.encoding = self._tower.encoding(upload(pixels.copy(), self._device), tuple(one.layout))
+            next(one.encoding)
+        except StopIteration as end:
+            if end.value.shape[0] != one.count:
+                return f"the tower makes {end.value.shape[0]} embeddings of it, and the prompt has {one.count} places"
+            self._encoded[one.digest] = end.value
+            return ""
+        except Exception as exc:
+            log.exception("an image of %s could not be encoded", list(one.shape))
+            return str(exc) or type(exc).__name__
+        return None
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _elapsed(self, began: Any, host_s: float) -> float:
+        """Return the seconds of encodings that have ended: on a GPU, of earlier ones."""
+        if began is None:
+            return host_s
+        self._timed.append((began, self._mark()))
+        ended = [pair for pair in self._timed if pair[1].query()]
+        self._timed = [pair for pair in self._timed if pair not in ended]
+        return sum(float(first.elapsed_time(last)) for first, last in ended) / 1000
+
+    def buffers(self, max_rows: int, max_tokens: int) -> Mapping[str, Tensor]:
+        if not self._axes:
+            return {}
+        self._shifts = torch.zeros(max_tokens, 3, dtype=torch.int32, device=self._device)
+        return {"axis_shifts": self._shifts}
+
+    def add(self, slot: int, options: msgspec.Raw | None) -> None:
+        self._after.pop(slot, None)
+
+    def lay_out(self, plan: StepPlan, payload: MediaStep | None) -> None:
+        """Write what images add to the positions of the step's tokens.
+
+        Of the tokens after a prompt that is the same number for all. So only steps with parts of such prompts have a
+        payload for it, and others can be replayed: recordings read the buffer.
+        """
+        if not self._axes:
+            return
+        for piece in () if payload is None else payload.shifts:
+            self._after[piece.slot] = piece.after
+        shifted = [self._after.get(slot, 0) for slot in plan.slots]
+        self._shifted = any(shifted)
+        if self._shifted or payload is not None:
+            rows = np.repeat(np.asarray(shifted, dtype=np.int32), plan.num_tokens)
+            shifts = np.repeat(rows[:, None], 3, axis=1)
+            for piece in () if payload is None else payload.shifts:
+                shifts[piece.start : piece.start + piece.count] = np.frombuffer(piece.shifts, np.int32).reshape(-1, 3)
+            self._shifts[: len(shifts)] = upload(shifts, self._device)
+            self._shifted = bool(shifts.any())
+            self._used = max(self._used, len(shifts))
+        elif self._used:
+            self._shifts[: self._used].zero_()
+            self._used = 0
+
+    def embed(self, x: Tensor, payload: MediaStep) -> None:
+        for piece in payload.pieces:
+            encoded = self._encoded.get(piece.digest)
+            if encoded is None:  # a recorded step, which is computed again without the calls in between
+                raise UnsupportedError("The images of this step are not encoded here, so it can't be computed.")
+            rows = encoded[piece.first : piece.first + piece.count]
+            x[piece.start : piece.start + piece.count] = rows
+
+
+class ShiftingWorker(MediaWorker):
+    """On a CPU, the kernels that draw tokens, too, know one position of a token. Other kernels compute the steps of
+    requests whose positions images have shifted, and torch draws."""
+
+    def variant(self, payload: MediaStep | None) -> Hashable | None:
+        return _SHIFTED if self._shifted else None
+
+
+def build_worker(context: FeatureContext) -> MediaWorker | None:
+    """Return None if images of the model are not read."""
+    if context.files is None or refusal(context):
+        return None
+    shifts = kind_of(context.files.config).axes and context.device == "cpu"
+    make = ShiftingWorker if shifts else MediaWorker
+    return make(context.files, context.settings_of(MediaSettings))

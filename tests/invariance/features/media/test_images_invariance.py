@@ -1,0 +1,132 @@
+"""Requests with images have the same tokens whatever else the engine does: chunks, cached prefixes, preemption, other
+requests, ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_kit import make, picture
+from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
+from toy_models import behind
+
+from octavo import LLM, SamplingParams
+
+BASE: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 2 << 20,
+    "threads": 1,
+    "max_model_len": 256,
+    "block_size": 16,
+    "max_num_seqs": 8,
+}
+SMALL = {"kv_cache_memory_bytes": 17 * 16 * 512}
+"""Bytes of 17 blocks: one request of the longest, and little more."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "overlap": {"async_scheduling": True},
+    "chunked prefill": {"max_num_batched_tokens": 8},
+    "preemption": SMALL,
+    "overlap + chunked prefill + preemption": {"async_scheduling": True, "max_num_batched_tokens": 8, **SMALL},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "one image encoded at a time": {"mm_encoder_cache_gb": 0.0, "max_num_batched_tokens": 32},
+    "torch attention": {"attention_backend": "torch"},
+    "a process of its own": {"distributed_executor_backend": "mp"},
+    "two ranks": TWO_RANKS,
+    "two stages": PIPELINE,
+    "two ranks that divide prompts": CONTEXTS,
+}
+KINDS = ("smolvlm", "qwen2.5-vl")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: make(kind, tmp_path_factory.mktemp(kind)).folder for kind in KINDS}
+
+
+def prompts(kind: str) -> list[Any]:
+    """Some with images, which they share, as they share texts before and after them; some without."""
+    mark = "<|vision_start|><|image_pad|><|vision_end|>" if kind.startswith("qwen") else "<image>"
+    first, second, third = picture(40, 31, seed=1), picture(60, 90, seed=2), picture(28, 28, seed=3)
+
+    # Tiles are many tokens; other images need as many of text, for too few blocks.
+    more = " The quick brown fox jumps over the lazy dog." * 3 if kind.startswith("qwen") else ""
+
+    def one(text: str, *images: Any) -> Any:
+        text += more
+        return {"prompt": text.replace("IMAGE", mark), "multi_modal_data": {"image": list(images)}} if images else text
+
+    return [
+        one("a picture IMAGE and what is in it?", first),
+        one("a picture IMAGE and what is in it?", second),
+        "no picture, and a dog",
+        one("a picture IMAGE and what is in it? then IMAGE here", first, second),
+        one("IMAGEIMAGE", third, third),
+        one("a picture IMAGE and a fox", first),
+        "The quick brown fox",
+        one("two: IMAGE, IMAGE.", second, first),
+    ]
+
+
+def answers(folder: Path, kind: str, **settings: Any) -> tuple[list[list[list[int]]], int]:
+    """Each choice's tokens, twice the same, and how many requests were preempted."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    drawn = greedy.replace(temperature=1.0, seed=5, n=2)
+    params = [drawn if i % 4 == 3 else greedy for i in range(8)]
+    with LLM(str(folder), **BASE | settings) as llm:
+        found = llm.generate(prompts(kind), params)
+        again = llm.generate(prompts(kind)[::-1], params[::-1])[::-1]
+        tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]
+        assert tokens == [[list(choice.token_ids) for choice in output.outputs] for output in again]
+        return tokens, llm.stats().num_preemptions
+
+
+@cache
+def plain(folder: Path, kind: str) -> list[list[list[int]]]:
+    """Each request alone, and without a cache of prefixes."""
+    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False)[0]
+
+
+QUICK = {
+    ("preemption", "qwen2.5-vl"),
+    ("overlap + chunked prefill + preemption", "smolvlm"),
+    ("overlap + chunked prefill + preemption", "qwen2.5-vl"),
+    ("one image encoded at a time", "smolvlm"),
+    ("torch attention", "qwen2.5-vl"),
+    ("two ranks", "smolvlm"),
+    ("two stages", "qwen2.5-vl"),
+    ("two ranks that divide prompts", "qwen2.5-vl"),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param(settings, kind, marks=() if (settings, kind) in QUICK else pytest.mark.slow)
+        for settings in SETTINGS
+        for kind in KINDS
+    ],
+)
+def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
+    tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])
+    assert tokens == plain(folders[kind], kind)
+    assert preempted or settings != "preemption"
+
+
+def test_a_gpus_runner_replays_what_follows_an_image(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read positions that an image has shifted. Without a GPU, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    from toy_graphs import recorded_graphs
+
+    asked = prompts("qwen2.5-vl")[0] | {"prompt": "<|image_pad|>?"}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(folders["qwen2.5-vl"]), **BASE | {"device": "cpu"}) as llm:
+        expected = llm.generate([asked, "The"], params)
+    replayed = recorded_graphs(monkeypatch)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 24}
+    with LLM(str(folders["qwen2.5-vl"]), **BASE | behind(monkeypatch) | small) as llm:
+        found = llm.generate([asked, "The"], params)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert replayed["forward"] > 1, "the tokens that follow"
