@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlap + chunked prefill + preemption": {"async_scheduling": True, "max_num_batched_tokens": 8, **SMALL},
     "no prefix cache": {"enable_prefix_caching": False},
     "one image encoded at a time": {"mm_encoder_cache_gb": 0.0, "max_num_batched_tokens": 32},
-    "torch attention": {"attention_backend": "torch"},
+    "torch attention": {"attention_backend": "torch", "device": "cpu"},
     "a process of its own": {"distributed_executor_backend": "mp"},
     "two ranks": TWO_RANKS,
     "two stages": PIPELINE,
@@ -83,9 +83,9 @@ def answers(folder: Path, kind: str, **settings: Any) -> tuple[list[list[list[in
 
 
 @cache
-def plain(folder: Path, kind: str) -> list[list[list[int]]]:
-    """Each request alone, and without a cache of prefixes."""
-    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False)[0]
+def plain(folder: Path, kind: str, device: str) -> list[list[list[int]]]:
+    """Each request alone, and without a cache of prefixes. Devices draw differently."""
+    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False, device=device)[0]
 
 
 QUICK = {
@@ -110,8 +110,9 @@ QUICK = {
 )
 def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
-    tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])
-    assert tokens == plain(folders[kind], kind)
+    chosen = SETTINGS[settings]
+    tokens, preempted = answers(folders[kind], kind, **chosen)
+    assert tokens == plain(folders[kind], kind, chosen.get("device", "auto"))
     assert preempted or settings != "preemption"
 
 
