@@ -4,8 +4,8 @@ of another request meanwhile.
     python benchmarks/images.py [MODEL] [--size 1024 768] [--settings {}] [--output FILE]
 
 Without MODEL it has the shape of SmolVLM-256M (https://huggingface.co/HuggingFaceTB/SmolVLM-256M-Instruct) with random
-weights, made in a temporary folder, for which `transformers` is needed. The second time the picture comes with another
-salt, so that the prefix cache has nothing of it.
+weights, made in a temporary folder, for which `transformers` is needed. Both are measured for a first picture and for
+one after it. When a picture comes again it has another salt, so that the prefix cache has nothing of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from PIL import Image
 from octavo import AsyncLLM, SamplingParams
 
 MARK = "<image>"
+WHAT = "encoded", "found"
 
 
 def main() -> None:
@@ -54,8 +55,7 @@ def main() -> None:
 async def measured(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     width, height = args.size
-    picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    asked: Any = {"prompt": f"{args.mark} What is this?", "multi_modal_data": {"image": picture}}
+    pictures = [Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)) for _ in range(2)]
     once = SamplingParams(temperature=0, max_tokens=1)
     found: dict[str, Any] = {"size": args.size, "settings": settings}
     async with await AsyncLLM.start(model=args.model, **settings) as llm:
@@ -63,12 +63,13 @@ async def measured(args: argparse.Namespace, settings: dict[str, Any]) -> dict[s
         other = asyncio.create_task(generate(llm, arrivals))
         while len(arrivals) < 100:
             await asyncio.sleep(0.01)
-        for name, salt in (("encoded", "a"), ("found", "b")):
+        for (place, picture), what in itertools.product(zip(("first", "later"), pictures, strict=True), WHAT):
+            asked: Any = {"prompt": f"{args.mark} What is this?", "multi_modal_data": {"image": picture}}
             began = time.perf_counter()
-            async for output in llm.generate(asked | {"cache_salt": salt}, once):
+            async for output in llm.generate(asked | {"cache_salt": what}, once):
                 found["prompt_tokens"] = len(output.prompt_token_ids)
             ended = time.perf_counter()
-            found[name] = {"first_token_s": ended - began, **gaps(arrivals, began, ended)}
+            found[f"{what}_{place}"] = {"first_token_s": ended - began, **gaps(arrivals, began, ended)}
         other.cancel()
         found["alone"] = gaps(arrivals, 0, arrivals[99])
     return found
