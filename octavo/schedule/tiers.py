@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from octavo.cache.cache import KVCache
 from octavo.cache.lease import Lease
@@ -161,7 +163,7 @@ class Tiers:
         """The request holds what it shares; what was loaded for it need not be held any longer."""
         self._no_longer_waits(request)
         options = request.spec.options
-        wanting = [tier for tier in self._tiers.values() if options and tier.wants_shared(options)]
+        wanting = [tier for tier in self._tiers.values() if options and self._ask(tier, "wants_shared", options)]
         if wanting:
             # Steps that are in flight may write some of them.
             self._keep(request, _shared(self._cache.groups, request.table), wanting, computed=False)
@@ -255,7 +257,7 @@ class Tiers:
     def store(self, request: Request, registered: Sequence[tuple[int, list[int]]]) -> None:
         """Store blocks that were just registered, (index in the sequence, block by group), when they are computed."""
         options = request.spec.options
-        wanting = [tier for tier in self._tiers.values() if tier.wants(options)]
+        wanting = [tier for tier in self._tiers.values() if self._ask(tier, "wants", options)]
         if wanting:
             self._keep(request, registered, wanting, computed=not request.inflight)
 
@@ -405,12 +407,12 @@ class Tiers:
             known = self._names[request] = request.tokens, *of, names
         return known[3]
 
-    def _ask(self, tier: Tier, what: str, page: bytes) -> bool:
-        """Call `Tier.holds` or `lacks`; False if that fails."""
+    def _ask(self, tier: Tier, what: str, about: bytes | Mapping[str, msgspec.Raw]) -> bool:
+        """Call `Tier.holds`, `lacks`, `wants` or `wants_shared`; False if that fails."""
         try:
-            return bool(getattr(tier, what)(page))
+            return bool(getattr(tier, what)(about))
         except Exception:
-            log.exception("the tier %r failed to find a page", tier.name)
+            log.exception("the tier %r failed to answer %r", tier.name, what)
             return False
 
     def _tell(self, name: str, what: str, *pages: list[bytes]) -> None:

@@ -410,7 +410,7 @@ def test_a_tier_that_raises_is_as_if_it_held_nothing(caplog):
     ends = made.run().ends()
     assert ends["again", 0].num_cached == 0
     assert made.outputs("again") == {0: toy_generate(PROMPT, 8, stop_ids=())}
-    assert "the tier 'shelf' failed to find a page" in caplog.text
+    assert "the tier 'shelf' failed to answer 'lacks'" in caplog.text
 
 
 def test_stores_on_their_way_hold_a_part_of_the_cache_at_most():
