@@ -203,6 +203,12 @@ class TextHook:
         """
         return dict.fromkeys(self.params)
 
+    @property
+    def attached(self) -> str:
+        """Media types of files that users of the chat page may attach to a message, separated by commas; "" for none.
+        The page sends them as parts of the type `image_url`."""
+        return ""
+
     def start_rows(self) -> list[tuple[str, str]]:
         """Return rows, a label and a text each, for the table that a server prints at its start."""
         return []

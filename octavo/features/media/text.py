@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _THREADS = 16
 """Prompts whose images are fetched and decoded at once. Hosts may be slow, and decoded images are large."""
+_ATTACHED = "image/png,image/jpeg,image/webp,image/gif,image/bmp"
 _IMAGES = {"image": "image", "image_url": "image_url", "image_pil": "image_pil", "input_image": "image_url"}
 _OTHERS = {"audio": "audio_url audio input_audio", "video": "video_url video"}
 
@@ -42,6 +43,10 @@ class MediaText(TextHook):
         if self._info is None:
             return []
         return [("images", f"no: {self._info.refused}" if self._info.refused else f"up to {self._info.limit} a prompt")]
+
+    @property
+    def attached(self) -> str:
+        return _ATTACHED if self._info is not None and not self._info.refused else ""
 
     def check_parts(self, given: Sequence[GivenPart]) -> None:
         for part in given:

@@ -13,6 +13,7 @@ function make(tag, properties, ...children) {
 const KEY = "octavo-api-key", kept = (() => { try { return sessionStorage; } catch { return null; } })();
 let key = kept?.getItem(KEY);
 let conversation = []; // the messages so far; another list after "New chat"
+let images = []; // data URLs of those that go with the next message
 let running = null; // the AbortController of the answer that is coming
 
 /* A request to this server, with the key if there is one. A 401 brings up the field for it. */
@@ -56,6 +57,29 @@ function follow(change) {
   const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   change();
   if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+const dataOf = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(file);
+});
+
+/* Attaches those files that the model reads. */
+async function attach(files) {
+  const known = byId("files").accept.split(",");
+  const read = await Promise.all([...files].filter((file) => known.includes(file.type)).map(dataOf));
+  showAttached([...images, ...read]);
+}
+
+function showAttached(list) {
+  images = list;
+  byId("attached").hidden = !images.length;
+  byId("attached").replaceChildren(...images.map((data, place) => make("button", {
+    type: "button", className: "quiet", title: "Remove this image",
+    onclick: () => showAttached(images.filter((_, other) => other !== place)),
+  }, make("img", {src: data, alt: `Attached image ${place + 1}`}))));
 }
 
 function requestBody(messages) {
@@ -123,15 +147,17 @@ function setBusy(controller) {
 }
 
 async function send() {
-  const text = prompt.value, turns = conversation, controller = new AbortController();
-  const said = make("article", {className: "turn user"}, make("p", {}, text));
+  const text = prompt.value, shown = images, turns = conversation, controller = new AbortController();
+  const said = make("article", {className: "turn user"},
+    ...shown.map((data) => make("img", {src: data, alt: "Attached image"})), make("p", {}, text));
   said.setAttribute("aria-label", "You");
   const answer = makeAnswer(), seen = {started: performance.now()};
   let problem = "";
   prompt.value = "";
+  showAttached([]);
   log.append(said, answer.turn);
   log.scrollTop = log.scrollHeight;
-  turns.push({role: "user", content: text});
+  turns.push({role: "user", content: contentOf(text, shown)});
   setBusy(controller);
   try {
     const body = JSON.stringify(requestBody(turns));
@@ -152,6 +178,7 @@ async function send() {
   } else { // nothing was answered: the question is not part of the conversation, and can be sent again
     turns.pop();
     prompt.value ||= text;
+    if (!images.length) showAttached(shown);
   }
 }
 
@@ -159,19 +186,37 @@ function newChat() {
   running?.abort();
   conversation = [];
   setBusy(null);
+  showAttached([]);
   log.querySelectorAll(".turn").forEach((turn) => turn.remove());
   prompt.focus();
 }
 
 byId("compose").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!running && prompt.value.trim()) send();
+  if (!running && (prompt.value.trim() || images.length)) send();
 });
 prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   byId("compose").requestSubmit();
 });
+byId("attach").addEventListener("click", () => byId("files").click());
+byId("files").addEventListener("change", async () => {
+  await attach(byId("files").files);
+  byId("files").value = ""; // so that the same file can be chosen again
+  prompt.focus();
+});
+prompt.addEventListener("paste", (event) => {
+  if (byId("attach").hidden || !event.clipboardData.files.length) return;
+  event.preventDefault();
+  attach(event.clipboardData.files);
+});
+for (const happening of ["dragover", "drop"])
+  document.addEventListener(happening, (event) => {
+    if (byId("attach").hidden || !event.dataTransfer.types.includes("Files")) return;
+    event.preventDefault();
+    if (happening === "drop") attach(event.dataTransfer.files);
+  });
 byId("stop").addEventListener("click", () => {
   running?.abort();
   prompt.focus();

@@ -32,10 +32,14 @@ def _source(text: str) -> str:
 _PAGE = Template(_part("home.html"))
 _STYLE = _part("home.css")
 _SCRIPT = _part("home_stream.js") + _part("home.js")
-_HEADERS = {
+_POLICY = (
     # Only this script and style run, not text inserted into the page; they can reach only this server.
-    "Content-Security-Policy": f"default-src 'none'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}; "
-    "connect-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'",
+    f"default-src 'none'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}; "
+    "connect-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
+_IMAGES = "; img-src data:"
+"""Those that users attach."""
+_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -58,6 +62,7 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
         told.headers["Vary"] = "Accept"
         return told
     refusal = ctx.frontend.why_no_chat()
+    attached = next((hook.attached for hook in ctx.frontend.preparer.hooks if hook.attached), "")
     page = _PAGE.substitute(
         # Without a root path, links are relative to the page, which works behind a proxy that moved it.
         root=escape(f"{root}/" if root else "./"),
@@ -69,11 +74,14 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
         notice=escape(refusal.message if refusal else ""),
         notice_hidden="" if refusal else "hidden",
         chat="hidden" if refusal else "",
+        attach="" if attached else "hidden",
+        accept=escape(attached),
         api_open="open" if refusal else "",
         style=_STYLE,
         script=_SCRIPT,
     )
-    return Response(page, media_type="text/html", headers=_HEADERS)
+    policy = {"Content-Security-Policy": _POLICY + (_IMAGES if attached else "")}
+    return Response(page, media_type="text/html", headers=_HEADERS | policy)
 
 
 def curl_example(base_url: str, model: str, frontend: Frontend, *, needs_key: bool, uds: str | None = None) -> str:

@@ -40,3 +40,10 @@ async function complaintOf(response) {
     return `${response.status} ${response.statusText} ${text.slice(0, 500)}`.trim();
   }
 }
+
+/* The content of a message: a text, or images as data URLs and then the text, if there is any. */
+function contentOf(text, images) {
+  if (!images.length) return text;
+  const parts = images.map((data) => ({type: "image_url", image_url: {url: data}}));
+  return text.trim() ? [...parts, {type: "text", text}] : parts;
+}

@@ -77,6 +77,12 @@ def test_it_needs_nothing_from_elsewhere() -> None:
     assert not re.findall(r"\bsrc=|@import|\bimport\b|url\(", text)
 
 
+def test_nothing_can_be_attached_where_the_model_reads_only_text() -> None:
+    text, headers = page()
+    assert {"attach", "attached", "files"} <= hidden(text)
+    assert "img-src" not in headers["content-security-policy"]
+
+
 def test_answers_stay_texts() -> None:
     """No markup is ever made of what a model or server has written, and this tab's memory is all that has it."""
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script())

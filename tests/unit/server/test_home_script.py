@@ -73,6 +73,17 @@ def test_a_stream_without_its_end_is_an_error(text: str) -> None:
     assert before == [{"n": 1}] * bool(text)
 
 
+def test_a_message_has_its_images_before_its_text() -> None:
+    code = "return given.map(([text, images]) => contentOf(text, images))"
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    data = image["image_url"]["url"]  # type: ignore[index]
+    assert run(code, [["What?", []], ["What?", [data, data]], [" ", [data]]]) == [
+        "What?",
+        [image, image, {"type": "text", "text": "What?"}],
+        [image],
+    ]
+
+
 def test_refusals_are_told_as_they_are() -> None:
     error = json.dumps({"error": {"message": "temperature must be non-negative.", "code": 400}})
     code = """
