@@ -163,7 +163,7 @@ class CausalLM(nn.Module):
         super().__init__()
         model = b.at("model")
         self.spec = spec
-        self.device, self._dtype = b.device, b.dtype
+        self.device, self.dtype = b.device, b.dtype
         self.residual_dtype = b.residual_dtype(spec.hidden_size)
         # Models are trained with this factor in their own dtype.
         self.embedding_multiplier = torch.tensor(spec.multipliers.embedding, dtype=b.dtype).item()
@@ -325,7 +325,7 @@ class CausalLM(nn.Module):
             self.positions.emit_positions(b, self.spec.position_offset)
         if self.embedding_norm is not None:
             self.embedding_norm.emit(b, RESIDUAL, RESIDUAL, Dtype.FLOAT)
-        emit_layers(b, self.layers, self._dtype)
+        emit_layers(b, self.layers, self.dtype)
         b.mark("head")
         if self.is_last:
             cap, scale = self.spec.logit_cap, self.spec.multipliers.logits

@@ -189,8 +189,9 @@ class HeadModel(nn.Module):
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the tokens that the head can draw, [S, draft vocabulary]."""
         head: Linear | TiedHead = self.head or self._target[0].head
+        dtype = self._dtype if self.head is not None else self._target[0].dtype
         delta, head.delta = head.delta, None  # an adapter of the target is for the target's rows
-        found = head.wide(self.final(hidden).to(self._dtype))
+        found = head.wide(self.final(hidden).to(dtype))
         head.delta = delta
         return found
 
