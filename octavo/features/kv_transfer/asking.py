@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 """Most prompts that are with other servers; further ones wait here."""
-_PAUSE_S = 5.0
-"""A server that did not answer is not asked again for as long."""
+_PAUSE_S, _LONGEST_S = 5.0, 60.0
+"""A server that did not answer is not asked again for as long, and each time twice as long, up to the longest."""
 _REFUSED_S = 60.0
 """Nor one whose blocks can't be used."""
 _OF_THE_PROMPT = 400, 413, 422
@@ -55,16 +55,22 @@ class _Server:
     Attributes:
         tokens: of prompts that it computes for this engine.
         again: when it may be asked again, on the clock.
+        failures: since it last answered. If there are any, it is asked for one prompt at a time, so that few wait for a
+            server that stands still.
     """
 
     url: str
     parts: SplitResult
     tokens: int = 0
     again: float = 0.0
+    failures: int = 0
 
     @property
     def host(self) -> str:
         return self.parts.hostname or ""
+
+    def may_be_asked(self, now: float) -> bool:
+        return self.again <= now and not (self.failures and self.tokens)
 
 
 class Asked:
@@ -156,6 +162,14 @@ class PrefillServers:
             if server.url == asked.server:
                 server.again = self._clock() + _REFUSED_S
 
+    def _pause(self, server: _Server) -> None:
+        """Several prompts that fail together are one failure."""
+        with self._lock:
+            now = self._clock()
+            if server.again <= now:
+                server.failures += 1
+                server.again = now + min(_PAUSE_S * 2 ** (server.failures - 1), _LONGEST_S)
+
     def _count_failed(self) -> None:
         with self._lock:
             self.num_failed += 1
@@ -167,10 +181,12 @@ class PrefillServers:
             while not asked.given_up and (server := self._take(asked, errors)) is not None:
                 try:
                     asked.offer = self._post(server, asked)
+                    server.failures = 0
                     return
                 except AskedError as error:
                     errors[server.url] = str(error)
-                    server.again = self._clock() + _PAUSE_S * error.pauses
+                    if error.pauses:
+                        self._pause(server)
                 finally:
                     with self._lock:
                         server.tokens -= len(asked.tokens)
@@ -192,7 +208,7 @@ class PrefillServers:
         """Return the next server to ask; None if there is none, or no time left."""
         with self._lock:
             now = self._clock()
-            ready = [one for one in self._servers if one.again <= now and one.url not in tried]
+            ready = [one for one in self._servers if one.may_be_asked(now) and one.url not in tried]
             if not ready or now - asked.since > self._timeout:
                 return None
             server = min(ready, key=lambda one: one.tokens)

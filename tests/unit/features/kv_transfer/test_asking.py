@@ -184,6 +184,45 @@ def test_a_server_whose_blocks_are_of_no_use_is_not_asked_for_a_minute(server: M
     assert ended(servers.ask([1], "", 0)).server == asked.server
 
 
+def test_few_prompts_wait_for_a_server_that_stands_still(server: Made) -> None:
+    """After a failure it gets one prompt at a time, and longer pauses, until it answers."""
+    now, go = [0.0], [Future[None]()]
+    bad = [True]
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        go[0].result(60)
+        return (503, {}) if bad[0] else (200, {"kv_transfer_params": OFFER})
+
+    one = server(answer)
+    servers = PrefillServers([one.url], None, 1000.0, clock=lambda: now[0])
+    first = [servers.ask([1], "", 0) for _ in range(3)]
+    go[0].set_result(None)
+    assert [ended(asked).offer for asked in first] == [None] * 3
+    many = len(one.asked)
+    for pause in (5, 10, 20, 40, 60, 60):
+        now[0] += pause - 0.5
+        assert ended(servers.ask([1], "", 0)).server == ""
+        now[0] += 1
+        go[0] = Future()
+        probe = servers.ask([1], "", 0)
+        while not probe.server:
+            """Its thread takes it."""
+        assert ended(servers.ask([1], "", 0)).server == "", "while another one is with it"
+        go[0].set_result(None)
+        assert ended(probe).offer is None
+        many += 1
+        assert len(one.asked) == many
+        now[0] -= 0.5
+    now[0], bad[0] = now[0] + 61, False
+    assert ended(servers.ask([1], "", 0)).offer is not None
+    go[0] = Future()
+    both = [servers.ask([1], "", 0) for _ in range(2)]
+    while not all(asked.server for asked in both):
+        """Their threads take them."""
+    go[0].set_result(None)
+    assert all(ended(asked).offer is not None for asked in both)
+
+
 def test_one_bad_prompt_does_not_keep_others_away(server: Made) -> None:
     one = server(
         lambda body: (400, {"error": "too long"}) if len(body["prompt"]) > 2 else (200, {"kv_transfer_params": OFFER})
