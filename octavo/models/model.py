@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from octavo.core.spans import Spans, Watched
 from octavo.models.decoder import CausalLM
 from octavo.models.mixers.table import MIXERS
-from octavo.models.native import Emitting, NativeDecoder, reason_against
+from octavo.models.native import NativeDecoder, emits, reason_against
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import AnyBackend
@@ -135,8 +135,9 @@ def compiled(
         mesh, exchanges_rows: see `reason_against`.
         name: of the model, for the log.
     """
-    if not isinstance(attention, NativeBackend) or not isinstance(model, Emitting):
-        return model
+    unchanged: Model = model
+    if not isinstance(attention, NativeBackend) or not emits(model):
+        return unchanged
     reason = reason_against(model.spec, mesh, exchanges_rows=exchanges_rows)
     if isinstance(model, CausalLM) and not _has_mixers_of_spec(model):
         reason = reason or "its layers are not those of its spec"
@@ -148,7 +149,7 @@ def compiled(
         name,
         reason,
     )
-    return model
+    return unchanged
 
 
 def _has_mixers_of_spec(model: CausalLM) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from octavo.models.model import ModelSpec
 
 
-@runtime_checkable
 class Emitting(Protocol):
     """A model whose layers emit a native program, such as `CausalLM`.
 
@@ -86,6 +85,14 @@ class Emitting(Protocol):
         ...
 
     def final(self, hidden: Tensor) -> Tensor: ...
+
+
+def emits(model: object) -> TypeGuard[Emitting]:
+    """Whether a model has all that `Emitting` names.
+
+    From Python 3.12 on, `isinstance` with a protocol finds no attributes that torch keeps for a module, as `layers`.
+    """
+    return all(hasattr(model, name) for name in vars(Emitting) if not name.startswith("_"))
 
 
 def reason_against(spec: ModelSpec, mesh: Mesh = ALONE, *, exchanges_rows: bool = False) -> str | None:
