@@ -9,6 +9,7 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.core.output import TokenDelta
+from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.engine.loop import EngineLoop
 
@@ -66,3 +67,21 @@ def tokens_of(news: Iterable[TokenDelta]) -> dict[tuple[str, int], list[int]]:
         assert delta.error is None, delta.error
         tokens.setdefault((delta.id, delta.index), []).extend(delta.tokens)
     return tokens
+
+
+RENEWALS = "sleep", "reset", "weights"
+
+
+def renew(loop: EngineLoop, how: str) -> None:
+    """Do to an idle engine what drops its cached contents: one of `RENEWALS`."""
+    if how == "sleep":
+        loop.pause(PauseMode.KEEP)
+        loop.sleep(2)
+        loop.idle()
+        loop.wake_up(list(SleepTag))
+    elif how == "weights":
+        loop.pause(PauseMode.KEEP)
+        loop.update_weights(loop.check_weights().stage_weights(None, "dummy"), "same", flush_cache=True)
+        loop.resume()
+    else:
+        loop.reset_prefix_cache()

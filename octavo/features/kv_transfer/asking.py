@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 64
 """Most prompts that are with other servers; further ones wait here."""
 _PAUSE_S, _LONGEST_S = 5.0, 60.0
-"""A server that did not answer is not asked again for as long, and each time twice as long, up to the longest."""
+"""Pause after a failure; it doubles with each further failure, up to the longest."""
 _REFUSED_S = 60.0
-"""Nor one whose blocks can't be used."""
+"""Pause of a server whose blocks can't be used."""
 _OF_THE_PROMPT = 400, 413, 422
 """Statuses that mean one prompt, such as one that is too long for the server."""
 _MOST_ERROR_BYTES = 2000
@@ -35,7 +35,7 @@ class AskedError(Exception):
     """A server did not compute a prompt. The text says why.
 
     Attributes:
-        pauses: the next prompts would probably fail, too.
+        pauses: the server should be paused, since further prompts would probably fail, too.
     """
 
     def __init__(self, text: str, *, pauses: bool = True) -> None:
@@ -55,8 +55,8 @@ class _Server:
     Attributes:
         tokens: of prompts that it computes for this engine.
         again: when it may be asked again, on the clock.
-        failures: since it last answered. If there are any, it is asked for one prompt at a time, so that few wait for a
-            server that stands still.
+        failures: in a row. If there are any, the server gets one prompt at a time, so that few requests wait for a
+            server that hangs.
     """
 
     url: str
@@ -108,7 +108,7 @@ class Asked:
             self.give_up()
 
     def give_up(self) -> None:
-        """Nobody waits for it: close the connection, by which the server ends it."""
+        """Cancel the request: close the connection, so that the server aborts it."""
         with self._lock:
             self._given_up = True
             if self._socket is not None:
@@ -157,13 +157,13 @@ class PrefillServers:
         return asked
 
     def refuse(self, asked: Asked) -> None:
-        """The offer was of no use, and others of this server would be neither: ask it again much later."""
+        """Pause the server of this offer, which does not match. Its other offers would not match either."""
         for server in self._servers:
             if server.url == asked.server:
                 server.again = self._clock() + _REFUSED_S
 
     def _pause(self, server: _Server) -> None:
-        """Several prompts that fail together are one failure."""
+        """Pause a server. Failures during a pause don't extend it."""
         with self._lock:
             now = self._clock()
             if server.again <= now:
@@ -196,7 +196,8 @@ class PrefillServers:
                     logging.WARNING if errors else logging.DEBUG,
                     "no prefill server computed a prompt of %d tokens, so it is computed here: %s",
                     len(asked.tokens),
-                    "; ".join(f"{url}: {error}" for url, error in errors.items()) or "none answered shortly before",
+                    "; ".join(f"{url}: {error}" for url, error in errors.items())
+                    or "all of them are paused after failures",
                 )
         except Exception:  # in a thread, whose end the request waits for
             self._count_failed()

@@ -24,7 +24,7 @@ from octavo.schedule.request import Request
 log = logging.getLogger(__name__)
 
 _NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
-"""The answer for a prompt of which no block is kept."""
+"""The answer if no block of the prompt is kept."""
 
 
 class KvTransfer(EngineHook):
@@ -43,7 +43,7 @@ class KvTransfer(EngineHook):
         self.servers = servers
         self._config = config
         self._options: dict[Request, Option | None] = {}
-        """None once nothing is left to do before the request is admitted."""
+        """None after the option was handled."""
         self._alive: Counter[str] = Counter()
         """Id of a request -> how many of its choices have not ended."""
         self._asked: dict[str, Asked] = {}
@@ -104,7 +104,7 @@ class KvTransfer(EngineHook):
         return not own and len(self._pages.names(request)) > 0
 
     def _offered(self, request: Request, offer: Offer) -> bool:
-        """Another server has blocks of the prompt: let them be fetched. False if they are not those of this prompt."""
+        """Register blocks that another server offers, so that they are fetched. Return False if they don't match."""
         pages = offer.pages(self._pages.names(request))
         if not pages:
             self._num_refused += 1

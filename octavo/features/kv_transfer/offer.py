@@ -40,7 +40,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     last_block: str
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which msgspec reports, for what no server offers: reading it might take for ever."""
+        """Raise ValueError, which msgspec reports, for malformed ranges, which could take very long to read."""
         if not self.remote_ranks or not all(0 <= port <= 65535 for _, port in self.remote_ranks):
             raise ValueError("`remote_ranks` must have a host and a TCP port for each rank")
         for ranges in self.blocks:
@@ -56,7 +56,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         return max((end for ranges in self.blocks for _, end in ranges), default=0)
 
     def pages(self, names: Sequence[bytes]) -> list[bytes]:
-        """Return the names of its pages, given those of the prompt's blocks; none if they are of other blocks."""
+        """Return the names of its pages, given those of the prompt's blocks; [] if the blocks differ."""
         count = self.num_blocks
         if not 0 < count <= len(names) or names[count - 1].hex() != self.last_block:
             return []

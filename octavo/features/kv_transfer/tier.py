@@ -15,12 +15,12 @@ from octavo.schedule.request import Request
 class PeerTier(Tier):
     """
     Attributes:
-        kept: pages that the worker half keeps for other servers, the one that was offered the longest time ago first.
+        kept: pages that the worker half keeps for other servers, least recently offered first.
         coming: those that it will get.
         expects: called with pages that it is to expect.
         unwanted: those that it is to drop.
         capacity: most pages to keep; 0 until the worker half has said it.
-        num_dropped, num_lost: pages that had to go so far, and those that another server did not have any more.
+        num_dropped, num_lost: pages dropped for lack of space, and pages that another server no longer had.
     """
 
     name = NAME
@@ -70,7 +70,7 @@ class PeerTier(Tier):
         self.unwanted += pages
 
     def lost(self, pages: Sequence[bytes]) -> None:
-        """Neither look for them where they were offered, nor among those that are kept: one rank may lack them."""
+        """Forget these pages, offered and kept: some rank lacks them."""
         self.num_lost += len(pages)
         gone = set(pages)
         for request, offered in self._of.items():
@@ -81,7 +81,7 @@ class PeerTier(Tier):
         self.unwanted += pages
 
     def use(self, pages: Sequence[bytes]) -> None:
-        """Keep these pages longest."""
+        """Make these pages the most recently used."""
         for page in pages:
             self.kept[page] = None
             self.kept.move_to_end(page)

@@ -27,7 +27,7 @@ class MediaSettings(FeatureSettings):
         mm_processor_kwargs: fields that replace those of the checkpoint's preprocessor_config.json.
         mm_encoder_cache_gb: GiB of encoded images on the device.
         allowed_media_domains: hosts that images may be fetched from; empty for all public ones.
-        allowed_local_media_path: folder of which `file://` URLs may name files; empty for none.
+        allowed_local_media_path: folder whose files `file://` URLs may name; empty for none.
 
     Raises:
         ConfigError: a value is out of range.

@@ -149,7 +149,11 @@ class MediaWorker(WorkerHook):
         return {"done": done, "left": len(self._begun), "seconds": seconds}
 
     def _pauses(self, work: int, seconds: float) -> bool:
-        """Return whether steps should be computed before the rest, after so many pixels of single layers."""
+        """Return whether steps should run before encoding continues.
+
+        Args:
+            work: pixels times layers encoded since the last step.
+        """
         assert self._tower is not None
         if self._device.type == "cpu":
             return seconds > _SECONDS_BETWEEN_STEPS

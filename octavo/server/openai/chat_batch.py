@@ -36,9 +36,11 @@ async def _prepare(ctx: ServerContext, body: ChatBatchBody, name: str) -> Sequen
     limit, count = ctx.config.max_prompts, len(body.messages)
     text = f"messages must have at most {limit} conversations on this server, got {count}."
     require(count <= limit, "messages", f"{count} conversations", text)
+    idle = {one.field for hook in ctx.frontend.preparer.hooks for one in hook.idle(body)}
+    extra = {name: value for name, value in (body.model_extra or {}).items() if name not in idle}
     chats = []
     for number, messages in enumerate(body.messages):
-        one = ChatBody.model_construct(**{**body.__dict__, "messages": messages})
+        one = ChatBody.model_construct(**{**body.__dict__, **extra, "messages": messages})
         try:
             chats.append(await prepare_chat(ctx, one, name))
         except InvalidRequestError as exc:

@@ -32,10 +32,12 @@ _SIZES = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 class AnyresProcessor(Processor):
-    """An image is one item: the whole, then its tiles row by row. Without the patches of which half or more is padding,
-    and with one more embedding at the end of each row of patches. LLaVA-OneVision has fewer rows and columns of many.
+    """An image is one item: the whole picture, then its tiles row by row.
 
-    The item's layout: rows of tiles, the rows and columns of patches without padding, and those that are left of them.
+    Rows and columns of patches that are mostly padding are dropped, and each row of patches ends with one more
+    embedding. LLaVA-OneVision also downscales the patches of large images.
+
+    The item's layout: rows of tiles, rows and columns of patches without padding, and both after downscaling.
     """
 
     fields = NORMALIZING | {"size", "crop_size", "resample", "image_grid_pinpoints"}
@@ -93,14 +95,14 @@ class AnyresProcessor(Processor):
         return [Run(item, 0, count)]
 
     def _left(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the rows and columns that these become, if they are many more than those of so many tiles."""
+        """Return the rows and columns after downscaling, which applies if there are more than `_most_tiles` tiles."""
         if not self._most_tiles:
             return rows, columns
         ratio = math.sqrt(rows * columns / (self._most_tiles * self._patches**2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > _SLACK else (rows, columns)
 
     def _kept(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-        """Return the rows and columns of patches without padding, of which as many are on either side."""
+        """Return the rows and columns of patches without padding, which is equal on both sides."""
         if width / height > columns / rows:
             inside = int(round(height * (columns / width), 7))
             return rows - (rows - inside) // 2 * 2, columns

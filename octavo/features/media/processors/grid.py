@@ -76,7 +76,7 @@ class GridProcessor(Processor):
         return Run(item, 0, item.count)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns: of the nearest ratio, the most tiles of which the image fills half."""
+        """Return (rows, columns): the nearest aspect ratio, with the most tiles that the image fills at least half."""
         nearest, best = float("inf"), (1, 1)
         for rows, columns in self._grids:
             away = abs(width / height - columns / rows)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import RENEWALS, drive, renew, tiny_config, tokens_of
 from toy_models import LATENT, LLAMA, QWEN3, VOCAB, behind, model_files
 from toy_recurrent import Hybrid
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
-from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.loop import EngineLoop
@@ -123,7 +122,7 @@ def test_little_memory_keeps_what_was_used_last() -> None:
     assert stats.loads_failed == 0
 
 
-@pytest.mark.parametrize("how", ["sleep", "reset", "weights"])
+@pytest.mark.parametrize("how", RENEWALS)
 def test_what_may_be_of_other_weights_is_forgotten(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All places are free again, those of stores that had not ended, too."""
     halves: list[HostPages] = []
@@ -133,17 +132,7 @@ def test_what_may_be_of_other_weights_is_forgotten(how: str, monkeypatch: pytest
     expected, _ = run(engine(), asked)
     loop = engine(enable_sleep_mode=True, **MUCH)
     tokens_of(drive(loop, asked, at_once=1))
-    if how == "sleep":
-        loop.pause(PauseMode.KEEP)
-        loop.sleep(2)
-        loop.idle()
-        loop.wake_up(list(SleepTag))
-    elif how == "weights":
-        loop.pause(PauseMode.KEEP)
-        loop.update_weights(loop.check_weights().stage_weights(None, "dummy"), "same", flush_cache=True)
-        loop.resume()
-    else:
-        loop.reset_prefix_cache()
+    renew(loop, how)
     before = loop.stats().blocks_loaded
     tokens, stats = run(loop, asked, close=False)
     assert tokens == expected

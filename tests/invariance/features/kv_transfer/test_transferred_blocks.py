@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
-from toy_engine import drive, tiny_config, tokens_of
+from toy_engine import RENEWALS, drive, renew, tiny_config, tokens_of
 from toy_models import LATENT, LLAMA, QWEN3, VOCAB, behind, model_files
 from toy_recurrent import Hybrid
 
 from octavo.build import build_core
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
-from octavo.core.pausing import PauseMode, SleepTag
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 from octavo.engine.loop import EngineLoop
@@ -215,7 +214,7 @@ def test_blocks_of_another_model_or_prompt_are_not_taken(what: str) -> None:
         assert {one.name: one.values[""] for one in stats.features}["kv_transfer_refused"] == 1
 
 
-@pytest.mark.parametrize("how", ["sleep", "reset", "weights"])
+@pytest.mark.parametrize("how", RENEWALS)
 def test_what_may_be_of_other_weights_is_not_offered(how: str) -> None:
     asked = prompts(1)
     expected = alone(LLAMA, asked)
@@ -224,17 +223,7 @@ def test_what_may_be_of_other_weights_is_not_offered(how: str) -> None:
         engine(role="kv_consumer") as consumer,
     ):
         (before,) = offers(producer, asked)
-        if how == "sleep":
-            producer.pause(PauseMode.KEEP)
-            producer.sleep(2)
-            producer.idle()
-            producer.wake_up(list(SleepTag))
-        elif how == "weights":
-            producer.pause(PauseMode.KEEP)
-            producer.update_weights(producer.check_weights().stage_weights(None, "dummy"), "same", flush_cache=True)
-            producer.resume()
-        else:
-            producer.reset_prefix_cache()
+        renew(producer, how)
         settle(producer)
         tokens, stats = fetched(consumer, asked, [before])
         assert tokens == expected

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from server_kit import ask_now, make_house, saying
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.info import ModelInfo
@@ -95,6 +96,42 @@ def test_a_stream_has_no_place_for_an_offer() -> None:
         option(text(), {"do_remote_decode": True}, stream=True)
     assert caught.value.param == "stream"
     assert isinstance(option(text(), OFFER, stream=True), Fetch)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "count"),
+    [
+        ("prompt", ["a", "b"], 2),
+        ("prompt", [[1, 2], [3]], 2),
+        ("prompt", [[1, 2]], 1),
+        ("prompt", ["a"], 1),
+        ("messages", [[{"role": "user"}], [{"role": "user"}]], 2),
+        ("messages", [{"role": "user"}, {"role": "assistant"}], 1),
+    ],
+)
+def test_parameters_are_of_one_prompt(name: str, value: Any, count: int) -> None:
+    body = SimpleNamespace(kv_transfer_params=OFFER, **{name: value})
+    if count == 1:
+        assert text().params_of(body, max_bytes=1)
+        return
+    with pytest.raises(InvalidRequestError, match=f"the request has {count}") as caught:
+        text().params_of(body, max_bytes=1)
+    assert caught.value.param == "kv_transfer_params"
+
+
+def test_beside_several_conversations_they_have_no_effect() -> None:
+    """`/v1/chat/completions/batch` says so, and computes them."""
+    facts = {NAME: msgspec.Raw(msgspec.msgpack.encode(TransferInfo(TransferConfig())))}
+    house = make_house(saying("x"), features=[NAME], feature_info=facts)
+    talk = [{"role": "user", "content": "a"}]
+    body = {"kv_transfer_params": {"do_remote_decode": True}}
+    answer = ask_now(house.app, "/v1/chat/completions/batch", {"messages": [talk, talk], **body}).json()
+    (warning,) = answer["warnings"]
+    assert "kv_transfer_params" in warning
+    assert "Send a request for each conversation" in warning
+    assert all(NAME not in request.options for request in house.engine.requests)
+    assert "warnings" not in ask_now(house.app, "/v1/chat/completions", {"messages": talk, **body}).json()
+    assert NAME in house.engine.requests[-1].options
 
 
 def test_an_answer_has_the_offer() -> None:

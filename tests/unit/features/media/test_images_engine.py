@@ -21,7 +21,7 @@ def item(name: str, start: int, count: int = 4, layout: tuple[int, ...] = ()) ->
 
 
 class Worker:
-    """The worker half, which encodes when it is told to."""
+    """A worker half that encodes on request of the test."""
 
     awake = True
 
@@ -46,7 +46,7 @@ class Worker:
         return future
 
     def finish(self, *errors: str, count: int = 100) -> None:
-        """Answer the last call: these errors, or none, of so many items."""
+        """Answer the last call for `count` items, with these errors if any."""
         assert self.waiting is not None
         ended, self.under_way = self.under_way[:count], self.under_way[count:]
         done = [[name, error] for name, error in zip(ended, [*errors, *[""] * len(ended)], strict=False)]
