@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
+
 from server_kit import ask_now, make_house, saying
 
 from octavo.features.speculation.payload import NAME
 
 
+def options(path: str, messages: list[Any], **fields: Any) -> list[bytes | None]:
+    """Return the options of the engine half, of each conversation."""
+    house = make_house(saying("x"), features=[NAME])
+    assert ask_now(house.app, path, {"messages": messages, **fields}).status == 200
+    return [None if (one := request.options.get(NAME)) is None else bytes(one) for request in house.engine.requests]
+
+
 def test_each_conversation_has_them() -> None:
     talk = [{"role": "user", "content": "a"}]
-    house = make_house(saying("x"), features=[NAME])
-    body = {"messages": [talk, talk], "speculative": False}
-    assert ask_now(house.app, "/v1/chat/completions/batch", body).status == 200
-    found = [msgspec.msgpack.decode(request.options[NAME]) for request in house.engine.requests]
-    assert len(found) == 2
-    assert found[0] == found[1]
+    (alone,) = options("/v1/chat/completions", talk, speculative=False)
+    (without,) = options("/v1/chat/completions", talk)
+    assert alone != without
+    assert options("/v1/chat/completions/batch", [talk, talk], speculative=False) == [alone, alone]
