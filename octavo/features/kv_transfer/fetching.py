@@ -54,7 +54,7 @@ class Connections:
             try:
                 return self._use(connection, address, names, into)
             except OSError:
-                connection.close()  # the server may have closed it long ago, or have been started anew
+                connection.close()  # the server may have closed it, or may have restarted
         connection = self._open(address)
         try:
             return self._use(connection, address, names, into)

@@ -68,5 +68,5 @@ def read_indices(connection: socket.socket, below: int) -> list[int]:
         raise OSError(f"the other server says that it lacks {count} of {below} pages")
     found = list(struct.unpack(f"!{count}I", read(connection, 4 * count)))
     if any(index >= below for index in found) or found != sorted(set(found)):
-        raise OSError("the other server names pages that nobody asked for")
+        raise OSError("the other server's list of missing pages is malformed")
     return found
