@@ -444,6 +444,11 @@ class EncoderBuild:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config = config
+        if config.cache.cpu_offload_gb:
+            raise ConfigError(
+                f"--cpu-offload-gb {config.cache.cpu_offload_gb:g}: {files.name} is an encoder, whose weights stay on "
+                "its device. Leave it out."
+            )
         implementation_of(config, files)  # there is one, so this only raises for settings that ask for another
         self._worker = EncoderWorker(config.model, config.device, files)
         self.facts = _facts(self._worker)

@@ -17,6 +17,7 @@ class CacheConfig:
         memory_bytes: None takes what `memory_utilization` leaves after the weights.
         num_blocks: regardless of `memory_utilization`; at most `memory_bytes` if that is set.
         memory_utilization: None takes the device's default.
+        cpu_offload_gb: GiB of each GPU's memory; see `worker/offload.py`.
     """
 
     block_size: int | None = setting(
@@ -53,5 +54,11 @@ class CacheConfig:
         read=quantities.fraction,
         metavar="FRACTION",
         aliases=("memory-utilization",),
+    )
+    cpu_offload_gb: float = setting(
+        0.0,
+        "GiB of each GPU's memory to free by keeping weights in the host's memory, from where each step copies them",
+        read=quantities.gibibytes,
+        metavar="GIB",
     )
     enable_prefix_caching: bool = setting(True, "share the KV cache of common prefixes between requests")

@@ -143,7 +143,6 @@ FLAGS: dict[str, Missing | Needless] = {
     **_SERVER,
     "decode-context-parallel-size": _CONTEXT,
     "kv-events-config": _value("publishing of KV cache events is"),
-    "cpu-offload-gb": _value("offloading of weights is", "0", "0.0"),
     "guided-decoding-backend": Needless("one backend serves every form of output", takes_value=True),
     "task": _value("the older name of --runner (for embeddings say --runner pooling) is", "auto", "generate"),
     "tokenizer-mode": _value("another tokenizer mode is", "auto", "hf"),

@@ -22,8 +22,8 @@ _LARGE = 60 * _GIB
 """GPUs of this size easily hold the logits of 1,024 sequences and the activations of 8,192 tokens, some 4 GiB."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WAYS_OUT = (
-    "Take a smaller model or one with smaller weights, raise --gpu-memory-utilization, or free memory that other "
-    "processes hold on this GPU (nvidia-smi lists them)."
+    "Take a smaller model or one with smaller weights, keep weights in the host's memory (--cpu-offload-gb), raise "
+    "--gpu-memory-utilization, or free memory that other processes hold on this GPU (nvidia-smi lists them)."
 )
 
 

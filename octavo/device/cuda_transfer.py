@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.cuda import check_error, cudart
 
 from octavo.device.cuda_staging import LEAST, Staging
-from octavo.device.transfer import Copier, Copy, Download, Event, Graph, GraphRecorder, Lane, Mark
+from octavo.device.transfer import (
+    Copier,
+    Copy,
+    Download,
+    Event,
+    Feed,
+    Graph,
+    GraphRecorder,
+    HostMemory,
+    Lane,
+    Mark,
+)
 
 
 class CudaDownload:
@@ -123,6 +135,38 @@ class CudaCopier:
         return CudaCopy(values, self._stream)
 
 
+class RegisteredMemory:
+    """Pinned memory of exactly the size: torch's own allocator takes the next power of two."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self._registered = size > 0
+        if self._registered:
+            check_error(cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0))
+
+    def __del__(self) -> None:
+        if self._registered:
+            cudart().cudaHostUnregister(self.bytes.data_ptr())
+
+
+class CudaFeed:
+    """A stream of its own, which is ordered with the computing stream by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def room(self, size: int) -> HostMemory:
+        return RegisteredMemory(size)
+
+    def send(self, loads: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        torch.cuda.current_stream(self._stream.device).record_event().wait(self._stream)
+        with torch.cuda.stream(self._stream):
+            for source, target in loads:
+                target.copy_(source, non_blocking=True)
+        mark: Mark = self._stream.record_event()
+        return mark
+
+
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool."""
 
@@ -168,6 +212,9 @@ class CudaLink:
 
     def copier(self) -> Copier:
         return CudaCopier(self.torch_device)
+
+    def feed(self) -> Feed:
+        return CudaFeed(self.torch_device)
 
     def event(self) -> Event | None:
         event = torch.cuda.Event(enable_timing=True)

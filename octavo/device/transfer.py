@@ -99,6 +99,32 @@ class Copier(Protocol):
         ...
 
 
+class HostMemory(Protocol):
+    """Memory of the host that the device can read while it computes; freed with this object."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """[size] uint8."""
+        ...
+
+
+class Feed(Protocol):
+    """A stream that brings bytes of the host to places on the device before they are read. Graphs record it with the
+    work around it."""
+
+    def room(self, size: int) -> HostMemory:
+        """Return new memory, uninitialized. May be called from any thread."""
+        ...
+
+    def send(self, loads: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        """Copy each first tensor, in memory of `room`, into the second one, after all work launched so far.
+
+        Returns:
+            The point after the copies.
+        """
+        ...
+
+
 class Graph(Protocol):
     """Recorded work."""
 
@@ -146,6 +172,10 @@ class Link(Protocol):
 
     def copier(self) -> Copier:
         """A new stream for copies that no step waits for."""
+        ...
+
+    def feed(self) -> Feed:
+        """Return a new stream that brings bytes of the host ahead of their use."""
         ...
 
     def event(self) -> Event | None:
@@ -215,6 +245,32 @@ class HostCopier:
         return HostCopy(values)
 
 
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """Ordinary memory."""
+
+    bytes: Tensor
+
+
+class _Passed:
+    """A point that is always behind."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+
+class HostFeed:
+    """Copies at once."""
+
+    def room(self, size: int) -> HostMemory:
+        return HostBytes(torch.empty(size, dtype=torch.uint8))
+
+    def send(self, loads: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        for source, target in loads:
+            target.copy_(source)
+        return _Passed()
+
+
 class HostLink:
     """Host memory as a device: everything is synchronous."""
 
@@ -235,6 +291,9 @@ class HostLink:
 
     def copier(self) -> Copier:
         return HostCopier()
+
+    def feed(self) -> Feed:
+        return HostFeed()
 
     def event(self) -> Event | None:
         return None

@@ -170,9 +170,11 @@ class WeightLayer(nn.Module, ABC):
         path: its place in the model, in the checkpoint's names.
         device: device of its tensors.
         superseded: checkpoint names that this layer makes redundant; no warning if they are not read.
+        offloaded: its tensors have their values only while the model computes it (`worker/offload.py`).
     """
 
     superseded: tuple[str, ...] = ()
+    offloaded = False
 
     @property
     def source(self) -> WeightLayer | None:

@@ -22,7 +22,7 @@ from octavo.nn.quant.base import Packing
 from octavo.nn.quant.experts import ExpertsProduct
 from octavo.nn.quant.packed import Matrix
 from octavo.nn.shard import local_shape
-from octavo.nn.weights import Index, Wanted
+from octavo.nn.weights import Index, Wanted, WeightLayer
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ def _products(model: Model) -> Iterator[_Product]:
     source = model.source if isinstance(model, NativeDecoder) else model
     assert isinstance(source, nn.Module)
     for layer in source.modules():
+        if isinstance(layer, WeightLayer) and layer.offloaded:
+            continue
         if isinstance(layer, Projection) and layer.packed_as is not None:
             yield _product_of(model, layer, layer.packed_as)
         elif isinstance(layer, ExpertLayer) and isinstance(model, NativeDecoder):

@@ -59,8 +59,10 @@ class WorkerWeights:
         Raises:
             InvalidRequestError: there is no such model, its shapes differ from the served one's, or it can't be read.
             EngineStateError: there is not enough memory.
+            UnsupportedError: weights are in the host's memory.
         """
         worker = self._worker
+        self._check_resident()
         named = load_format or ("auto" if path is not None else worker.load_format)
         form = next((known for known in _FORMATS if known == named), None)
         if form is None:
@@ -85,8 +87,20 @@ class WorkerWeights:
         return with_overrides(resolve(str(place.absolute()), weights=weights), self._worker.config.config_overrides)
 
     def begin(self) -> None:
-        """Start an update by `receive` or `take`; tensors of an unfinished update are dropped."""
+        """Start an update by `receive` or `take`; tensors of an unfinished update are dropped.
+
+        Raises:
+            UnsupportedError: weights are in the host's memory.
+        """
+        self._check_resident()
         self._received = {}
+
+    def _check_resident(self) -> None:
+        if self._worker.offload is not None:
+            raise UnsupportedError(
+                "Weights can't be replaced while some are kept in the host's memory (--cpu-offload-gb). Restart the "
+                "server with the new ones."
+            )
 
     def receive(self, update_info: Mapping[str, Any]) -> None:
         """Read tensors: {"path": a safetensors file, or a folder of such files}. The files may be deleted afterwards.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from octavo.core.cache_groups import CacheGroup, groups_of
 from octavo.core.errors import ConfigError, UnsupportedError
-from octavo.core.worker_info import RankPlace, most_results
+from octavo.core.worker_info import RankPlace
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
@@ -25,7 +25,7 @@ from octavo.models.implementation import OWN, Implementation
 from octavo.models.load import open_checkpoint
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.quantized.table import has_input_scales
-from octavo.models.load.weights import load_weights, plain_bytes, replace_weights, wanted_bytes
+from octavo.models.load.weights import Placed, load_weights, plain_bytes, replace_weights, wanted_bytes
 from octavo.models.model import LayeredModel, Model, ModelSpec, compiled
 from octavo.models.native import NativeDecoder, reason_against
 from octavo.models.spec import DecoderSpec
@@ -35,7 +35,6 @@ from octavo.native.needs import needed_libraries
 from octavo.nn.attention.base import FusedBackend
 from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeBackend
-from octavo.nn.attention.recordable import Recordable
 from octavo.nn.build import Build
 from octavo.nn.cached import CachedLayer
 from octavo.nn.linear import Linear
@@ -43,7 +42,7 @@ from octavo.nn.pages import LargePages
 from octavo.nn.quant.base import Schemes
 from octavo.nn.row_exchange import RowExchange
 from octavo.nn.state import StateCache
-from octavo.nn.weights import Keep, fused
+from octavo.nn.weights import Keep, WeightLayer, fused
 from octavo.parallel.join import join
 from octavo.parallel.mesh import ALONE, Mesh
 from octavo.parallel.stage import Stage
@@ -51,15 +50,15 @@ from octavo.worker import states
 from octavo.worker.attention import choose_attention
 from octavo.worker.blocks import Blocks
 from octavo.worker.branches import branches_of
-from octavo.worker.context_parallel import chosen_alike, forward_of
+from octavo.worker.context_parallel import forward_of
 from octavo.worker.division import with_experts
 from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, WorkerHook
 from octavo.worker.host_parts import host_parts
 from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
 from octavo.worker.loaded import LoadedModel
 from octavo.worker.micro_batches import check_micro_batches, uses_micro_batches
-from octavo.worker.own_rows import OwnRows, own_rows_of
-from octavo.worker.parts import NoReplay
+from octavo.worker.offload import Offload, offload_of, settings_beside
+from octavo.worker.own_rows import own_rows_of
 from octavo.worker.relay import NO_RELAY, relay_of
 from octavo.worker.runner import Runner
 from octavo.worker.schemes import least_bytes, needed_bytes, online_of, schemes_of
@@ -82,6 +81,8 @@ class Worker:
         cache_groups: groups of layers that share a block table; known once the model is built.
         most_kv: bytes that the KV cache can have at most; known before the weights are loaded.
         reserved: memory that features need besides the model's.
+        offload: layers whose weights are in the host's memory; None for none.
+        relay: passes hidden states between stages; known when a runner is made.
 
     Raises:
         ConfigError: device, dtype or attention backend can't be used here.
@@ -103,7 +104,7 @@ class Worker:
         self.place = place
         self.device = self._prepared_device(device)
         self.mesh, self.stage = Mesh(place.shard, place.shards), Stage(place.stage, place.stages)
-        self.parallel = parallel
+        self.parallel = parallel = settings_beside(cache.cpu_offload_gb, parallel, self.device)
         self.config = config
         self._implementation = implementation
         self.files, self.load_format = files, config.load_format
@@ -133,9 +134,10 @@ class Worker:
         self.kv_cache_dtype = cache.kv_cache_dtype
         self._state_bytes = 0
         self.cache_groups: tuple[CacheGroup, ...] = ()
-        self._utilization = cache.memory_utilization
+        self._utilization, self._offload_gib = cache.memory_utilization, cache.cpu_offload_gb
         self.model: Model | None = None
-        self._relay = NO_RELAY
+        self.offload: Offload | None = None
+        self.relay = NO_RELAY
         self._ahead: Ahead | None = None
         self.weight_bytes = self.most_kv = 0
         self.reserved = Reserved()
@@ -185,7 +187,9 @@ class Worker:
         """Build the model and pull its weights; before they are read, when the cache's shape is known, call `check`."""
         device = self.device.torch_device
         checkpoint = self.checkpoint()
-        loaded = self.read(checkpoint, device, partial(self._before_weights, checkpoint, check))
+        loaded = self.read(checkpoint, device, partial(self._before_weights, checkpoint, check), self._placed)
+        if self.offload is not None:
+            self.offload.begin()
         self.model, self._stored_scales, self.weight_version = loaded.model, loaded.scales, self.files_version
         model, report = loaded.source, loaded.report
         self.weight_bytes = report.nbytes
@@ -213,6 +217,7 @@ class Worker:
         checkpoint: Checkpoint,
         device: torch.device,
         before: Callable[[LayeredModel, Sequence[CachedLayer]], None] = lambda model, layers: None,
+        placed: Placed = lambda layer: None,
     ) -> LoadedModel:
         """Build another model of the worker's spec with a checkpoint's weights. May be called from any thread.
 
@@ -220,6 +225,7 @@ class Worker:
             device: device of the weights.
             before: called before the weights are loaded, with the model, and with the layers of the whole model that
                 keep something between steps, if this one has only those of a stage.
+            placed: see `load_weights`.
         """
         keep = LargePages().keep if self._takes_native else fused
         build = self._build(self._schemes(keep), device, keep)
@@ -228,7 +234,7 @@ class Worker:
         elsewhere = take_stage(model, self.stage, self.parallel.pipeline_layers) if self.stage.count > 1 else ()
         before(model, whole)
         named = self._implementation.named(checkpoint, self.spec)
-        report = load_weights(model, named, unneeded=elsewhere)
+        report = load_weights(model, named, unneeded=elsewhere, placed=placed)
         scales = stored_scales(model.attention_layers, named) if is_fp8(self.kv_dtype) else {}
         sends, activations = self.parallel.sends_rows, self.config.activation_dtype
         form = compiled(model, self.attention, activations, self.mesh, self._name, exchanges_rows=sends)
@@ -249,10 +255,28 @@ class Worker:
         check_micro_batches(None if self._takes_native else model, self.parallel)
         whole, wanted = partial(plain_bytes, checkpoint, self.dtype), wanted_bytes(model)
         most = needed_bytes(wanted, whole, self.config, self.files, self.device)
-        self.device.check_fits(most, self.files.weight_bytes, self._utilization)
-        self.most_kv = self.device.most_kv(self._utilization, least_bytes(wanted, self.config, self.files))
+        freed = self._begin_offload(model, most / max(wanted, 1))
+        self.device.check_fits(most - freed, self.files.weight_bytes, self._utilization)
+        least = max(least_bytes(wanted, self.config, self.files) - freed, 0)
+        self.most_kv = self.device.most_kv(self._utilization, least)
         check()
         self._compile_ahead(model)
+
+    def _begin_offload(self, model: LayeredModel, share: float) -> int:
+        """Choose layers to offload; return the bytes of the device's memory that this frees.
+
+        Args:
+            share: bytes that weights will take for each byte that they take unquantized.
+        """
+        if not self._offload_gib:
+            return 0
+        size_of = lambda layer: int(wanted_bytes(layer) * share)  # noqa: E731
+        self.offload = offload_of(model, size_of, self._offload_gib, self.device)
+        return self.offload.freed
+
+    def _placed(self, layer: WeightLayer) -> None:
+        if self.offload is not None:
+            self.offload.put_away(layer)
 
     def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:
         return groups_of([layer.keeps(self.block_size) for layer in layers])
@@ -281,7 +305,7 @@ class Worker:
 
     def _set_scales(self, model: Model) -> None:
         assert isinstance(self.attention, FusedBackend)
-        origin = set_scales(model, self.dtype, self.attention, self.block_size, self._stored_scales, self._relay)
+        origin = set_scales(model, self.dtype, self.attention, self.block_size, self._stored_scales, self.relay)
         self.kv_form = f"{name_of(self.kv_dtype)}, {origin}"
 
     @property
@@ -374,7 +398,7 @@ class Worker:
             raise AssertionError("the weights must be loaded before the KV cache is allocated")
         shape, groups = self._cache_shape(num_blocks), self.cache_groups
         states.check_drafts(groups, max_drafts, device, self.stage)
-        self._relay = relay_of(model, self.stage, max(max_step_tokens, SCALING_TOKENS))
+        self.relay = relay_of(model, self.stage, max(max_step_tokens, SCALING_TOKENS))
         blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
@@ -387,11 +411,13 @@ class Worker:
             branches = branches_of(together.tree, self.attention, blocks)
             host = host_parts(model, self.attention, room, *sizes, groups, mode, together, branches)
             forward = forward_of(model, self.attention, self.block_size, self.parallel, self.mesh)
-            return Runner(model, self.attention, device, blocks, *host, together, self._relay, forward, own)
-        from octavo.worker.resident.warm_up import most_rows  # needs triton, which machines without a GPU may lack
+            return Runner(model, self.attention, device, blocks, *host, together, self.relay, forward, own)
+        # They need triton, which machines without a GPU may lack.
+        from octavo.worker.resident.assembly import assemble
+        from octavo.worker.resident.warm_up import most_rows
 
         together.attach(model, self._site(blocks, room), most_rows(own, num_slots, max_step_tokens), max_step_tokens)
-        return self._make_resident(model, blocks, room, together, own)
+        return assemble(self, model, blocks, room, together, own)
 
     def _site(self, blocks: Blocks, room: Capacity) -> Site:
         """Return the context of the model for hooks."""
@@ -438,53 +464,8 @@ class Worker:
             if self.config.quantization is not None:
                 launch_packed(model)
 
-    def _make_resident(self, model: Model, blocks: Blocks, room: Capacity, hooks: Hooks, own: OwnRows | None) -> Runner:
-        """Build a runner with slots on the device. `hooks` are attached."""
-        from octavo.models.products import choose_products
-        from octavo.sampling.resident import ResidentSampler
-        from octavo.sampling.resident_drafts import DraftSampler
-        from octavo.worker.resident.own_singles import product_rows, sampled_rows
-        from octavo.worker.resident.replay import GraphReplay, recordable
-        from octavo.worker.resident.sampler import DeviceSampler
-        from octavo.worker.resident.sampling import SamplingGraphs
-        from octavo.worker.resident.slots import DeviceSlots
-        from octavo.worker.resident.warm_up import warm_up
-
-        attention, device = self.attention, self.device
-        if not attention.follows_table_rows:
-            raise AssertionError(f"attention backend {attention.name} does not support `table_rows`")
-        slots = DeviceSlots(
-            *(room.num_slots, room.max_model_len, self.block_size, self.spec.vocab_size),
-            device.torch_device,
-            self.config.logprobs_mode,
-            self.cache_groups,
-            drafts=room.max_drafts > 0,
-            added_tokens=hooks.added_tokens,
-            branches=branches_of(hooks.tree, attention, blocks),
-        )
-        widest, most = self.spec.vocab_size + hooks.added_tokens, sampled_rows(own, room.num_slots)
-        sampler = ResidentSampler(slots.table, widest, most)
-        most_rows = most_results(room.num_slots, room.max_step_tokens, room.max_drafts)
-        drafted = DraftSampler(slots.table, self.spec.vocab_size, most_rows) if room.max_drafts else None
-        drawing = DeviceSampler(slots, sampler, drafted)
-        forward = forward_of(model, attention, self.block_size, self.parallel, self.mesh)
-        runner = Runner(model, attention, device, blocks, slots, drawing, NoReplay(), hooks, self._relay, forward, own)
-        records = isinstance(attention, Recordable) and not self.settings.enforce_eager
-        recorder = device.recorder() if records and recordable(model) else None
-        recorded = product_rows(own, room.num_slots, room.max_step_tokens) if recorder is not None else []
-        choose = partial(choose_products, model, recorded, self._await_kernels)
-        chosen = chosen_alike(choose, self.mesh.context if own is None else self.mesh, device.torch_device)
-        if recorder is not None and isinstance(attention, Recordable):
-            sampling = SamplingGraphs(model, slots, sampler) if self._relay.last else None
-            replay = GraphReplay(model, attention, slots, sampling, device, hooks, own)
-            shares, drafts = not self.settings.disable_cascade_attn, room.max_drafts
-            replay.capture(recorder, room.num_slots, room.max_step_tokens, chosen, max_drafts=drafts, shares=shares)
-            runner.replay = replay
-        if device.torch_device.type == "cuda":
-            warm_up(runner, slots, room.max_step_tokens // (own.mesh.size if own else 1), room.max_drafts)
-        return runner
-
-    def _await_kernels(self) -> None:
+    def await_kernels(self) -> None:
+        """Wait until the kernels whose compilation began before the weights were loaded are there."""
         if self._ahead is not None:
             began = time.perf_counter()
             count = self._ahead.wait()

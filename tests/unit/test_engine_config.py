@@ -57,6 +57,7 @@ def test_a_parameter_of_requests_is_no_setting(given: str, meant: str) -> None:
 
 
 _TEXTS = {
+    "cache.cpu_offload_gb": "0.5",
     "cache.memory_bytes": "256M",
     "cache.memory_utilization": "0.5",
     "scheduler.watermark": "0.5",

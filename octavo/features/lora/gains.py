@@ -109,7 +109,7 @@ class BaseNorms:
     def _in_layer(self, layer: Layer, part: int) -> Tensor | None:
         """Return a part's weights if the layer has them as a plain matrix with all inputs; else None."""
         scheme = getattr(layer, "scheme", None)
-        if not isinstance(scheme, Unquantized) or scheme.weight is None:
+        if not isinstance(scheme, Unquantized) or scheme.weight is None or layer.offloaded:
             return None
         if not isinstance(layer, Linear):
             return scheme.weight

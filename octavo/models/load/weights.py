@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,8 @@ from octavo.nn.shard import local_shape
 from octavo.nn.weights import QuantizedBlocks, Wanted, WeightLayer
 
 logger = logging.getLogger(__name__)
+
+Placed = Callable[[WeightLayer], None]
 
 # Scales of FP8 keys and values; read separately if the KV cache is in FP8.
 _SCALES = (".k_scale", ".v_scale")
@@ -48,7 +50,9 @@ class LoadReport:
     unread: tuple[str, ...]
 
 
-def load_weights(model: HasModules, checkpoint: Checkpoint, *, unneeded: tuple[str, ...] = ()) -> LoadReport:
+def load_weights(
+    model: HasModules, checkpoint: Checkpoint, *, unneeded: tuple[str, ...] = (), placed: Placed = lambda layer: None
+) -> LoadReport:
     """Load every layer's tensors, a few layers at a time, so that little more memory than the model's is used.
 
     Unread tensors are logged as a warning, since they often mean that the checkpoint has parts that Octavo's model
@@ -56,12 +60,13 @@ def load_weights(model: HasModules, checkpoint: Checkpoint, *, unneeded: tuple[s
 
     Args:
         unneeded: prefixes of names that may be unread without a warning.
+        placed: called with each layer that is loaded, in the thread that has loaded it.
 
     Raises:
         ModelFileError: a tensor is missing, unreadable or of another shape than its layer needs.
     """
     layers = list(weight_layers(model))
-    _fill(layers, checkpoint)
+    _fill(layers, checkpoint, placed)
     read = {want.name for layer in layers for want in layer.wanted() if _present(want, checkpoint)}
     unread = _unread(checkpoint.names(), read.union(*(layer.superseded for layer in layers)))
     unread = tuple(name for name in unread if not unneeded or not name.startswith(unneeded))
@@ -104,7 +109,7 @@ def _differ(name: str, want: Wanted, checkpoint: Checkpoint) -> bool:
     return False
 
 
-def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:
+def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint, placed: Placed) -> None:
     """Load each layer on one thread, several layers at once.
 
     Splitting every small operation over the threads instead would synchronize them thousands of times: not faster on an
@@ -116,7 +121,7 @@ def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="octavo-load") as pool:
-            done = [pool.submit(_fill_one, layer, sharers.get(layer), checkpoint) for layer in own]
+            done = [pool.submit(_fill_one, layer, sharers.get(layer), checkpoint, placed) for layer in own]
             try:
                 for future in done:
                     future.result()
@@ -127,10 +132,11 @@ def _fill(layers: Sequence[WeightLayer], checkpoint: Checkpoint) -> None:
         torch.set_num_threads(threads)
 
 
-def _fill_one(layer: WeightLayer, sharer: WeightLayer | None, checkpoint: Checkpoint) -> None:
+def _fill_one(layer: WeightLayer, sharer: WeightLayer | None, checkpoint: Checkpoint, placed: Placed) -> None:
     layer.fill(lambda want: _pull(want, layer, checkpoint))
     if sharer is not None:
         sharer.place([])
+    placed(layer)
 
 
 def weight_layers(model: HasModules) -> Iterator[WeightLayer]:
