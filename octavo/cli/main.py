@@ -19,6 +19,7 @@ COMMANDS = {
     "replay-steps": "compute a recorded run again and compare its tokens",
     "quantize": "round a model's weights and write it as a smaller checkpoint",
     "eval": "measure how well a model predicts a text, or answers questions",
+    "plan": "say which GPUs a model fits, and how fast it can be, before it is loaded",
     "pull": "download a model, or list those known by name",
 }
 

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from octavo.core.errors import ConfigError, DeviceLostError
+from octavo.core.gpus import GRAPHS, UTILIZATION, default_limits
 from octavo.device.base import too_large
 from octavo.device.binding import bind
 from octavo.device.cuda_transfer import CudaLink
@@ -16,14 +17,11 @@ from octavo.device.lost import reason_lost
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
-_UTILIZATION = 0.92
-_GRAPHS = _GIB
-_LARGE = 60 * _GIB
-"""GPUs of this size easily hold the logits of 1,024 sequences and the activations of 8,192 tokens, some 4 GiB."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WAYS_OUT = (
     "Take a smaller model or one with smaller weights, keep weights in the host's memory (--cpu-offload-gb), raise "
-    "--gpu-memory-utilization, or free memory that other processes hold on this GPU (nvidia-smi lists them)."
+    "--gpu-memory-utilization, or free memory that other processes hold on this GPU (nvidia-smi lists them). octavo "
+    "plan MODEL says what would be enough."
 )
 
 
@@ -50,8 +48,7 @@ class CudaDevice(CudaLink):
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.default_depth = 1
-        large = torch.cuda.get_device_properties(self.torch_device).total_memory >= _LARGE
-        self.default_limits = (1024, 8192) if large else (256, 2048)
+        self.default_limits = default_limits(torch.cuda.get_device_properties(self.torch_device).total_memory)
         self.largest_step = 2 * self.default_limits[1]
         self.balanced_tokens = 512
         self.resident = True
@@ -79,18 +76,18 @@ class CudaDevice(CudaLink):
             )
 
     def most_kv(self, utilization: float | None, weights: int) -> int:
-        return max(0, self._room(utilization) - weights - _GRAPHS)
+        return max(0, self._room(utilization) - weights - GRAPHS)
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Return what the utilization leaves besides memory in use now, with weights, and the workspace of steps."""
-        budget = self._room(utilization) - workspace - _GRAPHS
+        budget = self._room(utilization) - workspace - GRAPHS
         log.info(
             "memory in GiB: weights %.2f, activations %.2f, graphs %.2f, KV cache %.2f, of %.2f",
-            *(size / _GIB for size in (weights, workspace, _GRAPHS, budget, self._memory()[1])),
+            *(size / _GIB for size in (weights, workspace, GRAPHS, budget, self._memory()[1])),
         )
         if budget <= 0:
             raise ConfigError(
-                f"After {weights / _GIB:.2f} GiB of weights and {(workspace + _GRAPHS) / _GIB:.2f} GiB for computing, "
+                f"After {weights / _GIB:.2f} GiB of weights and {(workspace + GRAPHS) / _GIB:.2f} GiB for computing, "
                 f"no memory of {self.name} is left for the KV cache. Lower --max-num-batched-tokens or --max-num-seqs, "
                 f"or do one of these: {_WAYS_OUT}"
             )
@@ -112,7 +109,7 @@ class CudaDevice(CudaLink):
     def _room(self, utilization: float | None) -> int:
         """Return the bytes that may still be allocated; memory cached by torch counts as free."""
         free, total, idle = self._memory()
-        return int(total * (utilization or _UTILIZATION)) - (total - free - idle)
+        return int(total * (utilization or UTILIZATION)) - (total - free - idle)
 
     def _memory(self) -> tuple[int, int, int]:
         """Return bytes: free, total, and cached by torch."""

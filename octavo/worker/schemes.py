@@ -120,7 +120,9 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
     return ONLINE[wanted]
 
 
-def needed_bytes(wanted: int, whole: Callable[[], int], config: ModelConfig, files: ModelFiles, device: Device) -> int:
+def needed_bytes(
+    wanted: int, whole: Callable[[], int], config: ModelConfig, files: ModelFiles, *, resident: bool
+) -> int:
     """Return how many bytes a rank's weights will take at most, as its share of all weights.
 
     Packed integers keep their bytes, but those of 2 and 3 bits get 4, and zero points become minima in float16. Other
@@ -130,8 +132,9 @@ def needed_bytes(wanted: int, whole: Callable[[], int], config: ModelConfig, fil
     Args:
         wanted: bytes of the rank's weights without quantization.
         whole: returns those of all weights of the checkpoint; 0 if it has none.
+        resident: the device keeps packed weights in kernels of its own.
     """
-    if not device.resident or config.dtype != "auto" or not files.weight_bytes:
+    if not resident or config.dtype != "auto" or not files.weight_bytes:
         return wanted
     packed = _packed_bytes(files)
     if packed is None:

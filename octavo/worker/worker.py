@@ -254,7 +254,7 @@ class Worker:
         states.check(layers, self.block_size, self._block_bytes)
         check_micro_batches(None if self._takes_native else model, self.parallel)
         whole, wanted = partial(plain_bytes, checkpoint, self.dtype), wanted_bytes(model)
-        most = needed_bytes(wanted, whole, self.config, self.files, self.device)
+        most = needed_bytes(wanted, whole, self.config, self.files, resident=self.device.resident)
         freed = self._begin_offload(model, most / max(wanted, 1))
         self.device.check_fits(most - freed, self.files.weight_bytes, self._utilization)
         least = max(least_bytes(wanted, self.config, self.files) - freed, 0)

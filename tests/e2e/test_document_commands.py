@@ -27,6 +27,7 @@ DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 NOT_HERE = {
     "octavo eval ./": "wants a model's folder; tests/golden/test_quantize.py runs it on one",
     "octavo serve": "serves until it is stopped; other tests start servers, and those named here want a model's folder",
+    "octavo plan /models/": "wants a model's folder; tests/unit/cli/test_plan.py runs it",
     "octavo chat": "a conversation; with -q it runs",
     "octavo pull HuggingFaceTB/": "needs the Internet",
     "octavo replay-steps": "tests/e2e/test_replay_steps.py runs it on a record of its own",

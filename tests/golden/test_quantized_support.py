@@ -24,7 +24,6 @@ from test_quantized_golden import PROMPT, logits_of
 from tiny import load_model, make_checkpoint, model_files
 from tiny_adapters import merged, save_adapter
 from torch import Tensor
-from toy_models import Behind
 
 from octavo import LLM, SamplingParams
 from octavo.config import ModelConfig
@@ -166,7 +165,7 @@ def test_the_memory_that_a_rank_on_a_gpu_needs(name: str, tmp_path: Path) -> Non
         scheme = partial(PackedOnGpu, rounds=rounds_activations(made.config))
         model = load_model(made.files, ReferenceAttention(), dtype, scheme, mesh)
         kept = sum(layer.nbytes for layer in weight_layers(model) if not isinstance(layer, Rope))
-        return kept, needed_bytes(wanted_bytes(model), whole, ModelConfig(), made.files, Behind())
+        return kept, needed_bytes(wanted_bytes(model), whole, ModelConfig(), made.files, resident=True)
 
     (kept, needed), (kept_by_one, needed_by_one) = sizes(Mesh(1, 2)), sizes(Mesh())
     assert kept <= needed < 0.65 * needed_by_one  # both ranks have the only head of keys and values

@@ -9,10 +9,9 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from toy_models import LLAMA, Behind
+from toy_models import LLAMA
 
 from octavo.config import ModelConfig
-from octavo.device.cpu import CpuDevice
 from octavo.hub.files import ModelFiles
 from octavo.worker.schemes import needed_bytes
 
@@ -42,8 +41,8 @@ def test_a_packed_model_fits_where_an_expanded_one_would_not(
 ) -> None:
     given = files(tmp_path, method)
     assert given.weight_bytes == 100
-    assert needed_bytes(400, lambda: 400, ModelConfig(**settings), given, Behind()) == needed
-    assert needed_bytes(400, lambda: 400, ModelConfig(**settings), given, CpuDevice()) == 400
+    assert needed_bytes(400, lambda: 400, ModelConfig(**settings), given, resident=True) == needed
+    assert needed_bytes(400, lambda: 400, ModelConfig(**settings), given, resident=False) == 400
 
 
 @pytest.mark.parametrize(
@@ -55,13 +54,13 @@ def test_weights_of_8_bits_keep_their_bytes(
     groups = {"all": {"weights": weights, "input_activations": activations}}
     settings = {"quant_method": "compressed-tensors", "config_groups": groups}
     given = files(tmp_path, None, quantization_config=settings)
-    assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
+    assert needed_bytes(400, lambda: 400, ModelConfig(), given, resident=True) == needed
 
 
 @pytest.mark.parametrize(("bits", "needed"), [(2, 200), (3, 150), (4, 125), (8, 125)])
 def test_packed_integers_keep_about_their_bytes(bits: int, needed: int, tmp_path: Path) -> None:
     given = files(tmp_path, None, quantization_config={"quant_method": "gptq", "bits": bits})
-    assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
+    assert needed_bytes(400, lambda: 400, ModelConfig(), given, resident=True) == needed
 
 
 @pytest.mark.parametrize(
@@ -78,17 +77,17 @@ def test_tables_and_floats_in_groups_keep_about_their_bytes(
 ) -> None:
     """But experts in tables of 4 bits are expanded."""
     given = files(tmp_path, None, quantization_config={"quant_method": method, bits: True}, **further)
-    assert needed_bytes(400, lambda: 400, ModelConfig(), given, Behind()) == needed
+    assert needed_bytes(400, lambda: 400, ModelConfig(), given, resident=True) == needed
 
 
 @pytest.mark.parametrize(("method", "needed"), [("gptq", 50), ("fp8", 27), ("modelopt", 100)])
 def test_a_rank_needs_its_share(method: str, needed: int, tmp_path: Path) -> None:
     """Of 400 bytes without quantization and 100 on disk, a quarter."""
-    assert needed_bytes(100, lambda: 400, ModelConfig(), files(tmp_path, method), Behind()) == needed
+    assert needed_bytes(100, lambda: 400, ModelConfig(), files(tmp_path, method), resident=True) == needed
 
 
 def test_experts_stay_packed(tmp_path: Path) -> None:
-    assert needed_bytes(400, lambda: 400, ModelConfig(), files(tmp_path, "fp8", num_experts=4), Behind()) == 106
+    assert needed_bytes(400, lambda: 400, ModelConfig(), files(tmp_path, "fp8", num_experts=4), resident=True) == 106
 
 
 def test_types_of_a_gguf_are_counted_one_by_one(tmp_path: Path) -> None:
@@ -105,5 +104,5 @@ def test_types_of_a_gguf_are_counted_one_by_one(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     given = ModelFiles(name="tiny", path=path, format="gguf", weights=(path,), config=LLAMA)
     needed = 512 * (3 * 10 + 6 + 2 * 16) // 8
-    assert needed_bytes(10000, lambda: 10000, ModelConfig(), given, Behind()) == needed
-    assert needed_bytes(100, lambda: 100, ModelConfig(), given, Behind()) == 100
+    assert needed_bytes(10000, lambda: 10000, ModelConfig(), given, resident=True) == needed
+    assert needed_bytes(100, lambda: 100, ModelConfig(), given, resident=True) == 100
