@@ -55,8 +55,8 @@ class SchedulerConfig:
     )
     policy: str = setting(
         "fcfs",
-        "which request runs first: the earliest, the one with the lowest `priority`, or the one with the largest "
-        "`max_tokens`",
+        "which request runs first: the earliest (fcfs), the one with the lowest `priority`, the one with the fewest "
+        "tokens of prompt and `max_tokens` (shortest-first), or the one with the largest `max_tokens` (longest-first)",
         flag="scheduling-policy",
     )
     depth: int | None = setting(

@@ -41,6 +41,8 @@ class Request:
     """It shares KV only within this namespace, which is set each time its prefix is looked up."""
     marks: Sequence[tuple[int, bytes]] = ()
     """Prompt positions from which on its KV depends on more than the namespace, and on what; set likewise."""
+    turn: int = 0
+    """Set by the policy when it arrives, for those that order requests by more than their arrival."""
     num_computed: int = 0
     """Positions whose KV is written once all launched steps have run."""
     pending: int = 0

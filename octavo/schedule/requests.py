@@ -78,6 +78,7 @@ class Requests:
         self._alive[choices[0].id] = choices
         try:
             for choice in choices:
+                self._policy.arrive(choice)
                 self.waiting.push(choice)
         except BaseException:
             del self._alive[choices[0].id]
@@ -88,6 +89,7 @@ class Requests:
     def start(self, request: Request) -> None:
         """Give a slot to a request that was taken from the queue."""
         request.slot = self._free_slots.pop()
+        self._policy.begin(request)
         bisect.insort(self.running, request, key=self._policy.rank)
         self.kv.admitted(request)
 

@@ -223,6 +223,33 @@ def test_equals_and_first_comers_do_not_displace_each_other():
         assert engine.scheduler.stats().num_preemptions == 0
 
 
+def test_the_shortest_of_those_that_wait_begins_next():
+    engine = Engine(policy="shortest-first", seqs=1)
+    engine.ask("running", [1] * 5, max_tokens=6, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    engine.ask("long prompt", [2] * 30, max_tokens=2, ignore_eos=True)
+    engine.ask("long answer", [3] * 2, max_tokens=20, ignore_eos=True)
+    engine.ask("short", [4] * 4, max_tokens=6, ignore_eos=True)
+    engine.run()
+    assert [d.id for d in engine.deltas if d.finish] == ["running", "short", "long answer", "long prompt"]
+    assert engine.scheduler.stats().num_preemptions == 0
+
+
+def test_a_long_request_is_overtaken_by_no_more_tokens_than_it_has():
+    engine = Engine(policy="shortest-first", seqs=1)
+    engine.ask("first", [1] * 2, max_tokens=2, ignore_eos=True)
+    engine.deltas += engine.loop.step()
+    engine.ask("long", [2] * 40, max_tokens=2, ignore_eos=True)
+    number = 0
+    while not any(d.id == "long" and d.finish for d in engine.deltas):
+        while engine.scheduler.stats().num_waiting < 3:
+            engine.ask(f"short {number}", [3] * 4, max_tokens=2, ignore_eos=True)
+            number += 1
+        engine.deltas += engine.loop.step()
+    ends = [d.id for d in engine.deltas if d.finish]
+    assert 42 // 6 - 2 <= len(ends) - 2 <= 42 // 6
+
+
 def test_an_urgent_arrival_does_not_wait_for_the_prompt_of_another():
     engine = Engine(budget=8, policy="priority")
     engine.ask("long", [1] * 100, max_tokens=1, priority=1)
