@@ -6,15 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 _NESTED = ("text_config", "llm_config")
+_OUTER = "thinker_config"
+"""Where models that also speak have the configuration of what reads and writes."""
 _QUANTIZATION = ("quantization_config", "compression_config")
 _BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 _SAME = {"intel/auto-round": "auto-round", "fbgemm_fp8": "fp8"}
 """Methods that store weights as another one does."""
 
 
+def with_halves(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with those of its halves directly inside."""
+    outer = config.get(_OUTER)
+    return {**config, **outer, "architectures": config.get("architectures")} if outer else config
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the nested configuration of the text model; the configuration itself if it has none."""
-    return next((config[name] for name in _NESTED if config.get(name)), config)
+    whole = with_halves(config)
+    return next((whole[name] for name in _NESTED if whole.get(name)), config)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> Any:

@@ -7,6 +7,8 @@ _HALVES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("language_model.", ""),
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
 )
 """Where they have their text model -> where a text model's checkpoint has it."""
 _TEXT = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")

@@ -136,13 +136,19 @@ WITH_IMAGES = (
     "Qwen3VLForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 )
+WITH_AUDIO = (
+    "AudioFlamingo3ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
+)
+NESTED = (*WITH_IMAGES, *WITH_AUDIO)
 """Architectures whose text half is one of `ARCHITECTURES`."""
 
 
 def is_own(config: Config) -> bool:
     """Return whether a checkpoint's architecture is one of these families."""
     names = config.get("architectures") or []
-    return bool(names) and (names[0] in WITH_IMAGES or _with_head(names[0]) in ARCHITECTURES)
+    return bool(names) and (names[0] in NESTED or _with_head(names[0]) in ARCHITECTURES)
 
 
 def _with_head(name: str) -> str:
@@ -157,7 +163,7 @@ def _with_head(name: str) -> str:
 
 def unknown(architecture: str) -> str:
     """Return the first sentences of an error for an architecture that is not one of these families."""
-    known = sorted([*ARCHITECTURES, *WITH_IMAGES, *ENCODERS])
+    known = sorted([*ARCHITECTURES, *NESTED, *ENCODERS])
     near = difflib.get_close_matches(_with_head(architecture), known, n=1, cutoff=0.0)[0]
     return (
         f"The model's architecture is {architecture}; the nearest that Octavo has is {near}. Octavo supports "
@@ -189,7 +195,7 @@ def stated_spec(config: Config) -> DecoderSpec:
             "The model's config has no 'architectures', so Octavo can't tell what kind of model it is. "
             "Get the config.json that belongs to the model."
         )
-    if names[0] in WITH_IMAGES:
+    if names[0] in NESTED:
         method_of(config)
         spec = spec_of(text_half(config, ARCHITECTURES))
         return replace(spec, stored=replace(spec.stored, nested=True))

@@ -106,7 +106,7 @@ class TextHook:
         prompt_fields: keys of a prompt object that select this feature's form.
         part_fields: types of message parts that this feature reads -> the field of such a part that has its data. A
             prompt with them has a `Mixture` under the first of `prompt_fields`.
-        shown_as: the type under which chat templates know these parts, such as "image"; "" if templates don't.
+        shown_as: types of `part_fields` -> the type under which chat templates know such parts, such as "image".
         arguments: arguments of `LLM.generate` and its like that only this feature reads.
     """
 
@@ -116,7 +116,7 @@ class TextHook:
     body_fields: ClassVar[tuple[str, ...]] = ()
     prompt_fields: ClassVar[tuple[str, ...]] = ()
     part_fields: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    shown_as: ClassVar[str] = ""
+    shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: TextContext) -> None:

@@ -1,5 +1,5 @@
-"""`MediaEngine`: the engine half. It has images encoded before requests compute their tokens, and tells the worker half
-which of them a step needs."""
+"""`MediaEngine`: the engine half. It has images and audio encoded before requests compute their tokens, and tells the
+worker half which of them a step needs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestErro
 from octavo.core.plan import PlanDraft
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
-from octavo.features.media.kinds import has_images, kind_of, processor_config, refusal
+from octavo.features.media.kinds import PLURALS, has_media, kind_of, modality_of, processor_config, refusal
 from octavo.features.media.payload import NAME, EmbedPiece, ImageItem, MediaInfo, MediaStep, ShiftPiece
 from octavo.features.media.settings import MediaSettings
+from octavo.hub.text_config import with_halves
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.pages import Pages
 from octavo.schedule.request import Request
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+_ENCODED = {
+    "image": ("images_encoded", "counter", "Images, or tiles of them, encoded."),
+    "audio": ("audio_windows_encoded", "counter", "Windows of audio encoded."),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -50,17 +56,17 @@ class _Images:
 
 
 class NoImages(EngineHook):
-    """For models whose images are not read: it only says why."""
+    """For models whose images or audio are not read: it only says why."""
 
     name = NAME
     opt_in = True
     admits_for_good = True
 
-    def __init__(self, why: str) -> None:
-        self.info = msgspec.Raw(msgspec.msgpack.encode(MediaInfo(refused=why)))
+    def __init__(self, why: str, modality: str) -> None:
+        self.info = msgspec.Raw(msgspec.msgpack.encode(MediaInfo(modality=modality, refused=why)))
 
     def namespace(self, spec: Any) -> str:
-        raise InvalidRequestError("This engine reads no images.", param="multi_modal_data")
+        raise InvalidRequestError("This engine reads only text.", param="multi_modal_data")
 
 
 class MediaEngine(EngineHook):
@@ -79,6 +85,7 @@ class MediaEngine(EngineHook):
 
     def __init__(self, info: MediaInfo, *, axes: bool) -> None:
         self.info = msgspec.Raw(msgspec.msgpack.encode(info))
+        self._modality, self._some = info.modality, PLURALS[info.modality]
         self._axes = axes
         self._pages: Pages
         self._capacity = self._budget = 0
@@ -122,7 +129,7 @@ class MediaEngine(EngineHook):
         if images is None:
             return num_tokens
         if images.error:
-            raise EngineStateError(f"An image could not be encoded: {images.error}")
+            raise EngineStateError(f"Some {self._some} could not be encoded: {images.error}")
         first = request.num_computed
         needed, end = self._fitting(images, first, first + num_tokens)
         self._waiting.discard(request)
@@ -154,7 +161,7 @@ class MediaEngine(EngineHook):
                 self._num_found += item.digest in self._encoded
 
     def waits_for(self, request: Request) -> str:
-        return "images to be encoded" if request in self._waiting else ""
+        return f"{self._some} to be encoded" if request in self._waiting else ""
 
     # Encoding
 
@@ -192,14 +199,14 @@ class MediaEngine(EngineHook):
         chosen: list[ImageItem] = []
         patches = 0
         for item in lacking:
-            patches += item.shape[0] * item.shape[1] * item.shape[2]
+            patches += item.work
             if chosen and patches > self._budget:
                 break
             chosen.append(item)
         self._make_room(sum(item.count for item in chosen), kept)
         args = {
             "keep": list(self._encoded),
-            "items": [[item.digest, item.shape, item.layout, item.count, item.pixels] for item in chosen],
+            "items": [[item.digest, item.shape, item.layout, item.count, item.pixels, item.dtype] for item in chosen],
         }
         self._under_way = {item.digest: item for item in chosen}
         self._pending = self._pages.call("encode", args)
@@ -266,11 +273,11 @@ class MediaEngine(EngineHook):
     def metrics(self) -> Sequence[FeatureMetric]:
         kept = sum(self._encoded.values())
         found = (
-            ("images_encoded", "counter", "Images, or tiles of them, encoded.", self._num_encoded),
-            ("image_encode_seconds", "counter", "Seconds of encoding images.", self._seconds),
-            ("mm_cache_queries", "counter", "Images, or tiles, that requests needed.", self._num_looked_up),
-            ("mm_cache_hits", "counter", "Of these, images that were encoded already.", self._num_found),
-            ("mm_cache_tokens", "gauge", "Embeddings of encoded images that are kept.", kept),
+            (*_ENCODED[self._modality], self._num_encoded),
+            (f"{self._modality}_encode_seconds", "counter", f"Seconds of encoding {self._some}.", self._seconds),
+            ("mm_cache_queries", "counter", "Images, tiles or windows that requests needed.", self._num_looked_up),
+            ("mm_cache_hits", "counter", "Of these, those that were encoded already.", self._num_found),
+            ("mm_cache_tokens", "gauge", "Embeddings of encoded images or audio that are kept.", kept),
         )
         return [FeatureMetric(name, kind, text, "", {"": float(value)}) for name, kind, text, value in found]
 
@@ -313,29 +320,32 @@ def build_engine(context: FeatureContext) -> EngineHook | None:
         ConfigError: a setting has no effect on the model.
     """
     files, settings = context.files, context.settings_of(MediaSettings)
-    if files is None or not has_images(files.config):
+    if files is None or not has_media(files.config):
         if settings.mm_processor_kwargs:
             raise ConfigError("--mm-processor-kwargs has no effect: this model takes only text. Leave it out.")
         return None
     if not context.generates:
-        return NoImages("this server makes embeddings of texts")
+        return NoImages("this server makes embeddings of texts", modality_of(files.config))
     why = refusal(context)
     if why:
         if settings.mm_processor_kwargs:
             raise ConfigError(f"--mm-processor-kwargs has no effect: {why}. Leave it out.")
-        if settings.limit:
+        if settings.limit_of(modality_of(files.config)):
             log.warning("the model is served for text only: %s", why)
-        return NoImages(why)
-    config = files.config
+        return NoImages(why, modality_of(files.config))
+    kind, config = kind_of(files.config), with_halves(files.config)
+    audio = kind.modality == "audio"
     kept = {name: value for name, value in config.items() if not isinstance(value, dict)}
     info = MediaInfo(
-        config={**kept, "vision_config": config.get("vision_config", {})},
+        modality=kind.modality,
+        config={**kept, kind.half: config.get(kind.half, {})},
         processor=processor_config(files) | settings.mm_processor_kwargs,
-        limit=settings.limit,
+        limit=settings.limit_of(kind.modality),
         domains=list(settings.allowed_media_domains),
         local_path=settings.folder,
-        timeout_s=settings.image_fetch_timeout,
-        max_bytes=settings.max_image_bytes,
+        timeout_s=settings.audio_fetch_timeout if audio else settings.image_fetch_timeout,
+        max_bytes=settings.max_audio_bytes if audio else settings.max_image_bytes,
         max_pixels=settings.max_image_pixels,
+        max_seconds=settings.max_audio_seconds,
     )
-    return MediaEngine(info, axes=kind_of(config).axes)
+    return MediaEngine(info, axes=kind.axes)

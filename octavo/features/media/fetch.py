@@ -1,4 +1,4 @@
-"""Get the bytes of an image that a request names by a URL: `data:`, `http(s):`, `file:`.
+"""Get the bytes of an image or of audio that a request names by a URL: `data:`, `http(s):`, `file:`.
 
 A server that fetches what clients name can be used to reach hosts that only it can reach. So a host's address is looked
 up once, must be public unless the settings name the host, and is the one that is connected to. Redirects are followed
@@ -27,18 +27,24 @@ from octavo.version import __version__
 
 _REDIRECTS = 3
 _CHUNK = 1 << 16
+_EXAMPLES = {"image": "data:image/png", "audio": "data:audio/wav"}
 _SHOWN = 120
 """Characters of a URL that errors show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """What may be fetched; see `MediaSettings`."""
+    """What may be fetched; see `MediaSettings`.
+
+    Attributes:
+        modality: what it is, in flags and errors.
+    """
 
     domains: tuple[str, ...]
     local_path: str
     timeout_s: float
     max_bytes: int
+    modality: str = "image"
 
     def fetch(self, url: Any, param: str) -> bytes:
         """Return the bytes. Blocks up to the timeout.
@@ -47,28 +53,30 @@ class Fetcher:
             InvalidRequestError: the URL is malformed, may not be fetched, or can't be.
         """
         if not isinstance(url, str) or not url:
-            raise InvalidRequestError(f"{param} must be a URL, such as data:image/png;base64,...", param=param)
+            raise InvalidRequestError(
+                f"{param} must be a URL, such as {_EXAMPLES[self.modality]};base64,...", param=param
+            )
         try:
             scheme = urlsplit(url[:_SHOWN]).scheme.lower()
         except ValueError:
             scheme = ""
         match scheme:
             case "data":
-                return self._checked(_of_data(url, param), param)
+                return self.checked(_of_data(url, param), param)
             case "http" | "https":
-                return self._checked(self._of_host(url, param), param)
+                return self.checked(self._of_host(url, param), param)
             case "file":
-                return self._checked(self._of_file(url, param), param)
+                return self.checked(self._of_file(url, param), param)
         raise InvalidRequestError(
             f"{param} is {_shown(url)}; it must be a URL that begins with data:, http:, https: or file:.",
             param=param,
             value=_shown(url),
         )
 
-    def _checked(self, data: bytes, param: str) -> bytes:
+    def checked(self, data: bytes, param: str) -> bytes:
         if len(data) > self.max_bytes:
             raise InvalidRequestError(
-                f"{param} is larger than {self.max_bytes:,} bytes (--max-image-bytes). Send a smaller image.",
+                f"{param} is larger than {self.max_bytes:,} bytes (--max-{self.modality}-bytes). Send a smaller file.",
                 param=param,
             )
         return data
@@ -79,7 +87,7 @@ class Fetcher:
         if not self.local_path:
             raise InvalidRequestError(
                 f"{param} is a file:// URL, and this server reads no files. Start it with --allowed-local-media-path "
-                "DIR, or send the image as a data: URL.",
+                f"DIR, or send the {self.modality} as a data: URL.",
                 param=param,
                 value=_shown(url),
             )
@@ -110,7 +118,9 @@ class Fetcher:
                 raise
             except Exception as exc:  # sockets, TLS and HTTP raise many types
                 late = isinstance(exc, TimeoutError) or time.monotonic() >= until
-                why = f"it took longer than {self.timeout_s:g} s (--image-fetch-timeout)" if late else str(exc)
+                why = (
+                    f"it took longer than {self.timeout_s:g} s (--{self.modality}-fetch-timeout)" if late else str(exc)
+                )
                 raise _not_fetched(url, why, param) from None
             if isinstance(found, bytes):
                 return found
@@ -127,7 +137,7 @@ class Fetcher:
         link = _Connection(host, addresses, until, secure=parts.scheme == "https")
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            link.request("GET", target, headers={"User-Agent": f"octavo/{__version__}", "Accept": "image/*"})
+            link.request("GET", target, headers={"User-Agent": f"octavo/{__version__}", "Accept": f"{self.modality}/*"})
             with contextlib.closing(link.getresponse()) as answer:
                 if answer.status in (301, 302, 303, 307, 308) and (place := answer.getheader("Location")):
                     return place
@@ -157,8 +167,8 @@ class Fetcher:
         named = host.lower() in self.domains
         if self.domains and not named:
             raise InvalidRequestError(
-                f"{param}: images may be fetched from {', '.join(self.domains)} (--allowed-media-domains), and not "
-                f"from {host}. Send the image as a data: URL.",
+                f"{param}: files may be fetched from {', '.join(self.domains)} (--allowed-media-domains), and not "
+                f"from {host}. Send the {self.modality} as a data: URL.",
                 param=param,
                 value=_shown(url),
             )
@@ -166,7 +176,7 @@ class Fetcher:
         if not named and not all(_is_public(one) for one in found):
             raise InvalidRequestError(
                 f"{param}: {host} has an address that is not public, so it is not connected to. Name the host in "
-                "--allowed-media-domains, or send the image as a data: URL.",
+                f"--allowed-media-domains, or send the {self.modality} as a data: URL.",
                 param=param,
                 value=_shown(url),
             )
@@ -207,7 +217,7 @@ def _of_data(url: str, param: str) -> bytes:
     try:
         return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError) as exc:
-        raise InvalidRequestError(f"{param} is not valid base64: {exc}. Encode the image again.", param=param) from None
+        raise InvalidRequestError(f"{param} is not valid base64: {exc}. Encode the file again.", param=param) from None
 
 
 def _is_public(address: str) -> bool:
@@ -218,7 +228,7 @@ def _is_public(address: str) -> bool:
 
 def _not_fetched(url: str, why: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{param}: {_shown(url)} could not be fetched: {why}. Check the URL, or send the image as a data: URL.",
+        f"{param}: {_shown(url)} could not be fetched: {why}. Check the URL, or send the content as a data: URL.",
         param=param,
         value=_shown(url),
     )

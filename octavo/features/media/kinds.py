@@ -1,22 +1,26 @@
-"""The architectures whose images are read: which files of this folder they need. Without torch and NumPy."""
+"""The architectures whose images or audio are read: which files of this folder they need. Without torch and NumPy."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.core.errors import ConfigError, OctavoError
 from octavo.features import FeatureContext
 from octavo.features.media.settings import MediaSettings
 from octavo.hub.files import ModelFiles
 from octavo.hub.json_file import read_json_if_there
+from octavo.hub.text_config import with_halves
 
 if TYPE_CHECKING:
     from octavo.features.media.processors.base import LoadTokenizer, Processor
 
 _FOLDER = "octavo.features.media"
+_HALVES = {"image": "vision_config", "audio": "audio_config"}
+PLURALS = {"image": "images", "audio": "audio"}
+"""A modality -> the word for some of it in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +30,32 @@ class Kind:
     Attributes:
         processor: module and class of its preprocessing.
         tower: module of its tower, which has `build_tower`.
-        vision: values of `model_type` that its vision_config may have; a missing one is the first.
+        types: values of `model_type` that the tower's configuration may have; a missing one is the first.
         axes: positions of an image's tokens follow its rows and columns (M-RoPE).
+        modality: what it reads besides text.
     """
 
     processor: tuple[str, str]
     tower: str
-    vision: tuple[str, ...]
+    types: tuple[str, ...]
     axes: bool = False
+    modality: Literal["image", "audio"] = "image"
+
+    @property
+    def half(self) -> str:
+        """Field of the model's configuration that has the tower's."""
+        return _HALVES[self.modality]
 
 
 _TILED = ("tiled", "TiledProcessor")
 _NATIVE = ("native", "NativeProcessor")
 _PIXTRAL = Kind(("rows", "RowsProcessor"), "pixtral", ("pixtral",))
+_WHISPER = ("speech", "WhisperProcessor")
+_ASR_ENCODERS = ("qwen3_asr_encoder", "qwen3_asr_audio_encoder")
 KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "AudioFlamingo3ForConditionalGeneration": (
+        Kind(("speech", "FlamingoProcessor"), "whisper", ("audioflamingo3_encoder",), modality="audio"),
+    ),
     "Idefics3ForConditionalGeneration": (Kind(_TILED, "idefics3", ("idefics3_vision", "idefics3")),),
     "InternVLForConditionalGeneration": (Kind(("grid", "GridProcessor"), "internvl", ("internvl_vision",)),),
     "LlavaForConditionalGeneration": (
@@ -51,8 +67,12 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
         Kind(("anyres", "AnyresProcessor"), "llava_next", ("siglip_vision_model",)),
     ),
     "Mistral3ForConditionalGeneration": (_PIXTRAL,),
+    "Qwen2AudioForConditionalGeneration": (Kind(_WHISPER, "whisper", ("qwen2_audio_encoder",), modality="audio"),),
     "Qwen2VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_vl", "qwen2_vl_vision"), axes=True),),
     "Qwen2_5_VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_5_vl", "qwen2_5_vl_vision"), axes=True),),
+    "Qwen3ASRForConditionalGeneration": (
+        Kind(("speech", "QwenAsrProcessor"), "qwen3_asr", _ASR_ENCODERS, modality="audio"),
+    ),
     "SmolVLMForConditionalGeneration": (Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm")),),
 }
 """Architecture -> its kinds, by their towers."""
@@ -67,32 +87,38 @@ _LACKING = {
 """Architectures with images that only the text half is served of -> what is missing."""
 
 
-def has_images(config: Mapping[str, Any]) -> bool:
-    """Return whether an architecture reads images, supported or not."""
+def has_media(config: Mapping[str, Any]) -> bool:
+    """Return whether an architecture reads images or audio, supported or not."""
     return _name(config) in KINDS or _name(config) in _LACKING
 
 
 def kind_of(config: Mapping[str, Any]) -> Kind:
-    """Return the kind of a model whose images are supported; see `lacking`."""
+    """Return the kind of a model whose images or audio are supported; see `lacking`."""
     kinds = KINDS[_name(config)]
-    return next(kind for kind in kinds if _tower_type(config, kinds) in kind.vision)
+    return next(kind for kind in kinds if _tower_type(config, kinds) in kind.types)
+
+
+def modality_of(config: Mapping[str, Any]) -> str:
+    """Return what an architecture reads besides text, supported or not."""
+    kinds = KINDS.get(_name(config), ())
+    return kinds[0].modality if kinds else "image"
 
 
 def lacking(config: Mapping[str, Any]) -> str:
-    """Return why images of this architecture are not supported; "" if they are."""
+    """Return why images or audio of this architecture are not supported; "" if they are."""
     name = _name(config)
     if name in _LACKING:
         return f"images of {name} are not supported: {_LACKING[name]}"
     if name not in KINDS:
         return "this model takes only text"
     tower = _tower_type(config, KINDS[name])
-    if not any(tower in kind.vision for kind in KINDS[name]):
-        return f"images of {name} with a tower of type {tower!r} are not supported"
+    if not any(tower in kind.types for kind in KINDS[name]):
+        return f"{PLURALS[modality_of(config)]} of {name} with a tower of type {tower!r} are not supported"
     return ""
 
 
 def refusal(context: FeatureContext) -> str:
-    """Return why images of the model are not read; "" if they are. Both halves follow it.
+    """Return why images or audio of the model are not read; "" if they are. Both halves follow it.
 
     Raises:
         ConfigError: a setting has no effect on the model.
@@ -102,10 +128,11 @@ def refusal(context: FeatureContext) -> str:
         return "this model takes only text"
     if why := lacking(files.config):
         return why
+    modality = kind_of(files.config).modality
     if files.format == "gguf":
-        return "a GGUF file has no weights for images; files of their own (mmproj) are not read"
-    if not settings.limit:
-        return "the server was started with --limit-mm-per-prompt image=0"
+        return f"a GGUF file has no weights for {PLURALS[modality]}; files of their own (mmproj) are not read"
+    if not settings.limit_of(modality):
+        return f"the server was started with --limit-mm-per-prompt {modality}=0"
     stated = processor_config(files)
     if not stated:
         return f"{files.path} has neither preprocessor_config.json nor processor_config.json"
@@ -118,25 +145,28 @@ def refusal(context: FeatureContext) -> str:
 
 
 def processor_config(files: ModelFiles) -> dict[str, Any]:
-    """Return how a checkpoint says that images are prepared; {} if it does not. Transformers 5 writes one file for all
-    that a processor does, with that of images inside.
+    """Return how a checkpoint says that images or audio are prepared; {} if it does not. Transformers 5 writes one file
+    for all that a processor does, with that of images or audio inside.
 
     Raises:
         ModelFileError: a file is not JSON.
     """
     whole = read_json_if_there(files.path / "processor_config.json")
-    return dict(whole.get("image_processor") or {}) or read_json_if_there(files.path / "preprocessor_config.json")
+    if modality_of(files.config) == "image":
+        return dict(whole.get("image_processor") or {}) or read_json_if_there(files.path / "preprocessor_config.json")
+    inner = whole.pop("feature_extractor", None) or read_json_if_there(files.path / "preprocessor_config.json")
+    return {**whole, **inner} if inner else {}
 
 
 def make_processor(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> Processor:
-    """Return the preprocessing of a model whose images are supported.
+    """Return the preprocessing of a model whose images or audio are supported.
 
     Raises:
         ConfigError, ModelFileError: the checkpoint asks for something that is not supported, or its files don't fit.
     """
     try:
         make = _processor_class(config)
-        return make(config, processor, tokenizer)
+        return make(with_halves(config), processor, tokenizer)
     except OctavoError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
@@ -156,12 +186,12 @@ def check_fields(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if odd is not None:
         raise ConfigError(
             f"--mm-processor-kwargs has {odd!r}, which has no effect on this model. It takes "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(known)) or 'none'}."
         )
 
 
 def _tower_type(config: Mapping[str, Any], kinds: Sequence[Kind]) -> str:
-    return str(config.get("vision_config", {}).get("model_type") or kinds[0].vision[0])
+    return str(with_halves(config).get(kinds[0].half, {}).get("model_type") or kinds[0].types[0])
 
 
 def _name(config: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -10,24 +11,31 @@ NAME = "media"
 
 
 class ImageItem(msgspec.Struct, frozen=True, array_like=True):
-    """What is encoded at once: an image, or a tile of one.
+    """What is encoded at once: an image, a tile of one, or a window of audio.
 
     Attributes:
-        digest: of the pixels; equal items are encoded once.
-        shape: of `pixels`: images, height, width, 3.
+        digest: of the data; equal items are encoded once.
+        shape: of the data: images, height, width, 3; or parts, mel bins, frames.
         layout: what the tower needs to know besides the pixels, see the model's processor; rows and columns of the
             placeholders, where positions follow them.
         count: embeddings that it has.
         runs: (position in the prompt, first embedding, number of embeddings) of each run of its placeholders.
-        pixels: uint8, row by row, as resized and cropped but not normalized.
+        pixels: the data, row by row: colors as resized and cropped but not normalized, or spectrograms.
+        dtype: of the data, as NumPy names it.
     """
 
     digest: bytes
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     layout: tuple[int, ...]
     count: int
     runs: list[tuple[int, int, int]]
     pixels: memoryview
+    dtype: str = "uint8"
+
+    @property
+    def work(self) -> int:
+        """Numbers of the data that grow with what has to be computed: an image's pixels."""
+        return math.prod(self.shape[:3])
 
     @property
     def start(self) -> int:
@@ -44,13 +52,15 @@ class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the text half knows of the model and of the settings.
 
     Attributes:
-        refused: why the model's images are refused; "" if they are not.
+        modality: what the model reads besides text, see `Kind`.
+        refused: why it is refused; "" if it is not.
         config: of the model.
-        processor: of its images: the content of preprocessor_config.json, or its equivalent.
-        limit: images of a prompt, at most.
-        domains, local_path, timeout_s, max_bytes, max_pixels: see `MediaSettings`.
+        processor: the content of preprocessor_config.json, or its equivalent.
+        limit: images, or pieces of audio, of a prompt, at most.
+        domains, local_path, timeout_s, max_bytes, max_pixels, max_seconds: see `MediaSettings`.
     """
 
+    modality: str = "image"
     refused: str = ""
     config: dict[str, Any] = {}
     processor: dict[str, Any] = {}
@@ -60,6 +70,7 @@ class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 0.0
     max_bytes: int = 0
     max_pixels: int = 0
+    max_seconds: float = 0.0
 
 
 class EmbedPiece(msgspec.Struct, frozen=True, array_like=True):

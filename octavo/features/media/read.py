@@ -1,19 +1,17 @@
-"""Read the images of a prompt, and lay out their placeholders among its tokens."""
+"""Read the images or audio of a prompt, and lay out their placeholders among its tokens."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError, context_error
 from octavo.core.info import ModelInfo
 from octavo.core.params import SamplingParams
 from octavo.core.request import PLACEHOLDER
-from octavo.features.media.decode import converted, decoded
-from octavo.features.media.fetch import Fetcher
-from octavo.features.media.kinds import make_processor
+from octavo.features.media.kinds import PLURALS, make_processor
+from octavo.features.media.parts import opener
 from octavo.features.media.payload import ImageItem, MediaInfo
 from octavo.features.media.processors.base import Item, Run, TooOddError
 from octavo.text.hooks import ReadPrompt, encoded
@@ -21,12 +19,8 @@ from octavo.text.prompts.message_parts import GivenPart, Mixture
 from octavo.text.prompts.prompt import Prompt
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 _PARAM = "multi_modal_data"
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type", _PARAM}
-_DETAILS = (None, "auto", "low", "high")
 
 
 class Reader:
@@ -39,24 +33,23 @@ class Reader:
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, own: MediaInfo) -> None:
         self._tokenizer, self._info, self._own = tokenizer, info, own
         self._processor = make_processor(own.config, own.processor, lambda: tokenizer)
-        self._fetcher = Fetcher(
-            tuple(host.lower() for host in own.domains), own.local_path, own.timeout_s, own.max_bytes
-        )
+        self._opener = opener(own)
+        self._modality, self._some = own.modality, PLURALS[own.modality]
 
     def read(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
-        """Read a prompt with `multi_modal_data`: a mixture of texts and parts, or an object with images.
+        """Read a prompt with `multi_modal_data`: a mixture of texts and parts, or an object with images or audio.
 
         Raises:
-            InvalidRequestError: it can't be served; the message names the image.
+            InvalidRequestError: it can't be served; the message names the part.
         """
         if truncated:
             raise UnsupportedError(
-                "truncate_prompt_tokens can't be combined with images; shorten the text instead.",
+                f"truncate_prompt_tokens can't be combined with {self._some}; shorten the text instead.",
                 param="truncate_prompt_tokens",
             )
         if params.prompt_logprobs is not None:
             raise UnsupportedError(
-                "prompt_logprobs can't be combined with images, which are no tokens; leave one of them out.",
+                f"prompt_logprobs can't be combined with {self._some}; leave one of them out.",
                 param="prompt_logprobs",
                 value=params.prompt_logprobs,
             )
@@ -68,7 +61,7 @@ class Reader:
         self._check_count(len(images), images[0].param if images else _PARAM)
         return self._laid_out(prompt, tokens, images)
 
-    # Where images are
+    # Where they are
 
     def _of_mixture(self, mixture: Mixture) -> tuple[list[int], list[GivenPart]]:
         """Return the tokens, with the token of an image for each of the images, which are in their order.
@@ -93,7 +86,7 @@ class Reader:
             places = found.count(token)
             if places > len(shown):
                 raise InvalidRequestError(
-                    f"The prompt has {places} places of images, more than it has images. Leave "
+                    f"The prompt has {places} places of {self._some}, more than it has {self._some}. Leave "
                     f"{self._tokenizer.token_text(token)!r} out of the messages.",
                     param="messages",
                 )
@@ -116,18 +109,19 @@ class Reader:
             )
         if not isinstance(given, Mapping):
             raise InvalidRequestError(
-                f'{_PARAM} must be an object such as {{"image": image}}, got {type(given).__name__}.', param=_PARAM
+                f'{_PARAM} must be an object such as {{"{self._modality}": ...}}, got {type(given).__name__}.',
+                param=_PARAM,
             )
-        odd = next((name for name, value in given.items() if name != "image" and value not in (None, [])), None)
+        own = self._modality
+        odd = next((name for name, value in given.items() if name != own and not _is_empty(value)), None)
         if odd is not None:
             raise UnsupportedError(
-                f"{_PARAM} has {odd!r}; this version supports images only. Leave it out.", param=f"{_PARAM}.{odd}"
+                f"{_PARAM} has {odd!r}; this model reads {self._some} only. Leave it out.", param=f"{_PARAM}.{odd}"
             )
-        images = given.get("image")
-        images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
+        found = given.get(own)
         parts = [
-            GivenPart(f"{_PARAM}.image.{number}", "image", one, {"type": "image", "image": one})
-            for number, one in enumerate(images)
+            GivenPart(f"{_PARAM}.{own}.{number}", own, one, {"type": own, own: one})
+            for number, one in enumerate([] if found is None else self._opener.listed(found))
         ]
         tokens, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
         if tokens is None:
@@ -139,8 +133,8 @@ class Reader:
         if (places := tokens.count(self._processor.token)) != len(parts):
             name = self._tokenizer.token_text(self._processor.token)
             raise InvalidRequestError(
-                f"The prompt has {places} places of images ({name!r}), and {_PARAM} has {len(parts)}. Write {name!r} "
-                "where each image belongs.",
+                f"The prompt has {places} places of {self._some} ({name!r}), and {_PARAM} has {len(parts)}. Write "
+                f"{name!r} where each belongs.",
                 param=_PARAM,
                 value=len(parts),
             )
@@ -149,13 +143,13 @@ class Reader:
     def _check_count(self, count: int, param: str) -> None:
         if count > self._own.limit:
             raise InvalidRequestError(
-                f"At most {self._own.limit} image(s) may be provided in one prompt (--limit-mm-per-prompt), got "
-                f"{count}.",
+                f"At most {self._own.limit} {self._modality}(s) may be provided in one prompt (--limit-mm-per-prompt), "
+                f"got {count}.",
                 param=param,
                 value=count,
             )
 
-    # What images are
+    # What they are
 
     def _laid_out(self, prompt: Mapping[str, Any], tokens: Sequence[int], images: Sequence[GivenPart]) -> ReadPrompt:
         """Return the prompt with each image's token replaced by what the image is."""
@@ -185,11 +179,12 @@ class Reader:
         option = [
             ImageItem(
                 digest,
-                cast("tuple[int, int, int, int]", item.pixels.shape),
+                item.pixels.shape,
                 item.layout,
                 item.count,
                 runs,
                 memoryview(item.pixels.tobytes()),
+                item.pixels.dtype.str,
             )
             for item, digest, runs in items.values()
         ]
@@ -198,31 +193,20 @@ class Reader:
         return ReadPrompt(cast("Prompt", ids), keys, encoded(option, _PARAM))
 
     def _pieces(self, part: GivenPart) -> Sequence[list[int] | Run]:
-        image, detail = self._image(part)
+        given, coarse = self._opener.open(part)
         try:
-            return self._processor.pieces(image, coarse=detail == "low")
+            return self._processor.pieces(given, coarse=coarse)
         except TooOddError as exc:
             raise InvalidRequestError(f"{part.param} {exc}.", param=part.param) from None
 
-    def _image(self, part: GivenPart) -> tuple[Image, Any]:
-        """Return a part's image, and its `detail`."""
-        given: Any = part.data
-        param, detail = part.param, part.part.get("detail")
-        if isinstance(given, Mapping):
-            given, detail, param = given.get("url"), given.get("detail", detail), f"{param}.url"
-        if part.kind == "image" and given is None:  # as templates know it: {"type": "image", "url": ...}
-            given, param = part.part.get("url"), f"{param.rpartition('.')[0]}.url"
-        if detail not in _DETAILS:
-            raise InvalidRequestError(
-                f"{param}: detail must be auto, low or high, got {json.dumps(detail, default=str)}.", param=param
-            )
-        if isinstance(given, str) or part.kind in ("image_url", "input_image"):
-            return decoded(self._fetcher.fetch(given, param), self._own.max_pixels, param), detail
-        return converted(given, self._own.max_pixels, param), detail
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and not value)
 
 
 def _digest(item: Item) -> bytes:
-    """Return a digest of an item's pixels and shape."""
-    made = hashlib.blake2b(repr((item.pixels.shape, item.layout)).encode(), digest_size=24)
+    """Return a digest of an item's data and shape."""
+    form = item.pixels.dtype.str, item.pixels.shape, item.layout
+    made = hashlib.blake2b(repr(form).encode(), digest_size=24)
     made.update(item.pixels.data if item.pixels.flags.c_contiguous else item.pixels.tobytes())
     return made.digest()

@@ -1,4 +1,4 @@
-"""Settings of images in prompts."""
+"""Settings of images and audio in prompts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KINDS = ("image", "audio", "video")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSettings(FeatureSettings):
-    """Settings of images in prompts.
+    """Settings of images and audio in prompts.
 
     Attributes:
-        limit_mm_per_prompt: kind -> most of it in a prompt. With `{"image": 0}` the model is served as one of text, and
-            the weights that read images are not loaded.
+        limit_mm_per_prompt: kind -> most of it in a prompt. With 0 of what it reads, the model is served as one of
+            text, and the weights that read images or audio are not loaded.
         mm_processor_kwargs: fields that replace those of the checkpoint's preprocessor_config.json.
-        mm_encoder_cache_gb: GiB of encoded images on the device.
-        allowed_media_domains: hosts that images may be fetched from; empty for all public ones.
+        mm_encoder_cache_gb: GiB of encoded images or audio on the device.
+        allowed_media_domains: hosts that images and audio may be fetched from; empty for all public ones.
         allowed_local_media_path: folder whose files `file://` URLs may name; empty for none.
 
     Raises:
@@ -35,22 +35,22 @@ class MediaSettings(FeatureSettings):
 
     limit_mm_per_prompt: dict[str, Any] = setting(
         {},
-        'most images in a prompt, such as {"image": 4}; by default 999. With {"image": 0} only text is served, and '
-        "without the weights for images",
+        'most images or pieces of audio in a prompt, such as {"image": 4} or {"audio": 1}; by default 999. With 0 of '
+        "what the model reads, only text is served, and without the weights of its tower",
     )
     mm_processor_kwargs: dict[str, Any] = setting(
         {}, 'fields in place of those of preprocessor_config.json, such as {"max_pixels": 802816}'
     )
     mm_encoder_cache_gb: float = setting(
         0.25,
-        "GiB of the device's memory for encoded images, so that equal ones are encoded once; at least one fits",
+        "GiB of the device's memory for encoded images or audio, so that equal ones are encoded once; one always fits",
         read=quantities.gibibytes,
         metavar="GIB",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "hosts that images may be fetched from, also if their addresses are private; without it, all hosts with public "
-        "addresses",
+        "hosts that images and audio may be fetched from, also if their addresses are private; without it, all hosts "
+        "with public addresses",
         metavar="HOST",
     )
     allowed_local_media_path: str = setting(
@@ -64,6 +64,14 @@ class MediaSettings(FeatureSettings):
         50_000_000, "most pixels of an image as sent, which it is decoded to", read=quantities.natural, metavar="N"
     )
 
+    audio_fetch_timeout: float = setting(
+        10.0, "seconds that fetching audio may take", read=quantities.positive, metavar="S", env="AUDIO_FETCH_TIMEOUT"
+    )
+    max_audio_bytes: int = setting(32 << 20, "largest audio file", read=quantities.size, metavar="SIZE")
+    max_audio_seconds: float = setting(
+        1800.0, "longest audio as sent, which it is decoded to", read=quantities.positive, metavar="S"
+    )
+
     def __post_init__(self) -> None:
         for kind, given in self.limit_mm_per_prompt.items():
             if kind not in _KINDS:
@@ -71,26 +79,31 @@ class MediaSettings(FeatureSettings):
             count = given.get("count") if isinstance(given, dict) else given
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ConfigError(f"--limit-mm-per-prompt {kind}={given!r} must be a whole number, 0 or more.")
-            if kind != "image" and count:
+            if kind == "video" and count:
                 raise ConfigError(
                     f"--limit-mm-per-prompt {kind}={count}: {kind} is not supported by this version. Leave it out, or "
                     "set it to 0."
                 )
         if not 1 <= self.max_image_pixels <= MOST_PIXELS:
             raise ConfigError(f"--max-image-pixels {self.max_image_pixels} must be from 1 to {MOST_PIXELS:,}.")
-        if self.max_image_bytes < 1:
-            raise ConfigError(f"--max-image-bytes {self.max_image_bytes} must be at least 1.")
-        if not self.image_fetch_timeout > 0:
-            raise ConfigError(f"--image-fetch-timeout {self.image_fetch_timeout:g} must be more than 0.")
+        for kind, size in (("image", self.max_image_bytes), ("audio", self.max_audio_bytes)):
+            if size < 1:
+                raise ConfigError(f"--max-{kind}-bytes {size} must be at least 1.")
+        for name, seconds in (
+            ("image-fetch-timeout", self.image_fetch_timeout),
+            ("audio-fetch-timeout", self.audio_fetch_timeout),
+            ("max-audio-seconds", self.max_audio_seconds),
+        ):
+            if not seconds > 0:
+                raise ConfigError(f"--{name} {seconds:g} must be more than 0.")
         if not self.mm_encoder_cache_gb >= 0:
             raise ConfigError(f"--mm-encoder-cache-gb {self.mm_encoder_cache_gb:g} must be 0 or more.")
         if self.allowed_local_media_path and not Path(self.allowed_local_media_path).expanduser().is_dir():
             raise ConfigError(f"--allowed-local-media-path {self.allowed_local_media_path} is not a folder.")
 
-    @property
-    def limit(self) -> int:
-        """Images of a prompt, at most."""
-        given = self.limit_mm_per_prompt.get("image", _DEFAULT_LIMIT)
+    def limit_of(self, modality: str) -> int:
+        """Return how many of a modality a prompt may have, at most."""
+        given = self.limit_mm_per_prompt.get(modality, _DEFAULT_LIMIT)
         return int(given["count"] if isinstance(given, dict) else given)
 
     @property

@@ -1,4 +1,4 @@
-"""`MediaText`: the text half. It reads images, and lays out their placeholders among the prompt's tokens."""
+"""`MediaText`: the text half. It reads images and audio, and lays out their placeholders among the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.core.errors import UnsupportedError
 from octavo.core.params import SamplingParams
+from octavo.features.media.kinds import PLURALS
+from octavo.features.media.parts import AUDIO, IMAGES, MODALITIES, VIDEO
 from octavo.features.media.payload import NAME, MediaInfo
 from octavo.text.hooks import ReadPrompt, TextContext, TextHook
 
@@ -17,22 +19,17 @@ if TYPE_CHECKING:
     from octavo.text.prompts.message_parts import GivenPart
 
 _THREADS = 16
-"""Prompts whose images are fetched and decoded at once. Hosts may be slow, and decoded images are large."""
+"""Prompts whose images or audio are fetched and decoded at once. Hosts may be slow, and what is decoded is large."""
 _ATTACHED = "image/png,image/jpeg,image/webp,image/gif,image/bmp"
-_IMAGES = {"image": "image", "image_url": "image_url", "image_pil": "image_pil", "input_image": "image_url"}
-_OTHERS = {"audio": "audio_url audio input_audio", "video": "video_url video"}
 
 
 class MediaText(TextHook):
-    """Claims prompts with images, alone or among the parts of messages. Audio and video are claimed to be refused."""
+    """Claims prompts with images or audio, alone or among the parts of messages. Video is claimed to be refused."""
 
     name = NAME
     prompt_fields = ("multi_modal_data",)
-    shown_as = "image"
-    part_fields: ClassVar[Mapping[str, str]] = {
-        **_IMAGES,
-        **{kind: kind for names in _OTHERS.values() for kind in names.split()},
-    }
+    shown_as: ClassVar[Mapping[str, str]] = MODALITIES
+    part_fields: ClassVar[Mapping[str, str]] = {**IMAGES, **AUDIO, **VIDEO}
 
     def __init__(self, context: TextContext) -> None:
         super().__init__(context)
@@ -42,18 +39,20 @@ class MediaText(TextHook):
     def start_rows(self) -> list[tuple[str, str]]:
         if self._info is None:
             return []
-        return [("images", f"no: {self._info.refused}" if self._info.refused else f"up to {self._info.limit} a prompt")]
+        read = f"no: {self._info.refused}" if self._info.refused else f"up to {self._info.limit} a prompt"
+        return [(PLURALS[self._info.modality], read)]
 
     @property
     def attached(self) -> str:
-        return _ATTACHED if self._info is not None and not self._info.refused else ""
+        info = self._info
+        return _ATTACHED if info is not None and info.modality == "image" and not info.refused else ""
 
     def check_parts(self, given: Sequence[GivenPart]) -> None:
         for part in given:
-            if part.kind not in _IMAGES:
-                kind = next(kind for kind, names in _OTHERS.items() if part.kind in names.split())
+            modality = MODALITIES[part.kind]
+            if modality == "video":
                 raise UnsupportedError(
-                    f"{part.param} is {kind}, which this version does not support. Leave it out.",
+                    f"{part.param} is {modality}, which this version does not support. Leave it out.",
                     param=part.param,
                     value=part.kind,
                 )
@@ -65,10 +64,16 @@ class MediaText(TextHook):
                     value=part.kind,
                 )
             self._check_supported(part.param)
+            if modality != self._info.modality:
+                raise UnsupportedError(
+                    f"{part.param} is {modality}, and this model reads {PLURALS[self._info.modality]}. Leave it out.",
+                    param=part.param,
+                    value=part.kind,
+                )
 
     @cached_property
     def threads(self) -> Executor:
-        return ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-images")
+        return ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-media")
 
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
         self._check_supported("multi_modal_data")

@@ -4,6 +4,7 @@ of the placeholders."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class _Begun:
     layout: Sequence[int]
     count: int
     pixels: bytes | memoryview
+    dtype: str
     encoding: Encoding | None = None
 
 
@@ -114,7 +116,7 @@ class MediaWorker(WorkerHook):
         match method:
             case "describe":
                 assert self._tower is not None
-                together = 1 if self._device.type == "cpu" else _PATCHES_BETWEEN_STEPS * self._tower.patch_size**2
+                together = 1 if self._device.type == "cpu" else _PATCHES_BETWEEN_STEPS * self._tower.patch_numbers
                 return {"capacity": self._capacity, "budget": together}
             case "encode":
                 return self._encode(args["keep"], args["items"])
@@ -139,7 +141,7 @@ class MediaWorker(WorkerHook):
             while self._begun and not self._pauses(work, time.monotonic() - at_start):
                 one = self._begun[0]
                 error = self._advance(one)
-                work += one.shape[0] * one.shape[1] * one.shape[2]
+                work += math.prod(one.shape[:3])
                 if error is not None:
                     self._begun.remove(one)
                     done.append([one.digest, error])
@@ -152,12 +154,12 @@ class MediaWorker(WorkerHook):
         """Return whether steps should run before encoding continues.
 
         Args:
-            work: pixels times layers encoded since the last step.
+            work: numbers of data, see `ImageItem.work`, times layers encoded since the last step.
         """
         assert self._tower is not None
         if self._device.type == "cpu":
             return seconds > _SECONDS_BETWEEN_STEPS
-        return work > self._tower.num_layers * _PATCHES_BETWEEN_STEPS * self._tower.patch_size**2
+        return work > self._tower.num_layers * _PATCHES_BETWEEN_STEPS * self._tower.patch_numbers
 
     @torch.inference_mode()
     def _advance(self, one: _Begun) -> str | None:
@@ -166,7 +168,7 @@ class MediaWorker(WorkerHook):
         assert self._tower is not None
         try:
             if one.encoding is None:
-                pixels = np.frombuffer(one.pixels, dtype=np.uint8).reshape(tuple(one.shape))
+                pixels = np.frombuffer(one.pixels, dtype=one.dtype).reshape(tuple(one.shape))
                 one.encoding = self._tower.encoding(upload(pixels.copy(), self._device), tuple(one.layout))
             next(one.encoding)
         except StopIteration as end:

@@ -16,7 +16,7 @@ from octavo.models.encoders.nomic import ROOT as NOMIC_ROOT
 from octavo.models.encoders.nomic import NomicEncoder, NomicSpec
 from octavo.models.encoders.spec import EncoderSpec
 from octavo.models.hf_config import Config, is_bidirectional
-from octavo.models.registry import WITH_IMAGES, is_own, stated_spec
+from octavo.models.registry import NESTED, is_own, stated_spec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.whole import WholeAttention
 from octavo.nn.build import Build
@@ -29,7 +29,7 @@ Spec = OwnSpec | DecoderSpec
 def is_encoder(config: Config) -> bool:
     """Return whether the configuration is of a supported model that keeps nothing between steps."""
     name = (config.get("architectures") or [""])[0]
-    return name in ENCODERS or (is_bidirectional(config) and is_own(config) and name not in WITH_IMAGES)
+    return name in ENCODERS or (is_bidirectional(config) and is_own(config) and name not in NESTED)
 
 
 def encoder_spec(config: Config) -> Spec:

@@ -24,7 +24,7 @@ class PartKind:
     Attributes:
         field: of a part, with its data.
         key: of a prompt object with such parts.
-        shown_as: see `TextHook.shown_as`.
+        shown_as: the type under which chat templates know it; "" if they don't.
     """
 
     field: str
@@ -37,7 +37,7 @@ def part_kinds() -> Mapping[str, PartKind]:
     """Return the types of parts that features read."""
     hooks = [module.TEXT for _, module in parts("text")]
     return {
-        kind: PartKind(field, hook.prompt_fields[0], hook.shown_as)
+        kind: PartKind(field, hook.prompt_fields[0], hook.shown_as.get(kind, ""))
         for hook in hooks
         for kind, field in hook.part_fields.items()
     }
@@ -77,7 +77,6 @@ class MessageParts:
     """The parts of one feature in one request. Their marks are random, so clients can't forge them."""
 
     key: str
-    shown_as: str = ""
     _name: str = field(default_factory=lambda: f"octavo-part-{secrets.token_hex(8)}")
     _given: list[GivenPart] = field(default_factory=list)
 
@@ -94,10 +93,10 @@ class MessageParts:
     def shown(self, content: Any) -> Any:
         """Return a message's content for a template: in a list, parts of the type that it knows in place of marks that
         are a text of their own."""
-        if not self.shown_as or not isinstance(content, list):
+        if not isinstance(content, list):
             return content
-        marks = {f"{self._name}-{number};" for number in range(len(self._given))}
-        return [{"type": self.shown_as} if part.get("text") in marks else part for part in content]
+        kinds = {f"{self._name}-{n};": _shown_as(given) for n, given in enumerate(self._given)}
+        return [{"type": kind} if (kind := kinds.get(part.get("text"), "")) else part for part in content]
 
     def prompt(self, text: str) -> Prompt:
         """Return the rendered text with the parts in place of their marks.
@@ -114,8 +113,8 @@ class MessageParts:
             at = found.end()
         texts.append(part_of(text, at, len(text)))
         unmarked = [given for number, given in enumerate(self._given) if number not in numbers]
-        if unmarked and not self.shown_as:
-            lost = unmarked[0]
+        lost = next((given for given in unmarked if not _shown_as(given)), None)
+        if lost is not None:
             raise InvalidRequestError(
                 f"The chat template leaves {lost.param} out of the prompt. Put it into another message.",
                 param=lost.param,
@@ -140,7 +139,7 @@ def taken(messages: Sequence[M]) -> tuple[Sequence[M], MessageParts | None]:
         texts = []
         for place, part in enumerate(content):
             if kind := _kind_of(part):
-                found = found or MessageParts(kind.key, kind.shown_as)
+                found = found or MessageParts(kind.key)
                 where, name = f"messages.{number}.content.{place}", part["type"]
                 if kind.key != found.key:
                     raise InvalidRequestError(
@@ -151,6 +150,10 @@ def taken(messages: Sequence[M]) -> tuple[Sequence[M], MessageParts | None]:
             texts.append(part)
         plain[number] = {**message, "content": texts}
     return (messages, None) if found is None else (plain, found)
+
+
+def _shown_as(given: GivenPart) -> str:
+    return part_kinds()[given.kind].shown_as
 
 
 def _kind_of(part: Any) -> PartKind | None:

@@ -14,7 +14,7 @@ from octavo.core.errors import ConfigError, ModelFileError
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
@@ -25,7 +25,7 @@ _MOST_EDGE = 32768
 
 
 class TooOddError(ValueError):
-    """An image that the model can't take; the text completes a sentence that begins with its field."""
+    """What the model can't take; the text completes a sentence that begins with its field."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +33,12 @@ class Item:
     """What is encoded at once.
 
     Attributes:
-        pixels: [images, height, width, 3] uint8.
+        pixels: as `ImageItem` has them.
         count: embeddings that it has.
         layout: see `ImageItem`.
     """
 
-    pixels: Pixels
+    pixels: NDArray[Any]
     count: int
     layout: tuple[int, ...] = ()
 
@@ -58,15 +58,15 @@ NORMALIZING = frozenset(("do_rescale", "rescale_factor", "do_normalize", "image_
 """Fields that the tower reads."""
 
 Piece = list[int] | Run
-"""A part of what an image is in a prompt: tokens, or placeholders."""
+"""A part of what an image, or a piece of audio, is in a prompt: tokens, or placeholders."""
 
 
 class Processor(ABC):
-    """Turns images into pieces of a prompt. Stateless; may be used from any thread.
+    """Turns images or audio into pieces of a prompt. Stateless; may be used from any thread.
 
     Attributes:
-        token: the token that a chat template writes for an image.
-        around: tokens before and after it, where a template knows no images.
+        token: the token that a chat template writes for an image or a piece of audio.
+        around: tokens before and after it, where a template knows only texts.
         fields: of preprocessor_config.json that are read.
     """
 
@@ -86,14 +86,15 @@ class Processor(ABC):
         """
 
     @abstractmethod
-    def pieces(self, image: Image, *, coarse: bool) -> Sequence[Piece]:
-        """Return what replaces the token of an image in RGB.
+    def pieces(self, given: Any, /, *, coarse: bool) -> Sequence[Piece]:
+        """Return what replaces the token.
 
         Args:
-            coarse: use the fewest embeddings that the model offers (`detail: "low"`).
+            given: an image of Pillow in RGB, or `Samples` of one channel at 16 kHz.
+            coarse: use the fewest embeddings that the model offers (`detail: "low"`); of images only.
 
         Raises:
-            TooOddError: the image can't be resized as the model needs.
+            TooOddError: the model can't take it.
         """
 
     @property

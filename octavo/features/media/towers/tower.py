@@ -1,4 +1,4 @@
-"""`Tower`: the interface of what encodes images, and how one is loaded."""
+"""`Tower`: the interface of what encodes images or audio, and how one is loaded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError, ModelFileError, OctavoError
 from octavo.features.media.kinds import kind_of
+from octavo.hub.text_config import with_halves
 from octavo.models.hf_config import whole
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.renamed import RenamedCheckpoint
@@ -68,11 +69,11 @@ def _three(processor: Mapping[str, Any], name: str, default: tuple[float, ...]) 
 
 
 class Tower(nn.Module):
-    """A vision tower with its projector.
+    """A tower with its projector.
 
     Attributes:
         hidden_size: numbers of an embedding.
-        patch_size: pixels of a patch's edge.
+        patch_size: pixels of a patch's edge; of images only.
         most: embeddings of the largest item.
         most_patches: patches of the largest item.
         num_layers: how many times `encoding` yields.
@@ -93,14 +94,19 @@ class Tower(nn.Module):
     nbytes: int = 0
 
     @abstractmethod
-    def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
+    def encoding(self, data: Tensor, layout: tuple[int, ...], /) -> Encoding:
         """Return an item's embeddings, [count, hidden_size] of the model's dtype; yield after each layer, so that steps
         can be computed in between.
 
         Args:
-            images: [n, height, width, 3] uint8, on the tower's device.
+            data: as in `ImageItem`, on the tower's device.
             layout: see `ImageItem`.
         """
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of an item's data for each patch; of images, their pixels."""
+        return self.patch_size**2
 
     def workspace_bytes(self, patches: int) -> int:
         """Return the memory of intermediate results for this number of patches, at most."""
@@ -122,19 +128,21 @@ def load_tower(config: Mapping[str, Any], processor: Mapping[str, Any], build: B
 
     Raises:
         ConfigError, ModelFileError: something is not supported, missing or damaged; the text names the setting with
-            which the model is served without images.
+            which the model is served without the tower.
     """
-    make: BuildTower = importlib.import_module(f"octavo.features.media.towers.{kind_of(config).tower}").build_tower
+    kind = kind_of(config)
+    config = with_halves(config)
+    make: BuildTower = importlib.import_module(f"octavo.features.media.towers.{kind.tower}").build_tower
     try:
         try:
             tower = make(config, processor, build)
         except (KeyError, TypeError, ValueError) as exc:
-            raise ConfigError(f"The model's vision_config is incomplete: {exc!r}.") from exc
+            raise ConfigError(f"The model's {kind.half} is incomplete: {exc!r}.") from exc
         named = _renamed(checkpoint, tower.names)
         tower.nbytes = load_weights(tower, named, unneeded=tower.unneeded).nbytes
     except OctavoError as exc:
         raise type(exc)(
-            f"{exc} To serve the model for text only, set --limit-mm-per-prompt '{{\"image\": 0}}'."
+            f"{exc} To serve the model for text only, set --limit-mm-per-prompt '{{\"{kind.modality}\": 0}}'."
         ) from exc
     return tower
 

@@ -181,7 +181,7 @@ def test_limits_and_other_kinds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="detail must be auto, low or high"):
         client.chat.completions.create(messages=messages(data_url(IMAGE), detail="best"), **GREEDY)
     sound: list[Any] = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
-    with pytest.raises(openai.BadRequestError, match="is audio, which this version does not support"):
+    with pytest.raises(openai.BadRequestError, match="is audio, and this model reads images"):
         client.chat.completions.create(messages=[{"role": "user", "content": sound}], **GREEDY)
 
 

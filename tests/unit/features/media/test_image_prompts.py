@@ -152,7 +152,7 @@ def test_a_template_that_drops_an_image_is_named() -> None:
         (given(5), "multi_modal_data.image.0 must be a PIL image"),
         (given(np.zeros((3, 4), np.uint8)), "must be an array [height, width, 3] of uint8, got [3, 4]"),
         (given(IMAGE.resize((400, 400))), "has 400 x 400 pixels; images may have 100,000"),
-        ({"prompt": "a", "multi_modal_data": {"audio": [1]}}, "has 'audio'; this version supports images only"),
+        ({"prompt": "a", "multi_modal_data": {"audio": [1]}}, "has 'audio'; this model reads images only"),
         ({"prompt": "a", "multi_modal_data": [IMAGE]}, "must be an object such as"),
         (given(IMAGE, mm_processor_kwargs={"a": 1}), "'mm_processor_kwargs' is not supported"),
         ({"multi_modal_data": {"image": IMAGE}}, "must have 'prompt' or 'prompt_token_ids'"),
@@ -181,9 +181,17 @@ def test_models_without_images() -> None:
         chat(other, user("a", PART), TEMPLATE)
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "audio_url", "video_url", "video"])
-def test_sound_and_films_are_refused(kind: str) -> None:
-    with pytest.raises(InvalidRequestError, match="which this version does not support"):
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("input_audio", "is audio, and this model reads images"),
+        ("audio_url", "is audio, and this model reads images"),
+        ("video_url", "is video, which this version does not support"),
+        ("video", "is video, which this version does not support"),
+    ],
+)
+def test_sound_and_films_are_refused(kind: str, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
         chat(preparer(), user("a", {"type": kind, kind: {"url": "x"}}), TEMPLATE)
 
 
@@ -196,6 +204,9 @@ def test_sound_and_films_are_refused(kind: str) -> None:
         ({"max_image_pixels": 0}, "--max-image-pixels 0 must be from 1"),
         ({"max_image_bytes": 0}, "--max-image-bytes"),
         ({"image_fetch_timeout": 0.0}, "--image-fetch-timeout 0 must be more than 0"),
+        ({"max_audio_bytes": 0}, "--max-audio-bytes 0 must be at least 1"),
+        ({"max_audio_seconds": 0.0}, "--max-audio-seconds 0 must be more than 0"),
+        ({"audio_fetch_timeout": 0.0}, "--audio-fetch-timeout 0 must be more than 0"),
         ({"mm_encoder_cache_gb": -1.0}, "--mm-encoder-cache-gb -1 must be 0 or more"),
         ({"allowed_local_media_path": "/no/such"}, "is not a folder"),
     ],
@@ -206,9 +217,10 @@ def test_settings_out_of_range(changes: dict[str, Any], says: str) -> None:
 
 
 def test_limits() -> None:
-    assert MediaSettings().limit == 999
-    assert MediaSettings(limit_mm_per_prompt={"image": 4, "video": 0}).limit == 4
-    assert MediaSettings(limit_mm_per_prompt={"image": {"count": 2, "width": 5}}).limit == 2
+    assert MediaSettings().limit_of("image") == 999
+    both = MediaSettings(limit_mm_per_prompt={"image": 4, "audio": 1, "video": 0})
+    assert (both.limit_of("image"), both.limit_of("audio")) == (4, 1)
+    assert MediaSettings(limit_mm_per_prompt={"image": {"count": 2, "width": 5}}).limit_of("image") == 2
 
 
 def test_nothing_is_imported_before_an_image_comes() -> None:

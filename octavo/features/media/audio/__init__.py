@@ -1,0 +1,1 @@
+"""From files of sound to samples and spectrograms; without torch."""
