@@ -87,8 +87,6 @@ class AudioParts:
             given, param = given.get("url"), f"{param}.url"
         if given is None:
             given, param = _of_template(part)
-        if isinstance(given, bytes):  # a file that was uploaded
-            return decoded(given, self._max_seconds, param), False
         if isinstance(given, str) or part.kind in _BY_URL:
             return decoded(self._fetcher.fetch(given, param), self._max_seconds, param), False
         return converted(given, self._max_seconds, param), False

@@ -27,8 +27,11 @@ class Upload:
     fields: Mapping[str, str]
 
 
-async def read_upload(request: Request, max_bytes: int) -> Upload:
+async def read_upload(request: Request, max_bytes: int, *, flag: str = "--max-file-bytes") -> Upload:
     """Read the form field `file`. The caller closes `content`.
+
+    Args:
+        flag: the setting of `max_bytes`, for errors.
 
     Raises:
         ApiError: 415, not a form; 413, the file is larger than `max_bytes`; 400, something is missing or malformed.
@@ -38,9 +41,13 @@ async def read_upload(request: Request, max_bytes: int) -> Upload:
         raise ApiError(415, f"An upload must be multipart/form-data, got {kind or 'no content type'}.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes + _AROUND):
-        raise _too_large(max_bytes)
+        raise _too_large(max_bytes, flag)
     parser = MultiPartParser(
-        request.headers, _bounded(request.stream(), max_bytes), max_files=1, max_fields=_MAX_FIELDS, max_part_size=8192
+        request.headers,
+        _bounded(request.stream(), max_bytes, flag),
+        max_files=1,
+        max_fields=_MAX_FIELDS,
+        max_part_size=8192,
     )
     try:
         form = await parser.parse()
@@ -54,24 +61,24 @@ async def read_upload(request: Request, max_bytes: int) -> Upload:
     size = file.size or 0
     if size > max_bytes:
         file.file.close()
-        raise _too_large(max_bytes)
+        raise _too_large(max_bytes, flag)
     fields = {name: value for name, value in form.items() if isinstance(value, str)}
     return Upload(file.filename or "upload", file.file, fields)
 
 
-async def _bounded(stream: AsyncGenerator[bytes, None], max_bytes: int) -> AsyncGenerator[bytes, None]:
+async def _bounded(stream: AsyncGenerator[bytes, None], max_bytes: int, flag: str) -> AsyncGenerator[bytes, None]:
     size = 0
     async for part in stream:
         size += len(part)
         if size > max_bytes + _AROUND:
-            raise _too_large(max_bytes)
+            raise _too_large(max_bytes, flag)
         yield part
 
 
-def _too_large(limit: int) -> ApiError:
+def _too_large(limit: int, flag: str) -> ApiError:
     return ApiError(
         413,
         f"The file is larger than the {limit:,} bytes that this server takes. "
-        "Upload a smaller one, or start the server with a larger --max-file-bytes.",
+        f"Upload a smaller one, or start the server with a larger {flag}.",
         param="file",
     )

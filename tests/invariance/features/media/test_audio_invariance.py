@@ -1,0 +1,107 @@
+"""Requests with audio have the same tokens whatever else the engine does: chunks, cached prefixes, preemption, other
+requests, ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audio_kit import RATE, cases, make, sound
+from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
+
+from octavo import LLM, SamplingParams
+
+BASE: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 2 << 20,
+    "threads": 1,
+    "max_model_len": 256,
+    "block_size": 16,
+    "max_num_seqs": 8,
+}
+SMALL = {"kv_cache_memory_bytes": 17 * 16 * 512}
+"""Bytes of 17 blocks: one request of the longest, and little more."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "overlap": {"async_scheduling": True},
+    "chunked prefill": {"max_num_batched_tokens": 8},
+    "preemption": SMALL,
+    "overlap + chunked prefill + preemption": {"async_scheduling": True, "max_num_batched_tokens": 8, **SMALL},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "one window encoded at a time": {"mm_encoder_cache_gb": 0.0, "max_num_batched_tokens": 32},
+    "a process of its own": {"distributed_executor_backend": "mp"},
+    "two ranks": TWO_RANKS,
+    "two stages": PIPELINE,
+}
+KINDS = ("audio-flamingo-3", "qwen3-asr")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: make(kind, tmp_path_factory.mktemp(kind)).folder for kind in KINDS}
+
+
+def prompts(kind: str) -> list[Any]:
+    """Some with audio, of several windows, which they share, as they share texts before and after; some without."""
+    mark = cases()[kind].place
+    first, second, third = (sound(seconds, seed=seed) for seed, seconds in enumerate((2.6, 3.1, 0.7)))
+    more = " The quick brown fox jumps over the lazy dog." * 2
+
+    def one(text: str, *sounds: Any) -> Any:
+        text += more
+        given = [(samples, RATE) for samples in sounds]
+        return {"prompt": text.replace("AUDIO", mark), "multi_modal_data": {"audio": given}} if sounds else text
+
+    return [
+        one("some AUDIO and what is said?", first),
+        one("some AUDIO and what is said?", second),
+        "no sound, and a dog",
+        one("some AUDIO and what is said? then AUDIO here", first, third),
+        one("AUDIOAUDIO", third, third),
+        one("some AUDIO and a fox", first),
+        "The quick brown fox",
+        one("two: AUDIO, AUDIO.", third, first),
+    ]
+
+
+def answers(folder: Path, kind: str, **settings: Any) -> tuple[list[list[list[int]]], int]:
+    """Each choice's tokens, twice the same, and how many requests were preempted."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    drawn = greedy.replace(temperature=1.0, seed=5, n=2)
+    params = [drawn if i % 4 == 3 else greedy for i in range(8)]
+    with LLM(str(folder), **BASE | settings) as llm:
+        found = llm.generate(prompts(kind), params)
+        again = llm.generate(prompts(kind)[::-1], params[::-1])[::-1]
+        tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]
+        assert tokens == [[list(choice.token_ids) for choice in output.outputs] for output in again]
+        return tokens, llm.stats().num_preemptions
+
+
+@cache
+def plain(folder: Path, kind: str) -> list[list[list[int]]]:
+    """Each request alone, and without a cache of prefixes."""
+    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False)[0]
+
+
+QUICK = {
+    ("preemption", "audio-flamingo-3"),
+    ("overlap + chunked prefill + preemption", "qwen3-asr"),
+    ("one window encoded at a time", "audio-flamingo-3"),
+    ("two ranks", "qwen3-asr"),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param(settings, kind, marks=() if (settings, kind) in QUICK else pytest.mark.slow)
+        for settings in SETTINGS
+        for kind in KINDS
+    ],
+)
+def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in_threads(monkeypatch)
+    tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])
+    assert tokens == plain(folders[kind], kind)
+    assert preempted or settings != "preemption"
