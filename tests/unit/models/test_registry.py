@@ -262,6 +262,38 @@ def test_a_text_half_of_gemma3_as_published() -> None:
     assert spec.stored.nested
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "sizes"),
+    [
+        (
+            "Qwen2AudioForConditionalGeneration",
+            {"model_type": "qwen2", "intermediate_size": 11008, "max_position_embeddings": 8192, "use_mrope": False}
+            | {"rms_norm_eps": 1e-5, "rope_theta": 10000, "sliding_window": 32768, "vocab_size": 156032},
+            (32, 32, 32, 128, 156032, False),
+        ),
+        (
+            "AudioFlamingo3ForConditionalGeneration",
+            {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+            | {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 151672, "rope_theta": 1000000.0},
+            (28, 28, 4, 128, 151672, False),
+        ),
+        (
+            "Qwen3ASRForConditionalGeneration",
+            {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+            | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+            | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
+            (28, 16, 8, 128, 151936, True),
+        ),
+    ],
+)
+def test_text_halves_of_models_with_audio(name: str, text: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    for outer in ({"text_config": text}, {"thinker_config": {"text_config": text}}):
+        spec = spec_of({"architectures": [name], "model_type": "any", **outer})
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        assert (len(spec.mlps), *heads, spec.vocab_size, spec.tied) == sizes
+        assert spec.stored.nested
+
+
 def test_an_unknown_text_half_is_named() -> None:
     outer = {"architectures": ["LlavaForConditionalGeneration"], "text_config": config("OlmoForCausalLM")}
     assert spec_of(outer).stored.nested
