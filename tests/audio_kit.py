@@ -113,9 +113,9 @@ def cases() -> dict[str, Case]:
             "Qwen3ASR",
             "<|audio_start|><|audio_pad|><|audio_end|>",
             "<|audio_pad|>",
-            {**_ENCODER, **windows},
+            {**_ENCODER, **windows, "initializer_range": 0.4},
             {"model_type": "qwen3", "head_dim": 16},
-            {"audio_token_id": token("<|audio_pad|>"), "eos_token_id": 0, "pad_token_id": 0},
+            {"audio_token_id": token("<|audio_pad|>"), "eos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.3},
             Qwen3ASRFeatureExtractor(feature_size=16),
         ),
     }

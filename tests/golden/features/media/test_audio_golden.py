@@ -18,6 +18,7 @@ PROMPTS = {
     "whole windows": ("AUDIO\nand?", [1.0]),
     "short": ("a AUDIO", [0.08]),
     "several": ("a AUDIO b AUDIO c AUDIO", [0.5, 0.9999, 0.9876]),
+    "as long": ("a AUDIO b AUDIO", [0.9876, 0.9876]),
 }
 LONG = {"audio-flamingo-3": [3.27, 2.0, 1.01], "qwen3-asr": [5.27, 4.0, 2.005, 3.0]}
 """Seconds of several windows."""
@@ -37,7 +38,10 @@ def llm(made: Made) -> Iterator[LLM]:
 def test_greedy_tokens_and_probabilities(made: Made, llm: LLM) -> None:
     name = next(name for name, case in cases().items() if case.name == made.case.name)
     long = {f"{seconds} s": ("x AUDIO y", [seconds]) for seconds in LONG.get(name, [])}
-    for number, (text, lengths) in enumerate((PROMPTS | long).values()):
+    asked = PROMPTS | long
+    if name == "qwen3-asr":  # Transformers pads several to the longest, which changes the ends of the others
+        del asked["several"]
+    for number, (text, lengths) in enumerate(asked.values()):
         sounds = [sound(seconds, seed=number + i) for i, seconds in enumerate(lengths)]
         tokens, expected = made.generated(text, sounds, 8)
         given = [(one, RATE) for one in sounds]
