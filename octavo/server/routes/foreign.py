@@ -5,7 +5,7 @@ from __future__ import annotations
 ROUTES = {
     "/v1/load_lora_adapter": "this server serves no adapters",
     "/v1/unload_lora_adapter": "this server serves no adapters",
-    "/v1/audio/": "this model transcribes no audio, and no model writes any",
+    "/v1/audio/": "transcriptions need a model that reads audio, and speech is not supported by this version",
     "/v1/realtime": "speech is not supported by this version",
     "/v1/images/": "image generation is not supported by this version",
     "/api/": "Ollama's API is not served. Use OpenAI's, with the base URL /v1: POST /v1/chat/completions",

@@ -79,6 +79,8 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     for place, part in _listed(content, where):
         if isinstance(part, dict) and part.get("type") == "input_image":
             parts.append(_image(part, place))
+        elif isinstance(part, dict) and part.get("type") == "input_audio":
+            parts.append({"type": "input_audio", "input_audio": part.get("input_audio")})
         else:
             parts.append({"type": "text", "text": _text(part, place)})
     return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -77,6 +78,19 @@ def test_chats(client: openai.OpenAI, server: Server, made: Made) -> None:
         assert (answer.usage.prompt_tokens, answer.choices[0].message.content) == told
     assert server.metric("octavo:audio_windows_encoded_total") == 1
     assert server.metric("octavo:audio_encode_seconds_total") > 0
+
+
+def test_the_responses_api(client: openai.OpenAI, made: Made) -> None:
+    content = [{"type": "input_text", "text": "hear "}, part()]
+    answer = client.responses.create(
+        model="smollm2",
+        input=[{"role": "user", "content": content}],  # type: ignore[list-item,misc]
+        max_output_tokens=6,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    told = expected(made, "<s>user: hear AUDIO</s><s>assistant: ")
+    assert (answer.usage.input_tokens, answer.output_text) == told
 
 
 @pytest.mark.parametrize(
@@ -173,7 +187,30 @@ def test_other_refusals(server: Server, client: openai.OpenAI) -> None:
     translated = httpx.post(f"{url}/translations", files={"file": FILE})
     assert translated.status_code == 404
     assert "This model transcribes only" in translated.json()["error"]["message"]
-    with pytest.raises(openai.NotFoundError, match="no model writes any"):
+    with pytest.raises(openai.NotFoundError, match="speech is not supported by this version"):
         client.audio.speech.create(input="a", model="smollm2", voice="alloy")
     with pytest.raises(openai.NotFoundError, match="`other`"):
         client.audio.transcriptions.create(file=FILE, model="other")
+
+
+@pytest.mark.slow
+def test_translations(tmp_path: Path) -> None:
+    """Of a model that translates, and has no chat template."""
+    made = make("qwen2-audio", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    settings = ("--kv-cache-memory-bytes", "8M", "--max-model-len", "256", "--threads", "1", "--dtype", "float32")
+    server = Server(str(made.folder), tmp_path / "log", *settings)
+    samples = sound(0.9)
+    try:
+        server.wait_ready()
+        form = {"max_completion_tokens": "6"}
+        files = {"file": ("a.wav", wav(samples))}
+        found = httpx.post(f"{server.url}/v1/audio/translations", data=form, files=files).json()
+        text = "AUDIODetect the language and translate the speech into English:"
+        told = made.processor.tokenizer.decode(made.generated(text, [samples], 6)[1], skip_special_tokens=True)
+        assert found["text"] == told.strip()
+        long = httpx.post(f"{server.url}/v1/audio/translations", files={"file": ("a.wav", wav(sound(1.2)))})
+        assert long.status_code == 400
+        assert "file is 1.2 seconds long, and the model takes 1; split it" in long.json()["error"]["message"]
+    finally:
+        server.close()
