@@ -28,7 +28,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def stored_dtype(config: Mapping[str, Any]) -> Any:
     """Return the name of the dtype that a configuration states for weights; None if it states none."""
-    stated = (one.get(name) for one in (config, text_config(config)) for name in ("dtype", "torch_dtype"))
+    stated = (one.get(name) for one in (with_halves(config), text_config(config)) for name in ("dtype", "torch_dtype"))
     return next((name for name in stated if name), None)
 
 
@@ -37,7 +37,7 @@ def quantization_config(config: Mapping[str, Any]) -> Any:
 
     Settings without a method are those of bitsandbytes, which had none at first.
     """
-    stated = (one.get(name) for one in (config, text_config(config)) for name in _QUANTIZATION)
+    stated = (one.get(name) for one in (with_halves(config), text_config(config)) for name in _QUANTIZATION)
     settings: Any = next((found for found in stated if found), {})
     if not isinstance(settings, Mapping):
         return settings
