@@ -34,7 +34,7 @@ _SETTLED = {
     "do_normalize": False,
 }
 """Fields of preprocessor_config.json that have one value."""
-_CHUNK = 100
+CHUNK = 100
 """Frames that Qwen3-ASR's convolutions read together."""
 
 
@@ -140,12 +140,12 @@ class QwenAsrProcessor(SpeechProcessor):
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> None:
         super().__init__(config, processor, tokenizer)
         audio = config["audio_config"]
-        if (half := digits(audio, "n_window", 50)) * 2 != _CHUNK:
-            raise ConfigError(f"The model's audio_config has n_window={half}; Octavo supports {_CHUNK // 2} only.")
+        if (half := digits(audio, "n_window", 50)) * 2 != CHUNK:
+            raise ConfigError(f"The model's audio_config has n_window={half}; Octavo supports {CHUNK // 2} only.")
         self._window = digits(audio, "n_window_infer", 800)
-        if self._window % _CHUNK:
+        if self._window % CHUNK:
             raise ConfigError(
-                f"The model's audio_config has n_window_infer={self._window}; Octavo supports multiples of {_CHUNK}."
+                f"The model's audio_config has n_window_infer={self._window}; Octavo supports multiples of {CHUNK}."
             )
         # The shortest that the convolutions and the original's preprocessing know.
         self._least = digits(processor, "min_length", 8000)
@@ -164,9 +164,9 @@ class QwenAsrProcessor(SpeechProcessor):
         for start in range(0, frames, self._window):
             part = whole[:, start : start + self._window]
             heard = part.shape[1]
-            chunks = -(-heard // _CHUNK)
-            part = np.pad(part, ((0, 0), (0, chunks * _CHUNK - heard)))
-            data = np.ascontiguousarray(part.reshape(self._bins, chunks, _CHUNK).swapaxes(0, 1))
+            chunks = -(-heard // CHUNK)
+            part = np.pad(part, ((0, 0), (0, chunks * CHUNK - heard)))
+            data = np.ascontiguousarray(part.reshape(self._bins, chunks, CHUNK).swapaxes(0, 1))
             yield Item(data, convolved(heard), (heard,))
 
 
@@ -177,8 +177,8 @@ def _pooled(frames: int) -> int:
 
 def convolved(frames: int) -> int:
     """Return the embeddings of frames: in each chunk, three convolutions halve them."""
-    rest = frames % _CHUNK
-    return frames // _CHUNK * _eighth(_CHUNK) + (_eighth(rest) if rest else 0)
+    rest = frames % CHUNK
+    return frames // CHUNK * _eighth(CHUNK) + (_eighth(rest) if rest else 0)
 
 
 def _eighth(frames: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.features.media.processors.speech import convolved
+from octavo.features.media.processors.speech import CHUNK, convolved
 from octavo.features.media.towers.layers import Perceptron
 from octavo.features.media.towers.tower import Encoding, decoder_size
 from octavo.features.media.towers.whisper import Convolution, SpeechLayer, SpeechSpec, SpeechTower
@@ -47,7 +47,7 @@ class QwenAsrTower(SpeechTower):
         )
         rows = ((bins + 1) // 2 + 1) // 2
         self.out = a.linear("conv_out", inputs=inner * ((rows + 1) // 2), outputs=size, shard=NONE)
-        self.positions = _sinusoids(convolved(100), size).to(b.device, b.dtype)
+        self.positions = _sinusoids(convolved(CHUNK), size).to(b.device, b.dtype)
         self.layers = nn.ModuleList(SpeechLayer(a.at("layers", i), spec) for i in range(spec.layers))
         self.norm = a.layer_norm("ln_post", size, _EPS)
         self.hidden_size = whole(audio, "output_dim", 3584)
@@ -55,21 +55,29 @@ class QwenAsrTower(SpeechTower):
             raise ValueError(f"output_dim={self.hidden_size} of a decoder with {decoder_size(config)}")
         names, sizes = ("linear_1", "linear_2"), (size, size, self.hidden_size)
         self.projector = Perceptron(b.at("projector"), names, sizes, spec.activation, bias=True)
-        self.most = self.most_patches = convolved(whole(audio, "n_window_infer", 800))
-        self.num_layers = len(self.layers)
-        convolution = 2 * inner * (bins + 1) // 2 * 4  # the first has the most rows and columns
-        self.width = 8 * size + 2 * spec.intermediate_size + 2 * self.hidden_size + convolution
+        window = whole(audio, "n_window_infer", 800)
+        self.most = self.most_patches = convolved(window)
+        self.num_layers = window // CHUNK + len(self.layers)
+        first = 4 * inner * (bins // 2 + 1) * CHUNK // 2  # of one chunk, whose first convolution has the most
+        self.width = 8 * size + 2 * spec.intermediate_size + 2 * self.hidden_size + first // self.most_patches + 1
 
     def encoding(self, data: Tensor, layout: tuple[int, ...]) -> Encoding:
-        x = data.to(self.dtype)[:, None]
-        for convolution in self.convolutions:
-            x = convolution(x)
-        x = self.out(x.permute(0, 3, 1, 2).flatten(2)) + self.positions
-        x = x.flatten(0, 1)[: convolved(layout[0])]
+        chunks = []
+        for chunk in data.to(self.dtype).split(1):
+            chunks.append(self._convolved(chunk[:, None]))
+            yield
+        x = torch.cat(chunks)[: convolved(layout[0])]
         for layer in self.layers:
             x = layer(x)
             yield
         return self.projector(self.norm(x))
+
+    def _convolved(self, x: Tensor) -> Tensor:
+        """[1, 1, mel bins, frames] of a chunk to [states, hidden_size]."""
+        for convolution in self.convolutions:
+            x = convolution(x)
+        found: Tensor = self.out(x[0].permute(2, 0, 1).flatten(1)) + self.positions
+        return found
 
 
 def _sinusoids(length: int, size: int) -> Tensor:

@@ -76,7 +76,7 @@ class Tower(nn.Module):
         patch_size: pixels of a patch's edge; of images only.
         most: embeddings of the largest item.
         most_patches: patches of the largest item.
-        num_layers: how many times `encoding` yields.
+        num_layers: how many times `encoding` yields, at most.
         width: numbers per patch of the largest intermediate results.
         names: patterns of prefixes of the checkpoint's names -> those of this module.
         unneeded: prefixes of tensors of the tower that are not used.

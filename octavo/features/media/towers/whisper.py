@@ -142,13 +142,14 @@ class WhisperTower(SpeechTower):
         self.hidden_size = decoder_size(config)
         self.projector = _projector(config, b.at("projector"), size, self.hidden_size)
         self.most, self.most_patches = states // 2, states
-        self.num_layers = len(self.layers)
+        self.num_layers = 1 + len(self.layers)
         self.width = 8 * size + 2 * spec.intermediate_size + 2 * self.hidden_size + 2 * (bins + 2 * size)
 
     def encoding(self, data: Tensor, layout: tuple[int, ...]) -> Encoding:
         states = (layout[0] - 1) // 2 + 1
         x = self.second(self.first(data.to(self.dtype)))[0, :, :states].transpose(0, 1)
         x = x + self.positions.weight[:states]
+        yield
         for layer in self.layers:
             x = layer(x)
             yield
