@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import transformers
 from audio_kit import RATE, cases, data_url, sound, token, tokenizer
 from image_kit import TEMPLATE
 from test_audio_processors import config_of
@@ -112,6 +113,20 @@ def test_templates_of_texts_get_audio_in_its_place() -> None:
     request = chat("a", {"type": "audio", "audio": (sound(1.0), RATE)}, "b", template=template)
     around = [token("<|audio_start|>"), *[PLACEHOLDER] * 13, token("<|audio_end|>")]
     assert request.tokens == [*WORDS.encode("a\n"), *around, *WORDS.encode_after("\nb")]
+
+
+def test_a_published_template() -> None:
+    """Qwen2-Audio's, which numbers the pieces."""
+    template = transformers.Qwen2AudioProcessor.default_chat_template.fget(None)
+    audio = {"type": "audio_url", "audio_url": {"url": data_url(SOUND)}}
+    plain, found = taken([{"role": "user", "content": [audio, {"type": "text", "text": "Who?"}, audio]}])
+    assert found is not None
+    text = ChatTemplate(template, WORDS).render(plain, shown=found.shown)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nWho?Audio 2: <|audio_bos|><|AUDIO|><|audio_eos|>\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize(
