@@ -17,7 +17,9 @@ _SAME = {"intel/auto-round": "auto-round", "fbgemm_fp8": "fp8"}
 def with_halves(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with those of its halves directly inside."""
     outer = config.get(_OUTER)
-    return {**config, **outer, "architectures": config.get("architectures")} if outer else config
+    if not isinstance(outer, Mapping):
+        return config
+    return {**config, **outer, "architectures": config.get("architectures")}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
