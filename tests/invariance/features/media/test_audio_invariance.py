@@ -105,3 +105,22 @@ def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, mon
     tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])
     assert tokens == plain(folders[kind], kind)
     assert preempted or settings != "preemption"
+
+
+@pytest.mark.slow
+def test_a_gpus_runner_replays_what_follows_audio(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    from toy_graphs import recorded_graphs
+    from toy_models import behind
+
+    asked = {"prompt": cases()["qwen3-asr"].place + "?", "multi_modal_data": {"audio": (sound(0.9), RATE)}}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(folders["qwen3-asr"]), **BASE | {"device": "cpu"}) as llm:
+        expected = llm.generate([asked, "The"], params)
+    replayed = recorded_graphs(monkeypatch)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 24}
+    with LLM(str(folders["qwen3-asr"]), **BASE | behind(monkeypatch) | small) as llm:
+        found = llm.generate([asked, "The"], params)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert replayed["forward"] > 1, "the tokens that follow"
