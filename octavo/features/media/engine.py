@@ -16,7 +16,7 @@ from octavo.core.plan import PlanDraft
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
 from octavo.features.media.kinds import PLURALS, has_media, kind_of, modality_of, processor_config, refusal
-from octavo.features.media.payload import NAME, EmbedPiece, ImageItem, MediaInfo, MediaStep, ShiftPiece
+from octavo.features.media.payload import NAME, EmbedPiece, MediaInfo, MediaItem, MediaStep, ShiftPiece
 from octavo.features.media.settings import MediaSettings
 from octavo.hub.text_config import with_halves
 from octavo.schedule.hooks import EngineHook
@@ -36,8 +36,8 @@ _ENCODED = {
 
 
 @dataclass(slots=True, eq=False)
-class _Images:
-    """The images of a request.
+class _Media:
+    """The images or audio of a request.
 
     Attributes:
         positions: what they add to positions; None for models whose positions are those of a text.
@@ -45,17 +45,17 @@ class _Images:
         error: why one of them can't be encoded.
     """
 
-    items: list[ImageItem]
+    items: list[MediaItem]
     positions: Positions | None
     seen: set[bytes] = field(default_factory=set)
     error: str = ""
 
-    def among(self, first: int, end: int) -> list[ImageItem]:
+    def among(self, first: int, end: int) -> list[MediaItem]:
         """Return the items with placeholders at positions [first, end), in their order."""
         return [item for item in self.items if item.start < end and first < item.end]
 
 
-class NoImages(EngineHook):
+class NoMedia(EngineHook):
     """For models whose images or audio are not read: it only says why."""
 
     name = NAME
@@ -70,10 +70,10 @@ class NoImages(EngineHook):
 
 
 class MediaEngine(EngineHook):
-    """Encodes before it admits: a request computes up to the first image that is not encoded.
+    """Encodes before it admits: a request computes up to the first image, or window of audio, that is not encoded.
 
-    Encoded images stay on the device, up to a number of embeddings, and the least recently used are dropped first. What
-    a request needs next is never dropped for one that comes after it; running requests come first, so that those that
+    What is encoded stays on the device, up to a number of embeddings; the least recently used is dropped first. What a
+    request needs next is never dropped for one that comes after it; running requests come first, so that those that
     hold KV blocks always go on. The worker half computes some layers between two steps, so that others' tokens wait for
     no more than these.
     """
@@ -89,17 +89,17 @@ class MediaEngine(EngineHook):
         self._axes = axes
         self._pages: Pages
         self._capacity = self._budget = 0
-        self._requests: dict[Request, _Images] = {}
-        self._asked: dict[Request, list[ImageItem]] = {}
+        self._requests: dict[Request, _Media] = {}
+        self._asked: dict[Request, list[MediaItem]] = {}
         """What requests need in the next plan, or needed in the last one."""
         self._waiting: set[Request] = set()
         self._encoded: dict[bytes, int] = {}
         """Digest -> embeddings; the least recently used first."""
-        self._under_way: dict[bytes, ImageItem] = {}
+        self._under_way: dict[bytes, MediaItem] = {}
         self._ended: dict[bytes, list[str]] = {}
         """Digest -> errors, or "", of the ranks that have encoded it."""
         self._pending: Future[list[Any]] | None = None
-        self._decode = msgspec.msgpack.Decoder(list[ImageItem]).decode
+        self._decode = msgspec.msgpack.Decoder(list[MediaItem]).decode
         self._num_encoded = self._num_looked_up = self._num_found = 0
         self._seconds = 0.0
 
@@ -117,7 +117,7 @@ class MediaEngine(EngineHook):
             from octavo.features.media.positions import Positions  # imported here: it needs NumPy
 
             positions = Positions.of(items, request.num_prompt)
-        self._requests[request] = _Images(items, positions)
+        self._requests[request] = _Media(items, positions)
 
     def on_release(self, request: Request) -> None:
         self._requests.pop(request, None)
@@ -125,38 +125,38 @@ class MediaEngine(EngineHook):
         self._waiting.discard(request)
 
     def admit(self, request: Request, num_tokens: int) -> int:
-        images = self._requests.get(request)
-        if images is None:
+        media = self._requests.get(request)
+        if media is None:
             return num_tokens
-        if images.error:
-            raise EngineStateError(f"Some {self._some} could not be encoded: {images.error}")
+        if media.error:
+            raise EngineStateError(f"Some {self._some} could not be encoded: {media.error}")
         first = request.num_computed
-        needed, end = self._fitting(images, first, first + num_tokens)
+        needed, end = self._fitting(media, first, first + num_tokens)
         self._waiting.discard(request)
         if not needed:
             return num_tokens
         self._asked[request] = needed
-        self._count(images, needed)
+        self._count(media, needed)
         if any(item.digest not in self._encoded for item in needed):
             self._waiting.add(request)
             return 0
         return end - first
 
-    def _fitting(self, images: _Images, first: int, end: int) -> tuple[list[ImageItem], int]:
+    def _fitting(self, media: _Media, first: int, end: int) -> tuple[list[MediaItem], int]:
         """Return the items that tokens [first, end) need, and a smaller end if they would not fit together."""
-        needed: list[ImageItem] = []
+        needed: list[MediaItem] = []
         sizes: dict[bytes, int] = {}
-        for item in images.among(first, end):
+        for item in media.among(first, end):
             sizes[item.digest] = item.count
             if needed and sum(sizes.values()) > self._capacity:
                 return needed, item.start
             needed.append(item)
         return needed, end
 
-    def _count(self, images: _Images, needed: Sequence[ImageItem]) -> None:
+    def _count(self, media: _Media, needed: Sequence[MediaItem]) -> None:
         for item in needed:
-            if item.digest not in images.seen:
-                images.seen.add(item.digest)
+            if item.digest not in media.seen:
+                media.seen.add(item.digest)
                 self._num_looked_up += 1
                 self._num_found += item.digest in self._encoded
 
@@ -179,14 +179,14 @@ class MediaEngine(EngineHook):
                 self._encode(asked)
             self._take_in()
 
-    def _encode(self, asked: Mapping[Request, Sequence[ImageItem]]) -> None:
-        """Begin to encode images that requests of the last plan lack."""
+    def _encode(self, asked: Mapping[Request, Sequence[MediaItem]]) -> None:
+        """Begin to encode what requests of the last plan lack."""
         kept: dict[bytes, int] = {}
-        lacking: list[ImageItem] = []
+        lacking: list[MediaItem] = []
         for request, needed in sorted(asked.items(), key=lambda one: one[0].slot < 0):
-            images = self._requests.get(request)
+            media = self._requests.get(request)
             sizes = {item.digest: item.count for item in needed}
-            if images is None or sum((kept | sizes).values()) > self._capacity:
+            if media is None or sum((kept | sizes).values()) > self._capacity:
                 continue
             lacking += [item for item in needed if item.digest not in self._encoded and item.digest not in kept]
             kept |= sizes
@@ -196,7 +196,7 @@ class MediaEngine(EngineHook):
                 self._encoded[digest] = size  # now the most recently used
         if not lacking:
             return
-        chosen: list[ImageItem] = []
+        chosen: list[MediaItem] = []
         patches = 0
         for item in lacking:
             patches += item.work
@@ -206,7 +206,7 @@ class MediaEngine(EngineHook):
         self._make_room(sum(item.count for item in chosen), kept)
         args = {
             "keep": list(self._encoded),
-            "items": [[item.digest, item.shape, item.layout, item.count, item.pixels, item.dtype] for item in chosen],
+            "items": [[item.digest, item.shape, item.layout, item.count, item.data, item.dtype] for item in chosen],
         }
         self._under_way = {item.digest: item for item in chosen}
         self._pending = self._pages.call("encode", args)
@@ -248,10 +248,10 @@ class MediaEngine(EngineHook):
             self._under_way.clear()
             self._ended.clear()
 
-    def _failed(self, item: ImageItem, error: str) -> None:
-        for images in self._requests.values():
-            if any(item.digest == own.digest for own in images.items):
-                images.error = images.error or error
+    def _failed(self, item: MediaItem, error: str) -> None:
+        for media in self._requests.values():
+            if any(item.digest == own.digest for own in media.items):
+                media.error = media.error or error
 
     def on_park(self) -> None:
         self._forget()
@@ -291,24 +291,24 @@ class MediaEngine(EngineHook):
         start = 0
         for request, count in zip(rows, draft.num_tokens, strict=True):
             first = request.num_computed - count  # num_computed includes this step
-            images = self._requests.get(request)
-            if images is not None and first < request.num_prompt:
-                used |= self._add(step, images, request, first, count, start)
+            media = self._requests.get(request)
+            if media is not None and first < request.num_prompt:
+                used |= self._add(step, media, request, first, count, start)
             start += count
         if used:
             draft.payload[self.name] = step
 
-    def _add(self, step: MediaStep, images: _Images, request: Request, first: int, count: int, start: int) -> bool:
+    def _add(self, step: MediaStep, media: _Media, request: Request, first: int, count: int, start: int) -> bool:
         """Add what the tokens at positions [first, first + count) need; return whether that is anything."""
         end, before = first + count, len(step.pieces)
-        for item in images.among(first, end):
+        for item in media.among(first, end):
             for at, embedding, length in item.runs:
                 low, high = max(first, at), min(end, at + length)
                 if low < high:
                     step.pieces.append(EmbedPiece(item.digest, low - first + start, embedding + low - at, high - low))
-        if images.positions is None:
+        if media.positions is None:
             return len(step.pieces) > before
-        positions = images.positions
+        positions = media.positions
         step.shifts.append(ShiftPiece(start, request.slot, positions.after, count, positions.between(first, end)))
         return True
 
@@ -325,14 +325,14 @@ def build_engine(context: FeatureContext) -> EngineHook | None:
             raise ConfigError("--mm-processor-kwargs has no effect: this model takes only text. Leave it out.")
         return None
     if not context.generates:
-        return NoImages("this server makes embeddings of texts", modality_of(files.config))
+        return NoMedia("this server makes embeddings of texts", modality_of(files.config))
     why = refusal(context)
     if why:
         if settings.mm_processor_kwargs:
             raise ConfigError(f"--mm-processor-kwargs has no effect: {why}. Leave it out.")
         if settings.limit_of(modality_of(files.config)):
             log.warning("the model is served for text only: %s", why)
-        return NoImages(why, modality_of(files.config))
+        return NoMedia(why, modality_of(files.config))
     kind, config = kind_of(files.config), with_halves(files.config)
     audio = kind.modality == "audio"
     kept = {name: value for name, value in config.items() if not isinstance(value, dict)}

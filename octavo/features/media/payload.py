@@ -10,17 +10,17 @@ import msgspec
 NAME = "media"
 
 
-class ImageItem(msgspec.Struct, frozen=True, array_like=True):
+class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     """What is encoded at once: an image, a tile of one, or a window of audio.
 
     Attributes:
         digest: of the data; equal items are encoded once.
         shape: of the data: images, height, width, 3; or parts, mel bins, frames.
-        layout: what the tower needs to know besides the pixels, see the model's processor; rows and columns of the
+        layout: what the tower needs to know besides the data, see the model's processor; rows and columns of the
             placeholders, where positions follow them.
         count: embeddings that it has.
         runs: (position in the prompt, first embedding, number of embeddings) of each run of its placeholders.
-        pixels: the data, row by row: colors as resized and cropped but not normalized, or spectrograms.
+        data: row by row: colors as resized and cropped but not normalized, or spectrograms.
         dtype: of the data, as NumPy names it.
     """
 
@@ -29,7 +29,7 @@ class ImageItem(msgspec.Struct, frozen=True, array_like=True):
     layout: tuple[int, ...]
     count: int
     runs: list[tuple[int, int, int]]
-    pixels: memoryview
+    data: memoryview
     dtype: str = "uint8"
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.features.media.payload import ImageItem
+from octavo.features.media.payload import MediaItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Positions:
     after: int
 
     @classmethod
-    def of(cls, items: Sequence[ImageItem], num_prompt: int) -> Positions:
+    def of(cls, items: Sequence[MediaItem], num_prompt: int) -> Positions:
         shifts = np.zeros((num_prompt, 3), dtype=np.int32)
         after = 0
         for item in items:

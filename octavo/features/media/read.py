@@ -12,7 +12,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import PLACEHOLDER
 from octavo.features.media.kinds import PLURALS, make_processor
 from octavo.features.media.parts import opener
-from octavo.features.media.payload import ImageItem, MediaInfo
+from octavo.features.media.payload import MediaInfo, MediaItem
 from octavo.features.media.processors.base import Item, Run, TooOddError
 from octavo.text.hooks import ReadPrompt, encoded
 from octavo.text.prompts.message_parts import GivenPart, Mixture
@@ -55,27 +55,27 @@ class Reader:
             )
         given = prompt[_PARAM]
         if isinstance(given, Mixture):
-            tokens, images = self._of_mixture(given)
+            tokens, media = self._of_mixture(given)
         else:
-            tokens, images = self._of_object(prompt, given)
-        self._check_count(len(images), images[0].param if images else _PARAM)
-        return self._laid_out(prompt, tokens, images)
+            tokens, media = self._of_object(prompt, given)
+        self._check_count(len(media), media[0].param if media else _PARAM)
+        return self._laid_out(prompt, tokens, media)
 
     # Where they are
 
     def _of_mixture(self, mixture: Mixture) -> tuple[list[int], list[GivenPart]]:
-        """Return the tokens, with the token of an image for each of the images, which are in their order.
+        """Return the tokens, with the token for each image or piece of audio, which are in their order.
 
         A part in a place of its own gets the tokens that a template would write around it.
         """
         token, (before, after) = self._processor.token, self._processor.around
         shown = list(mixture.shown)
         tokens: list[int] = []
-        images: list[GivenPart] = []
+        media: list[GivenPart] = []
         for place, piece in enumerate(mixture.pieces):
             if not isinstance(piece, str):
                 tokens += [*before, token, *after]
-                images.append(piece)
+                media.append(piece)
                 continue
             found = (
                 self._tokenizer.encode_after(piece)
@@ -90,14 +90,14 @@ class Reader:
                     f"{self._tokenizer.token_text(token)!r} out of the messages.",
                     param="messages",
                 )
-            images += shown[:places]
+            media += shown[:places]
             del shown[:places]
         if shown:
             raise InvalidRequestError(
                 f"The chat template leaves {shown[0].param} out of the prompt. Put it into another message.",
                 param=shown[0].param,
             )
-        return tokens, images
+        return tokens, media
 
     def _of_object(self, prompt: Mapping[str, Any], given: Any) -> tuple[list[int], list[GivenPart]]:
         odd = next((name for name, value in prompt.items() if name not in _KEYS and value not in (None, {})), None)
@@ -151,12 +151,12 @@ class Reader:
 
     # What they are
 
-    def _laid_out(self, prompt: Mapping[str, Any], tokens: Sequence[int], images: Sequence[GivenPart]) -> ReadPrompt:
-        """Return the prompt with each image's token replaced by what the image is."""
+    def _laid_out(self, prompt: Mapping[str, Any], tokens: Sequence[int], media: Sequence[GivenPart]) -> ReadPrompt:
+        """Return the prompt with each token of an image, or of audio, replaced by what it is."""
         whole: list[int] = []
         keys: list[int | bytes] = []
         items: dict[int, tuple[Item, bytes, list[tuple[int, int, int]]]] = {}
-        parts = iter(images)
+        parts = iter(media)
         for token in tokens:
             if token != self._processor.token:
                 whole.append(token)
@@ -177,14 +177,14 @@ class Reader:
                     context_error(self._info.max_model_len, f"at least {len(whole)}", field="prompt"), param=part.param
                 )
         option = [
-            ImageItem(
+            MediaItem(
                 digest,
-                item.pixels.shape,
+                item.data.shape,
                 item.layout,
                 item.count,
                 runs,
-                memoryview(item.pixels.tobytes()),
-                item.pixels.dtype.str,
+                memoryview(item.data.tobytes()),
+                item.data.dtype.str,
             )
             for item, digest, runs in items.values()
         ]
@@ -206,7 +206,7 @@ def _is_empty(value: Any) -> bool:
 
 def _digest(item: Item) -> bytes:
     """Return a digest of an item's data and shape."""
-    form = item.pixels.dtype.str, item.pixels.shape, item.layout
+    form = item.data.dtype.str, item.data.shape, item.layout
     made = hashlib.blake2b(repr(form).encode(), digest_size=24)
-    made.update(item.pixels.data if item.pixels.flags.c_contiguous else item.pixels.tobytes())
+    made.update(item.data.data if item.data.flags.c_contiguous else item.data.tobytes())
     return made.digest()

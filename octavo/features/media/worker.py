@@ -1,5 +1,5 @@
-"""`MediaWorker`: the worker half. It encodes images, keeps the results, and writes those of a step over the embeddings
-of the placeholders."""
+"""`MediaWorker`: the worker half. It encodes images and audio, keeps the results, and writes those of a step over the
+embeddings of the placeholders."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _SHIFTED = "shifted"
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """An item that is encoded, as in `ImageItem`."""
+    """An item that is encoded, as in `MediaItem`."""
 
     digest: bytes
     shape: Sequence[int]
     layout: Sequence[int]
     count: int
-    pixels: bytes | memoryview
+    data: bytes | memoryview
     dtype: str
     encoding: Encoding | None = None
 
 
 class MediaWorker(WorkerHook):
-    """The tower of a rank, which each rank has whole, and the images that it has encoded."""
+    """The tower of a rank, which each rank has whole, and what it has encoded."""
 
     name = NAME
 
@@ -90,7 +90,7 @@ class MediaWorker(WorkerHook):
                 f"{worker.spec.hidden_size}. Get the files that belong together."
             )
         each = size * worker.dtype.itemsize
-        longest = worker.spec.max_position  # larger images are refused with their prompts
+        longest = worker.spec.max_position  # larger items are refused with their prompts
         most = min(tower.most, longest)
         self._capacity = max(most, int(self._settings.mm_encoder_cache_gb * 2**30) // each)
         patches = tower.most_patches * most // tower.most
@@ -154,7 +154,7 @@ class MediaWorker(WorkerHook):
         """Return whether steps should run before encoding continues.
 
         Args:
-            work: numbers of data, see `ImageItem.work`, times layers encoded since the last step.
+            work: numbers of data, see `MediaItem.work`, times layers encoded since the last step.
         """
         assert self._tower is not None
         if self._device.type == "cpu":
@@ -168,8 +168,8 @@ class MediaWorker(WorkerHook):
         assert self._tower is not None
         try:
             if one.encoding is None:
-                pixels = np.frombuffer(one.pixels, dtype=one.dtype).reshape(tuple(one.shape))
-                one.encoding = self._tower.encoding(upload(pixels.copy(), self._device), tuple(one.layout))
+                data = np.frombuffer(one.data, dtype=one.dtype).reshape(tuple(one.shape))
+                one.encoding = self._tower.encoding(upload(data.copy(), self._device), tuple(one.layout))
             next(one.encoding)
         except StopIteration as end:
             if end.value.shape[0] != one.count:
@@ -177,7 +177,7 @@ class MediaWorker(WorkerHook):
             self._encoded[one.digest] = end.value
             return ""
         except Exception as exc:
-            log.exception("an image of %s could not be encoded", list(one.shape))
+            log.exception("an item of %s could not be encoded", list(one.shape))
             return str(exc) or type(exc).__name__
         return None
 
@@ -234,7 +234,9 @@ class MediaWorker(WorkerHook):
         for piece in payload.pieces:
             encoded = self._encoded.get(piece.digest)
             if encoded is None:  # a recorded step, which is computed again without the calls in between
-                raise UnsupportedError("The images of this step are not encoded here, so it can't be computed.")
+                raise UnsupportedError(
+                    "The images or audio of this step are not encoded here, so it can't be computed."
+                )
             rows = encoded[piece.first : piece.first + piece.count]
             x[piece.start : piece.start + piece.count] = rows
 
@@ -248,7 +250,7 @@ class ShiftingWorker(MediaWorker):
 
 
 def build_worker(context: FeatureContext) -> MediaWorker | None:
-    """Return None if images of the model are not read."""
+    """Return None if images or audio of the model are not read."""
     if context.files is None or refusal(context):
         return None
     shifts = kind_of(context.files.config).axes and context.device == "cpu"

@@ -33,12 +33,12 @@ class Item:
     """What is encoded at once.
 
     Attributes:
-        pixels: as `ImageItem` has them.
+        data: as `MediaItem` has it.
         count: embeddings that it has.
-        layout: see `ImageItem`.
+        layout: see `MediaItem`.
     """
 
-    pixels: NDArray[Any]
+    data: NDArray[Any]
     count: int
     layout: tuple[int, ...] = ()
 

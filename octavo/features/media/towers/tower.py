@@ -99,8 +99,8 @@ class Tower(nn.Module):
         can be computed in between.
 
         Args:
-            data: as in `ImageItem`, on the tower's device.
-            layout: see `ImageItem`.
+            data: as in `MediaItem`, on the tower's device.
+            layout: see `MediaItem`.
         """
 
     @property

@@ -44,8 +44,8 @@ def test_whispers_spectrogram(seconds: float) -> None:
     (item,) = items(processor("qwen2-audio", extractor.to_dict(), **WHISPER), seconds)
     heard = int(expected["attention_mask"].sum())
     assert item.layout == (heard,)
-    assert item.pixels.shape == (1, 128, min(3000, heard + 2))
-    np.testing.assert_allclose(item.pixels[0], expected["input_features"][0, :, : heard + 2], atol=5e-5)
+    assert item.data.shape == (1, 128, min(3000, heard + 2))
+    np.testing.assert_allclose(item.data[0], expected["input_features"][0, :, : heard + 2], atol=5e-5)
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0, 8.0, 17.003])
@@ -54,7 +54,7 @@ def test_qwen3_asrs_spectrogram(seconds: float) -> None:
     expected = extractor([sound(seconds)], sampling_rate=RATE, padding=True, return_attention_mask=True)
     found = items(processor("qwen3-asr", extractor.to_dict(), num_mel_bins=128, n_window_infer=800), seconds)
     assert sum(item.layout[0] for item in found) == int(expected["attention_mask"].sum())
-    whole = np.concatenate([item.pixels.swapaxes(0, 1).reshape(128, -1) for item in found], axis=1)
+    whole = np.concatenate([item.data.swapaxes(0, 1).reshape(128, -1) for item in found], axis=1)
     np.testing.assert_allclose(whole, expected["input_features"][0].numpy(), atol=5e-5)
     assert all(item.count <= 104 for item in found)
 

@@ -18,7 +18,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.request import PLACEHOLDER, GenerateRequest
 from octavo.engine.fake import fake_info
-from octavo.features.media.payload import NAME, ImageItem, MediaInfo
+from octavo.features.media.payload import NAME, MediaInfo, MediaItem
 from octavo.text.chat.template import ChatTemplate
 from octavo.text.prompts.message_parts import taken
 from octavo.text.prompts.prepare import Preparer
@@ -48,8 +48,8 @@ def preparer(**more: Any) -> Preparer:
     return Preparer(WORDS, fake_info(features=[NAME], feature_info=facts, vocab_size=600))
 
 
-def items_of(request: GenerateRequest) -> list[ImageItem]:
-    return msgspec.msgpack.decode(request.options[NAME], type=list[ImageItem])
+def items_of(request: GenerateRequest) -> list[MediaItem]:
+    return msgspec.msgpack.decode(request.options[NAME], type=list[MediaItem])
 
 
 def given(audio: Any, text: str = f"hear {PLACE} now", **more: Any) -> Any:
@@ -71,7 +71,7 @@ def test_windows_are_items_with_keys_of_their_own() -> None:
     first, second = items_of(request)
     assert (first.shape, first.dtype, first.layout, first.count) == ((2, 16, 100), "<f4", (200,), 26)
     assert (second.shape, second.layout, second.count) == ((1, 16, 100), (50,), 7)
-    assert len(first.pixels) == 4 * 2 * 16 * 100
+    assert len(first.data) == 4 * 2 * 16 * 100
     assert (first.work, second.work) == (3200, 1600)
     ((start, begin, count),) = first.runs
     assert (begin, count) == (0, 26)

@@ -48,7 +48,7 @@ def items_of(processor: Processor, image: Image.Image, *, coarse: bool = False) 
 
 
 def normalized(stated: dict[str, Any], item: Item, *, standard: bool = False) -> torch.Tensor:
-    return Pixels(stated, BUILD, standard=standard)(torch.from_numpy(item.pixels.copy()))
+    return Pixels(stated, BUILD, standard=standard)(torch.from_numpy(item.data.copy()))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -133,7 +133,7 @@ def test_tiles_are_told_apart_by_row_and_column() -> None:
     assert text == f"{tiles}\n\n{mark}<global-img>{mark}"
     assert tokens.count(-1) == (8 + 1) * 4
     (whole,) = items_of(processor, picture(60, 30), coarse=True)
-    assert whole.pixels.shape == (1, 28, 28, 3)
+    assert whole.data.shape == (1, 28, 28, 3)
 
 
 def test_low_detail_is_fewer_patches() -> None:

@@ -15,7 +15,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.params import SamplingParams
 from octavo.core.request import PLACEHOLDER, GenerateRequest
 from octavo.engine.fake import fake_info
-from octavo.features.media.payload import NAME, ImageItem, MediaInfo
+from octavo.features.media.payload import NAME, MediaInfo, MediaItem
 from octavo.features.media.settings import MediaSettings
 from octavo.text.chat.template import ChatTemplate
 from octavo.text.prompts.message_parts import taken
@@ -47,8 +47,8 @@ def given(images: Any, text: str = "see <image> now", **more: Any) -> Any:
     return {"prompt": text, "multi_modal_data": {"image": images}, **more}
 
 
-def items_of(request: GenerateRequest) -> list[ImageItem]:
-    return msgspec.msgpack.decode(request.options[NAME], type=list[ImageItem])
+def items_of(request: GenerateRequest) -> list[MediaItem]:
+    return msgspec.msgpack.decode(request.options[NAME], type=list[MediaItem])
 
 
 def refusal(one: Preparer, prompt: Any, params: SamplingParams = PARAMS, **options: Any) -> InvalidRequestError:
@@ -77,7 +77,7 @@ def test_placeholders_and_keys() -> None:
     request = preparer().prepare(given([IMAGE, IMAGE], "a <image> b <image>"), PARAMS).request
     first, second = items_of(request)
     assert first.digest == second.digest
-    assert (first.shape, first.count, len(first.pixels)) == ((1, 28, 28, 3), 16, 28 * 28 * 3)
+    assert (first.shape, first.count, len(first.data)) == ((1, 28, 28, 3), 16, 28 * 28 * 3)
     for item in (first, second):
         ((start, begin, count),) = item.runs
         assert (begin, count) == (0, 16)

@@ -12,12 +12,12 @@ import pytest
 from octavo.core.errors import EngineStateError
 from octavo.core.plan import PlanDraft
 from octavo.features.media.engine import MediaEngine
-from octavo.features.media.payload import NAME, EmbedPiece, ImageItem, MediaInfo, MediaStep
+from octavo.features.media.payload import NAME, EmbedPiece, MediaInfo, MediaItem, MediaStep
 from octavo.features.media.positions import Positions
 
 
-def item(name: str, start: int, count: int = 4, layout: tuple[int, ...] = ()) -> ImageItem:
-    return ImageItem(name.encode(), (1, 2, 2, 3), layout, count, [(start, 0, count)], memoryview(b"x" * 12))
+def item(name: str, start: int, count: int = 4, layout: tuple[int, ...] = ()) -> MediaItem:
+    return MediaItem(name.encode(), (1, 2, 2, 3), layout, count, [(start, 0, count)], memoryview(b"x" * 12))
 
 
 class Worker:
@@ -71,7 +71,7 @@ def started(capacity: int, *requests: Any, budget: int = 4, axes: bool = False) 
     return engine, worker
 
 
-def asked(*items: ImageItem, slot: int = -1) -> Any:
+def asked(*items: MediaItem, slot: int = -1) -> Any:
     spec = SimpleNamespace(options={NAME: msgspec.Raw(msgspec.msgpack.encode(list(items)))})
     return Asked(spec=spec, num_computed=0, num_prompt=40, slot=slot)
 
