@@ -32,18 +32,18 @@ MLA: dict[str, Any] = {
 }
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "arcee": ("ArceeConfig", {}),
     "apertus": ("ApertusConfig", {}),
     "hunyuan": ("HunYuanDenseV1Config", WIDE),
-    "ministral": ("MinistralConfig", WIDE | {"sliding_window": 7}),
     "bitnet": ("BitNetConfig", {}),
+}
+"""Architectures without an implementation of Octavo's own."""
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("ArceeConfig", {}),
+    "ministral": ("MinistralConfig", WIDE | {"sliding_window": 7}),
     "vaultgemma": (
         "VaultGemmaConfig",
         WIDE | {"sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
-}
-"""Architectures without an implementation of Octavo's own."""
-OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("HeliumConfig", WIDE),
     "youtu": ("YoutuConfig", MLA),
     "dots1": (

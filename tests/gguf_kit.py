@@ -19,7 +19,7 @@ from octavo.hub.gguf_config import model_config
 from octavo.hub.gguf_file import read_gguf
 
 ARCHS = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in gguf.MODEL_ARCH}
-PAIRED = {"llama", "granite", "granitehybrid", "granitemoe", "minicpm", "internlm2", "olmo", "smollm3"}
+PAIRED = {"llama", "arcee", "granite", "granitehybrid", "granitemoe", "minicpm", "internlm2", "olmo", "smollm3"}
 """Architectures whose q and k the converter permutes."""
 MAMBA2 = {"mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe"}
 ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next"}

@@ -118,6 +118,8 @@ def _saved(kind: Any, config: Any, folder: Path, seed: int, **save: Any) -> Any:
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 tensor.normal_().mul_(0.3)
+            elif tensor.dim() > 1 and not tensor.any():  # routers of some families start at zero
+                tensor.normal_().mul_(0.15)
     model.save_pretrained(folder, **save)
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from tiny_recent import RECENT_DENSE, RECENT_MOE
 
 _GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
 _LONG = [1.0 + i / 4 for i in range(6)]
@@ -133,6 +134,7 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "youtu": (transformers.YoutuConfig, {**_LATENT, "rope_parameters": _MSCALE}),
     "youtu-direct": (transformers.YoutuConfig, {**_LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "youtu-odd": (transformers.YoutuConfig, {**_LATENT, **_ODD, "q_lora_rank": 20}),
+    **RECENT_DENSE,
 }
 
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
@@ -373,5 +375,6 @@ MOE: dict[str, tuple[Any, dict[str, Any]]] = {
         {**_MOE, **_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
     ),
     "qwen3-moe": (transformers.Qwen3MoeConfig, {**_MOE, **_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    **RECENT_MOE,
 }
 """Mixtures of experts, each with dense layers where the family has them."""

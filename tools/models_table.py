@@ -39,9 +39,11 @@ NOT_IN_TRANSFORMERS = {
 STORED_ALIKE = {
     "DeepseekV3ForCausalLM",
     "FalconMambaForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "InternLM3ForCausalLM",
     "MixtralForCausalLM",
     "Olmo3ForCausalLM",
+    "SolarOpenForCausalLM",
 }
 """Architectures that GGUF files hold under the name of another."""
 

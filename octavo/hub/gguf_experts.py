@@ -80,18 +80,38 @@ def _scores(keys: Keys) -> str:
     return _SCORES[number]
 
 
+def with_prediction(keys: Keys) -> dict[str, Any]:
+    """Return the same for files whose last layers predict further tokens; these are not part of the model."""
+    layers = keys.need("block_count") - keys.get("nextn_predict_layers", 0)
+    return {**after_dense(keys), "num_hidden_layers": layers}
+
+
 def glm4(keys: Keys) -> dict[str, Any]:
-    """The last layers of a file predict further tokens; they are not part of the model."""
+    """GLM-4.5, and Solar Open, which has no norms of queries and keys."""
+    return {**with_prediction(keys), "use_qk_norm": keys.has("blk.0.attn_q_norm.weight")}
+
+
+def afmoe(keys: Keys) -> dict[str, Any]:
+    """Files without a router's function are of sigmoids; embeddings are scaled in all."""
+    fields = after_dense(keys)
     return {
-        **after_dense(keys),
-        "num_hidden_layers": keys.need("block_count") - keys.get("nextn_predict_layers", 0),
-        "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
+        **fields,
+        "num_dense_layers": fields["first_k_dense_replace"],
+        "num_shared_experts": fields["n_shared_experts"],
+        "route_norm": fields["norm_topk_prob"],
+        "route_scale": fields["routed_scaling_factor"],
+        "score_func": fields["scoring_func"] if keys.get("expert_gating_func", 0) else "sigmoid",
+        "mup_enabled": True,
     }
 
 
+def minimax(keys: Keys) -> dict[str, Any]:
+    return {**counts(keys), "intermediate_size": keys.need("expert_feed_forward_length"), "scoring_func": _scores(keys)}
+
+
 def deepseek(keys: Keys) -> dict[str, Any]:
-    """DeepSeek V2, and V3 by its router with sigmoids."""
-    fields = after_dense(keys)
+    """DeepSeek V2, and V3 or GLM-4.7-Flash by the router with sigmoids."""
+    fields = with_prediction(keys)
     later = fields["scoring_func"] == "sigmoid"
     names = ("DeepseekV3ForCausalLM", "deepseek_v3") if later else ("DeepseekV2ForCausalLM", "deepseek_v2")
     return {

@@ -128,6 +128,19 @@ def _exaone4(keys: Keys) -> dict[str, Any]:
     return _windows(keys, 4) if keys.get("attention.sliding_window") else {"sliding_window": None}
 
 
+def _exaone_moe(keys: Keys) -> dict[str, Any]:
+    fields = experts.with_prediction(keys)
+    return {
+        **fields,
+        "num_shared_experts": fields["n_shared_experts"],
+        "layer_types": _windows(keys, 4)["layer_types"][: fields["num_hidden_layers"]],
+    }
+
+
+def _afmoe(keys: Keys) -> dict[str, Any]:
+    return {**experts.afmoe(keys), **_windows(keys, 4)}
+
+
 def _olmo2(keys: Keys) -> dict[str, Any]:
     """OLMo 3 is stored as an OLMo 2 with windows."""
     if not keys.get("attention.sliding_window"):
@@ -220,6 +233,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", bias="qkv_bias", fields=experts.qwen2, experts=True),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", fields=experts.qwen3, experts=True),
     "qwen3next": Family("Qwen3NextForCausalLM", "qwen3_next", fields=recurrent.qwen3_next, experts=True),
+    "afmoe": Family("AfmoeForCausalLM", "afmoe", fields=_afmoe, experts=True),
+    "arcee": Family("ArceeForCausalLM", "arcee", paired=True),
     "bert": Family("BertModel", "bert", "layer_norm_eps", fields=_bert),
     "bloom": Family("BloomForCausalLM", "bloom", "layer_norm_epsilon", fields=_bloom),
     "chatglm": Family("GlmForCausalLM", "glm"),
@@ -233,6 +248,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "exaone": Family("ExaoneForCausalLM", "exaone", "layer_norm_epsilon"),
     "exaone4": Family("Exaone4ForCausalLM", "exaone4", fields=_exaone4),
+    "exaone-moe": Family("ExaoneMoeForCausalLM", "exaone_moe", fields=_exaone_moe, experts=True),
     "falcon": Family("FalconForCausalLM", "falcon", "layer_norm_epsilon", "bias", fields=_falcon),
     "gemma": Family("GemmaForCausalLM", "gemma"),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", fields=_gemma2),
@@ -256,6 +272,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama4": Family("Llama4ForCausalLM", "llama4_text", fields=experts.llama4, experts=True),
     "minicpm": Family("MiniCPMForCausalLM", "minicpm", paired=True, fields=_minicpm),
     "minicpm3": Family("MiniCPM3ForCausalLM", "minicpm3", fields=minicpm3, latent=True),
+    "minimax-m2": Family("MiniMaxM2ForCausalLM", "minimax_m2", fields=experts.minimax, experts=True),
     "nemotron": Family("NemotronForCausalLM", "nemotron", "norm_eps"),
     "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", "layer_norm_epsilon", fields=recurrent.nemotron_h),
     "nemotron_h_moe": Family(

@@ -11,30 +11,37 @@ import torch
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.decoder import CausalLM
 from octavo.models.encoders.families import ENCODERS
+from octavo.models.families.arcee import afmoe, arcee
 from octavo.models.families.cohere import cohere, cohere2
-from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, minicpm3, youtu
-from octavo.models.families.exaone import exaone3, exaone4
+from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, youtu
+from octavo.models.families.exaone import exaone3, exaone4, exaone_moe
 from octavo.models.families.falcon import bloom, falcon
-from octavo.models.families.gemma import gemma, gemma2, gemma3
+from octavo.models.families.gemma import gemma, gemma2, gemma3, vaultgemma
 from octavo.models.families.glm import glm, glm4
 from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
 from octavo.models.families.gpt_oss import gpt_oss
-from octavo.models.families.granite import granite, granite_hybrid, minicpm
+from octavo.models.families.granite import granite, granite_hybrid, granite_swa, minicpm
+from octavo.models.families.hunyuan import hy3
 from octavo.models.families.lfm2 import lfm2, lfm2_moe
 from octavo.models.families.llama import ernie, helium, internlm2, internlm3, llama, seed_oss, smollm3
 from octavo.models.families.llama4 import llama4
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
-from octavo.models.families.mistral import ministral3, mistral
+from octavo.models.families.minimax import minimax_m2
+from octavo.models.families.mistral import ministral, ministral3, mistral
 from octavo.models.families.moe import (
     dots1,
     ernie_moe,
+    flex_olmo,
     glm4_moe,
     granite_moe,
+    granite_moe_shared,
+    granite_moe_swa,
     mixtral,
     olmoe,
     phi_moe,
     qwen2_moe,
     qwen3_moe,
+    solar_open,
 )
 from octavo.models.families.olmo import olmo, olmo2, olmo3
 from octavo.models.families.phi import phi, phi3
@@ -54,6 +61,8 @@ from octavo.nn.weights import Keep, fused
 from octavo.parallel.mesh import ALONE, Mesh
 
 ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
+    "AfmoeForCausalLM": afmoe,
+    "ArceeForCausalLM": arcee,
     "BambaForCausalLM": bamba,
     "BloomForCausalLM": bloom,
     "Cohere2ForCausalLM": cohere2,
@@ -65,8 +74,11 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Ernie4_5_MoeForCausalLM": ernie_moe,
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone3,
+    "ExaoneMoEForCausalLM": exaone_moe,
+    "ExaoneMoeForCausalLM": exaone_moe,
     "FalconForCausalLM": falcon,
     "FalconMambaForCausalLM": falcon_mamba,
+    "FlexOlmoForCausalLM": flex_olmo,
     "GPT2LMHeadModel": gpt2,
     "GPTJForCausalLM": gptj,
     "GPTNeoXForCausalLM": gpt_neox,
@@ -75,11 +87,16 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "GraniteMoeSWAForCausalLM": granite_moe_swa,
+    "GraniteMoeSharedForCausalLM": granite_moe_shared,
+    "GraniteSWAForCausalLM": granite_swa,
+    "HYV3ForCausalLM": hy3,
     "HeliumForCausalLM": helium,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
@@ -93,7 +110,9 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "MiMoForCausalLM": mimo,
     "MiniCPM3ForCausalLM": minicpm3,
     "MiniCPMForCausalLM": minicpm,
+    "MiniMaxM2ForCausalLM": minimax_m2,
     "Ministral3ForCausalLM": ministral3,
+    "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "NemotronForCausalLM": nemotron,
@@ -115,8 +134,10 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Qwen3NextForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
+    "SolarOpenForCausalLM": solar_open,
     "StableLmForCausalLM": stablelm,
     "Starcoder2ForCausalLM": starcoder2,
+    "VaultGemmaForCausalLM": vaultgemma,
     "YoutuForCausalLM": youtu,
 }
 

@@ -25,6 +25,7 @@ from octavo.nn.quant.blocks import BlockQuantized
 
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64, 33, 83, 27, 95, 198, 1, 77, 12] * 2
 WINDOWS = [True, True, False]
+WINDOW = "sliding_attention"
 
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "bloom": ("bloom", "bloom", {}, {}),
@@ -133,6 +134,44 @@ CASES |= {
         "deepseek2",
         {},
         {**_LATENT, "attention__key_length": 48, "attention__value_length": 48, "attention__head_count_kv": 4},
+    ),
+    "afmoe": (
+        "afmoe",
+        "afmoe",
+        {"attention_bias": False, "num_hidden_layers": 4, "layer_types": [*[WINDOW] * 3, "full_attention"]},
+        {**_SHARED, "attention__sliding_window": 7},
+    ),
+    "arcee": ("arcee", "arcee", {"attention_bias": False}, {}),
+    "exaone-moe": (
+        "exaone-moe",
+        "exaone-moe",
+        {},
+        {
+            **_SHARED,
+            "expert_weights_scale": 2.5,
+            "attention__sliding_window": 7,
+            "attention__sliding_window_pattern": [True, False],
+        },
+    ),
+    "minimax-m2": ("minimax-m2", "minimax-m2", {}, {**_SMALLER, "expert_gating_func": 2, "rope__dimension_count": 8}),
+    "solar-open": (
+        "solar-open",
+        "glm4moe",
+        {"attention_bias": False},
+        {**_SHARED, "leading_dense_block_count": 0, "feed_forward_length": 24, "rope__dimension_count": 16},
+    ),
+    "glm4-moe-lite": (
+        "glm4-moe-lite",
+        "deepseek2",
+        {},
+        {
+            **_LATENT,
+            **_APART,
+            "attention__value_length_mla": 48,
+            "attention__head_count_kv": 1,
+            "attention__q_lora_rank": 32,
+            **_SHARED,
+        },
     ),
     "deepseek2-v3": (
         "deepseek-v3",

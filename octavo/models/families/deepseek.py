@@ -84,6 +84,15 @@ def deepseek_v3(config: Config) -> DecoderSpec:
     return latent_decoder(config, interleaved=interleaved, mlps=mlps, stored=PER_EXPERT)
 
 
+def glm4_moe_lite(config: Config) -> DecoderSpec:
+    """GLM-4.7-Flash (https://huggingface.co/zai-org/GLM-4.7-Flash): latent attention, experts after a dense layer."""
+    only(config, "scoring_func", "sigmoid")
+    config = WithDefaults(config, n_shared_experts=1, routed_scaling_factor=1.8)
+    mlps = after_dense(config, corrected_sigmoid(config, 4, normalized=True), 1, 64)
+    interleaved, norm = bool(value_or(config, "rope_interleave", True)), rms_norm(config, default=1e-5)
+    return latent_decoder(config, interleaved=interleaved, norm=norm, mlps=mlps, stored=PER_EXPERT)
+
+
 def minicpm3(config: Config) -> DecoderSpec:
     """MiniCPM 3 (https://huggingface.co/openbmb/MiniCPM3-4B).
 

@@ -1,8 +1,12 @@
-"""EXAONE 3 and 4."""
+"""EXAONE 3 and 4, and K-EXAONE."""
 
 from __future__ import annotations
 
-from octavo.models.hf_config import Config, whole
+from dataclasses import replace
+
+from octavo.models.families.experts import FUSED, corrected_sigmoid
+from octavo.models.families.moe import after_dense
+from octavo.models.hf_config import Config, WithDefaults, only, value_or, whole
 from octavo.models.hf_decoder import (
     activation,
     decoder_spec,
@@ -13,7 +17,7 @@ from octavo.models.hf_decoder import (
     sliding_windows,
 )
 from octavo.models.hf_rope import no_rope, rope_spec
-from octavo.models.spec import POST, DecoderSpec, HeadNorms, NormSpec, StoredNames, renamed
+from octavo.models.spec import POST, PRE, DecoderSpec, HeadNorms, NormSpec, StoredNames, renamed
 
 _LAYER = {
     "ln_1": "input_layernorm",
@@ -26,6 +30,11 @@ _LAYER = {
     "mlp.c_fc_1": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
 }
+_K_EXAONE = StoredNames(
+    modules=renamed({"layers.{}.mlp.e_score_correction_bias": "layers.{}.mlp.gate.e_score_correction_bias"}),
+    stacks=FUSED,
+    foreign=("mtp.",),
+)
 _EXAONE3 = StoredNames(
     "transformer",
     renamed(
@@ -59,6 +68,19 @@ def exaone4(config: Config) -> DecoderSpec:
         rope=rope,
         ropes=tuple(plain if window and kind == "full_attention" else rope for kind in types),
     )
+
+
+def exaone_moe(config: Config) -> DecoderSpec:
+    """K-EXAONE (https://huggingface.co/LGAI-EXAONE/K-EXAONE-236B-A23B): EXAONE 4 with experts and norms before each
+    part."""
+    only(config, "scoring_func", "sigmoid")
+    named = WithDefaults(
+        config,
+        n_shared_experts=value_or(config, "num_shared_experts", 1),
+        routed_scaling_factor=2.5,
+    )
+    mlps = after_dense(named, corrected_sigmoid(named, 8, normalized=True), 1, 64)
+    return replace(exaone4(config), norms=PRE, mlps=mlps, stored=_K_EXAONE)
 
 
 def _pattern(config: Config) -> int:

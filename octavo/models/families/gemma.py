@@ -1,8 +1,10 @@
-"""Gemma 1, 2 and 3, the text models: norms scaled by one plus a weight, scaled embeddings, gated GELU."""
+"""Gemma 1, 2 and 3, the text models, and VaultGemma: norms scaled by one plus a weight, scaled embeddings, gated
+GELU."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from octavo.models.hf_config import Config, only, value_or, whole
@@ -16,7 +18,7 @@ from octavo.models.hf_decoder import (
     sliding_windows,
 )
 from octavo.models.hf_rope import local_rope, rope_spec
-from octavo.models.spec import SANDWICH, DecoderSpec, HeadNorms, Multipliers
+from octavo.models.spec import SANDWICH, DecoderSpec, HeadNorms, LayerNorms, Multipliers
 
 _GELU = "gelu_pytorch_tanh"
 _BIDIRECTIONAL = "use_bidirectional_attention"
@@ -42,6 +44,11 @@ def gemma2(config: Config) -> DecoderSpec:
         attention_cap=_cap(config, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(config, "final_logit_softcapping", 30.0),
     )
+
+
+def vaultgemma(config: Config) -> DecoderSpec:
+    """VaultGemma (https://arxiv.org/abs/2510.15001): Gemma 2 without norms after its parts."""
+    return replace(gemma2(config), norms=LayerNorms(before_mlp="pre_feedforward_layernorm"))
 
 
 def gemma3(config: Config) -> DecoderSpec:

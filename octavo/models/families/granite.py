@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from octavo.core.errors import ModelFileError
 from octavo.models.families.experts import experts_of, stacks
 from octavo.models.families.mamba import layer_mixers, mamba2_of
 from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, value_or, whole
-from octavo.models.hf_decoder import bias_set, decoder_spec, head_size
+from octavo.models.hf_decoder import FULL, SLIDING, bias_set, decoder_spec, head_size, layer_types, sliding_windows
 from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.spec import DecoderSpec, Multipliers, StoredModule, StoredNames, renamed
 from octavo.nn.experts_spec import RoutingSpec
@@ -35,12 +38,7 @@ def granite_hybrid(config: Config) -> DecoderSpec:
     kinds = value_or(config, "layer_types", value_or(config, "layers_block_type", None))
     has_experts = int(value_or(config, "num_local_experts", 8)) > 0
     mlp = "layers.{}.mlp.shared_experts" if has_experts else "layers.{}.mlp"
-    gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-    modules = (
-        *renamed(GRANITE_ROUTER),
-        StoredModule("layers.{}.shared_mlp.input_linear", gate_up, (size, size)),
-        StoredModule("layers.{}.shared_mlp.output_linear", (f"{mlp}.down_proj",)),
-    )
+    modules = (*renamed(GRANITE_ROUTER), *shared_modules(mlp, size))
     return decoder_spec(
         config,
         multipliers=_multipliers(config),
@@ -50,6 +48,46 @@ def granite_hybrid(config: Config) -> DecoderSpec:
         mlp=granite_experts(config, SharedSpec(size)) if has_experts else MlpSpec(size),
         mixers=layer_mixers(kinds or ["mamba"] * whole(config, "num_hidden_layers"), mamba2_of(config, 1e-6)),
         stored=StoredNames(modules=modules, stacks=GRANITE_STACKS),
+    )
+
+
+def shared_modules(mlp: str, size: int) -> tuple[StoredModule, ...]:
+    """Return the modules of a feed-forward that all tokens use.
+
+    Args:
+        mlp: the decoder's name of it.
+        size: outputs of `up_proj`.
+    """
+    return (
+        StoredModule("layers.{}.shared_mlp.input_linear", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (size, size)),
+        StoredModule("layers.{}.shared_mlp.output_linear", (f"{mlp}.down_proj",)),
+    )
+
+
+def granite_swa(config: Config) -> DecoderSpec:
+    """Granite with attention sinks, and a window on three of four layers
+    (https://huggingface.co/ibm-granite/granite-swash-2b)."""
+    spec = with_windows(config, granite({**config, "rms_norm_eps": value_or(config, "rms_norm_eps", 1e-5)}))
+    return replace(spec, tied=bool(value_or(config, "tie_word_embeddings", True)))
+
+
+def with_windows(config: Config, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec with sinks, windows and each layer's own base of rotations, where 0 means no rotary positions.
+
+    Raises:
+        ModelFileError: a list has the wrong length.
+    """
+    layers, dim = spec.num_layers, spec.head_dim
+    types = layer_types({"layer_types": [SLIDING if i % 4 else FULL for i in range(layers)], **config}, 0)
+    bases = value_or(config, "layer_rope_theta", [spec.rope.theta] * layers)
+    if len(bases) != layers:
+        raise ModelFileError(f"The model's config lists {len(bases)} values of layer_rope_theta for {layers} layers.")
+    plain = no_rope(dim, spec.rope.max_position)
+    return replace(
+        spec,
+        sinks=True,
+        windows=tuple(sliding_windows(types, whole(config, "sliding_window", 128))),
+        ropes=tuple(replace(spec.rope, theta=float(base)) if base else plain for base in bases),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.models.hf_config import Config, only, require, whole
-from octavo.models.hf_decoder import decoder_spec, rms_norm
+from octavo.models.hf_decoder import FULL, SLIDING, decoder_spec, layer_types, rms_norm, sliding_windows
 from octavo.models.mixers.spec import SelfAttention, Temperature
 from octavo.models.spec import DecoderSpec
 
@@ -16,6 +16,14 @@ def mistral(config: Config) -> DecoderSpec:
     only(config, "layer_types", None)
     window = None if config.get("sliding_window", 4096) is None else whole(config, "sliding_window", 4096)
     return decoder_spec(config, windows=[window] * whole(config, "num_hidden_layers"))
+
+
+def ministral(config: Config) -> DecoderSpec:
+    """Ministral 8B (https://huggingface.co/mistralai/Ministral-8B-Instruct-2410): a window on some layers."""
+    window = None if config.get("sliding_window", 4096) is None else whole(config, "sliding_window", 4096)
+    default = [FULL if window is None else SLIDING] * whole(config, "num_hidden_layers")
+    types = default if config.get("layer_types") is None else layer_types(config, 0)
+    return decoder_spec(config, windows=sliding_windows(types, window))
 
 
 def ministral3(config: Config) -> DecoderSpec:

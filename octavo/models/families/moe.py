@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.families.experts import FUSED, corrected_sigmoid, every_nth, experts_of, separate, softmax_routing
-from octavo.models.families.granite import GRANITE_ROUTER, GRANITE_STACKS, granite, granite_experts
+from octavo.models.families.granite import (
+    GRANITE_ROUTER,
+    GRANITE_STACKS,
+    granite,
+    granite_experts,
+    shared_modules,
+    with_windows,
+)
 from octavo.models.families.llama import ernie
 from octavo.models.families.mistral import mistral
 from octavo.models.families.qwen3 import qwen3
@@ -14,7 +22,7 @@ from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSp
 from octavo.models.hf_config import Config, WithDefaults, only, value_or, whole
 from octavo.models.hf_decoder import bias_set, decoder_spec, head_size, layer_norm, layer_windows, rms_norm
 from octavo.models.hf_rope import rope_spec
-from octavo.models.spec import DecoderSpec, HeadNorms, StoredModule, StoredNames, StoredStack, renamed
+from octavo.models.spec import POST, DecoderSpec, HeadNorms, StoredModule, StoredNames, StoredStack, renamed
 from octavo.nn.experts_spec import RoutingSpec
 
 _MIXTRAL = StoredNames(
@@ -76,10 +84,41 @@ def olmoe(config: Config) -> DecoderSpec:
     )
 
 
+def flex_olmo(config: Config) -> DecoderSpec:
+    """FlexOlmo (https://arxiv.org/abs/2507.07024): OLMo 2 with experts that were trained apart."""
+    experts = experts_of(config, softmax_routing(config, 5), "num_experts", "intermediate_size", 7)
+    norm = rms_norm(config)
+    return decoder_spec(
+        config,
+        norm=norm,
+        norms=POST,
+        rope=rope_spec(config, head_size(config), theta=500000.0),
+        mlp=experts,
+        head_norms=HeadNorms(norm, over="all"),
+        biases=bias_set(config, mlp=""),
+        stored=PER_EXPERT,
+    )
+
+
 def granite_moe(config: Config) -> DecoderSpec:
     """Granite 3 with experts (https://github.com/ibm-granite/granite-3.0-language-models)."""
     spec = granite(config)
     return replace(spec, mlps=in_all(spec, granite_experts(config)), stored=_GRANITE)
+
+
+def granite_moe_shared(config: Config) -> DecoderSpec:
+    """Granite with experts, and a feed-forward that all tokens use (https://huggingface.co/ibm-granite)."""
+    spec, size = granite(config), int(value_or(config, "shared_intermediate_size", 0))
+    experts = granite_experts(config, SharedSpec(size) if size else None)
+    shared = shared_modules("layers.{}.mlp.shared_experts", size) if size else ()
+    stored = replace(_GRANITE, modules=(*_GRANITE.modules, *shared))
+    return replace(spec, mlps=in_all(spec, experts), stored=stored)
+
+
+def granite_moe_swa(config: Config) -> DecoderSpec:
+    """Granite with experts, attention sinks, and a window on three of four layers
+    (https://huggingface.co/ibm-granite/granite-swash-3b-a600m)."""
+    return with_windows(config, granite_moe_shared(config))
 
 
 def phi_moe(config: Config) -> DecoderSpec:
@@ -133,6 +172,22 @@ def glm4_moe(config: Config) -> DecoderSpec:
     )
 
 
+def solar_open(config: Config) -> DecoderSpec:
+    """Solar Open (https://huggingface.co/upstage/Solar-Open-100B): GLM-4.5's kind of experts, in all layers."""
+    only(config, "use_qk_norm", False)
+    head_dim = head_size(config, 128)
+    named = WithDefaults(config, n_shared_experts=1)
+    return decoder_spec(
+        config,
+        head_dim=head_dim,
+        norm=rms_norm(config, default=1e-5),
+        rope=rope_spec(config, head_dim, theta=1000000.0),
+        mlps=after_dense(named, corrected_sigmoid(config, 8, normalized=True), 0, 128),
+        biases=bias_set(config, o="", mlp=""),
+        stored=PER_EXPERT,
+    )
+
+
 def dots1(config: Config) -> DecoderSpec:
     """dots.llm1 (https://arxiv.org/abs/2506.05767)."""
     norm, layers = rms_norm(config), whole(config, "num_hidden_layers")
@@ -178,17 +233,44 @@ def in_all(spec: DecoderSpec, experts: ExpertsSpec) -> tuple[FeedForwardSpec, ..
     return (experts,) * spec.num_layers
 
 
-def after_dense(config: Config, routing: RoutingSpec, dense: int) -> tuple[FeedForwardSpec, ...]:
-    """Return DeepSeek's feed-forwards: some dense layers, then experts and a shared one, in every n-th layer."""
+def after_dense(
+    config: Config, routing: RoutingSpec, dense: int, experts: int | None = None
+) -> tuple[FeedForwardSpec, ...]:
+    """Return DeepSeek's feed-forwards: some dense layers, then experts and a shared one, in every n-th layer; or those
+    that `mlp_layer_types` lists.
+
+    Args:
+        dense, experts: the family's numbers of dense layers in front, and of experts; None for a field that must be
+            there.
+
+    Raises:
+        ModelFileError: the list has the wrong length.
+        ConfigError: it has an unknown type.
+    """
     size, shared = whole(config, "moe_intermediate_size"), int(value_or(config, "n_shared_experts", 0))
-    experts = experts_of(
+    mixture = experts_of(
         config,
         routing,
         "n_routed_experts",
         "moe_intermediate_size",
-        None,
+        experts,
         shared=SharedSpec(size * shared) if shared else None,
     )
     first, layers = int(value_or(config, "first_k_dense_replace", dense)), whole(config, "num_hidden_layers")
-    plain, step = MlpSpec(whole(config, "intermediate_size"), experts.activation), whole(config, "moe_layer_freq", 1)
-    return tuple(plain if i < first or i % step else experts for i in range(layers))
+    step, types = whole(config, "moe_layer_freq", 1), config.get("mlp_layer_types")
+    sparse = [i >= first and i % step == 0 for i in range(layers)] if types is None else _sparse(types, layers)
+    if all(sparse):
+        return (mixture,) * layers
+    plain = MlpSpec(whole(config, "intermediate_size"), mixture.activation)
+    return tuple(mixture if has else plain for has in sparse)
+
+
+def _sparse(types: Sequence[str], layers: int) -> list[bool]:
+    """Return which layers have experts, by `mlp_layer_types`."""
+    if len(types) != layers:
+        raise ModelFileError(f"The model's config lists {len(types)} mlp_layer_types for {layers} layers.")
+    if unknown := sorted(set(types) - {"sparse", "dense"}):
+        raise ConfigError(
+            f"The model's config has mlp_layer_types {', '.join(unknown)}; Octavo supports dense and sparse."
+        )
+    return [kind == "sparse" for kind in types]

@@ -58,7 +58,7 @@ def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:
         *_norms(spec, names),
         *_experts(spec),
         *_recurrent(spec),
-        *_gated(spec),
+        *_gated(spec, names),
     )
     further = f"blk.{spec.num_layers}."  # layers that predict further tokens
     return StoredNames("", modules, _FACTORS, _STACKS, (further,))
@@ -126,11 +126,14 @@ def _recurrent(spec: DecoderSpec) -> Iterator[StoredModule]:
         yield StoredModule("blk.{}.ssm_dt", (f"{own}dt_proj",))
 
 
-def _gated(spec: DecoderSpec) -> Iterator[StoredModule]:
-    """Yield Qwen3-Next's projections, where they differ from others of the same name: gates beside queries, and those
-    of gated delta nets, which older files have as the original checkpoint does."""
+def _gated(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
+    """Yield gates of attention, which Trinity stores apart and Qwen3-Next beside queries, and the projections of gated
+    delta nets, which older files have as the original checkpoint does."""
     delta = next((mixer for mixer in spec.mixers if isinstance(mixer, GatedDeltaSpec)), None)
-    if any(isinstance(mixer, SelfAttention) and mixer.gated for mixer in spec.mixers):
+    gated = any(isinstance(mixer, SelfAttention) and mixer.gated for mixer in spec.mixers)
+    if gated and delta is None and "blk.0.attn_gate.weight" in names:
+        yield StoredModule("blk.{}.attn_gate", ("layers.{}.self_attn.gate_proj",))
+    elif gated:
         both = tuple(f"layers.{{}}.self_attn.{part}_proj" for part in ("q", "gate"))
         yield StoredModule("blk.{}.attn_q", both, (spec.head_dim,) * 2)
     if delta is None:

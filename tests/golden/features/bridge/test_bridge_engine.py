@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 from octavo import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from octavo.nn.attention.reference import ReferenceAttention
 
-SETTINGS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 4, "threads": 1, "dtype": "float32"}
+SETTINGS: dict[str, Any] = {
+    "model_impl": "transformers",
+    "kv_cache_memory_bytes": 1 << 20,
+    "max_num_seqs": 4,
+    "threads": 1,
+    "dtype": "float32",
+}
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8] * 9}, {"prompt_token_ids": [9, 10]}]
 
 

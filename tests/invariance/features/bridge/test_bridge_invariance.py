@@ -19,6 +19,7 @@ from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
 
 BLOCKS = {"num_blocks": 7, "max_model_len": 80}
+BRIDGED = {"model_impl": "transformers"}
 FORMS: dict[str, dict[str, Any]] = {
     "chunked, preempted": {"max_num_batched_tokens": 8, "max_num_seqs": 8, **BLOCKS},
     "chunked, no overlap": {"max_num_batched_tokens": 12, "max_num_seqs": 4, "async_scheduling": False},
@@ -52,7 +53,7 @@ def requests() -> list[GenerateRequest]:
 
 
 def run(folder: Path, asked: list[GenerateRequest], **settings: Any) -> tuple[dict[Any, list[int]], EngineStats]:
-    loop, _ = build_core(tiny_config(load_format="auto", **settings), model_files(folder))
+    loop, _ = build_core(tiny_config(**{**BRIDGED, "load_format": "auto", **settings}), model_files(folder))
     return tokens_of(drive(loop, asked)), loop.stats()
 
 
@@ -60,7 +61,7 @@ def run(folder: Path, asked: list[GenerateRequest], **settings: Any) -> tuple[di
 def truth(folder: Path, device: str) -> dict[Any, list[int]]:
     """Each request alone."""
     alone: dict[Any, list[int]] = {}
-    settings = {"load_format": "auto", "enable_prefix_caching": False, "device": device}
+    settings = {**BRIDGED, "load_format": "auto", "enable_prefix_caching": False, "device": device}
     loop, _ = build_core(tiny_config(**settings), model_files(folder))
     for request in requests():
         alone |= tokens_of(drive(loop, [request]))
@@ -78,14 +79,14 @@ def test_tokens_do_not_depend_on(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_tokens_equal_those_of_the_own_implementation(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
-    own, _ = run(tmp_path, requests())
-    bridged, _ = run(tmp_path, requests(), model_impl="transformers")
+    own, _ = run(tmp_path, requests(), model_impl="octavo")
+    bridged, _ = run(tmp_path, requests())
     assert bridged == own
 
 
 def test_random_weights_need_no_files(folder: Path) -> None:
     files = dataclasses.replace(model_files(folder), weights=())
-    loop, info = build_core(tiny_config(), files)
+    loop, info = build_core(tiny_config(**BRIDGED), files)
     tokens = tokens_of(drive(loop, requests()))
     assert all(tokens.values())
     assert "transformers" in info.kernels

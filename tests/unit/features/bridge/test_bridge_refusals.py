@@ -46,7 +46,7 @@ def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
         (of("T5ForConditionalGeneration", "t5"), "an encoder and a decoder"),
         (of("ElectraForMaskedLM", "electra"), "is not a language model"),
         (of("ElectraForCausalLM", "electra"), "attends in both directions"),
-        (of("ArceeForCausalLM", "arcee", is_causal=False), "is_causal is false in its config"),
+        (of("BitNetForCausalLM", "bitnet", is_causal=False), "is_causal is false in its config"),
         (of("ArceeForSequenceClassification", "arcee"), "Octavo runs ArceeForCausalLM"),
         (of("DiffLlamaForCausalLM", "diffllama"), "attends more than once in a step"),
         (of("NemotronForCausalLM", "nemotron"), "does not pass its keyword arguments on"),
@@ -111,11 +111,11 @@ def test_encoders_are_computed_by_own_layers(architecture: str, settings: dict[s
 
 
 def test_settings_that_do_not_go_with_it() -> None:
-    assert "--kv-cache-dtype fp8" in refused(of("ArceeForCausalLM", "arcee"), kv_cache_dtype="fp8")
+    assert "--kv-cache-dtype fp8" in refused(of("BitNetForCausalLM", "bitnet"), kv_cache_dtype="fp8")
 
 
 def test_overridden_fields_must_exist() -> None:
-    config = of("ArceeForCausalLM", "arcee")
+    config = of("BitNetForCausalLM", "bitnet")
     assert "--hf-overrides max_positions: neither" in refused(config, hf_overrides={"max_positions": 64})
     files = model_files(config)
     fields = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
@@ -142,13 +142,13 @@ def test_own_families_are_computed_by_own_layers_unless_asked() -> None:
 
 
 def test_without_the_bridge_others_are_refused() -> None:
-    assert "Octavo supports" in refused(of("ArceeForCausalLM", "arcee"), model_impl="octavo")
+    assert "Octavo supports" in refused(of("BitNetForCausalLM", "bitnet"), model_impl="octavo")
 
 
 @pytest.mark.parametrize(
     ("config", "settings", "says"),
     [
-        (of("ArceeForCausalLM", "arcee"), {}, "The model's architecture is ArceeForCausalLM"),
+        (of("BitNetForCausalLM", "bitnet"), {}, "The model's architecture is BitNetForCausalLM"),
         (LLAMA, {"model_impl": "transformers"}, "--model-impl transformers needs"),
     ],
 )

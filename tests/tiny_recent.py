@@ -1,0 +1,73 @@
+"""Tiny configurations of families of 2025 and 2026, each with what is special about it; parts of those in
+`tiny_families.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+_WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_PATTERN = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2, "moe_intermediate_size": 24}
+_LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2, "intermediate_size": 24}
+_ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+}
+_GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 4.0}
+
+RECENT_DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "arcee": (transformers.ArceeConfig, {"attention_bias": True}),
+    "granite-swa": (
+        transformers.GraniteSWAConfig,
+        {**_WINDOWS, **_GRANITE, "layer_rope_theta": [100.0, 0, 1000.0], "attention_bias": True},
+    ),
+    "ministral": (transformers.MinistralConfig, {**_WINDOWS, "head_dim": 32}),
+    "vaultgemma": (
+        transformers.VaultGemmaConfig,
+        {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
+    ),
+}
+
+RECENT_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "afmoe": (
+        transformers.AfmoeConfig,
+        {
+            **_EXPERTS,
+            **_PATTERN,
+            "head_dim": 16,
+            "num_shared_experts": 2,
+            "num_dense_layers": 1,
+            "route_scale": 1.5,
+            "mup_enabled": True,
+            "attention_bias": True,
+        },
+    ),
+    "exaone-moe": (transformers.ExaoneMoeConfig, {**_EXPERTS, **_PATTERN, "head_dim": 16, "num_shared_experts": 2}),
+    "flex-olmo": (transformers.FlexOlmoConfig, {**_EXPERTS, "intermediate_size": 24, "norm_topk_prob": True}),
+    "glm4-moe-lite": (transformers.Glm4MoeLiteConfig, {**_ROUTED, **_LATENT}),
+    "granite-moe-shared": (
+        transformers.GraniteMoeSharedConfig,
+        {**_LOCAL, **_GRANITE, "shared_intermediate_size": 40},
+    ),
+    "granite-moe-swa": (
+        transformers.GraniteMoeSWAConfig,
+        {**_LOCAL, **_PATTERN, "shared_intermediate_size": 40, "layer_rope_theta": [100.0, 0]},
+    ),
+    "hy3": (transformers.HYV3Config, {**_EXPERTS, "head_dim": 16, "num_shared_experts": 2}),
+    "minimax-m2": (transformers.MiniMaxM2Config, {**_LOCAL, "head_dim": 16, "rotary_dim": 8}),
+    "solar-open": (transformers.SolarOpenConfig, {**_ROUTED, "head_dim": 16, "attention_bias": True}),
+}
