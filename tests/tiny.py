@@ -89,7 +89,15 @@ def config_of(family: str, changes: Mapping[str, Any] | None = None) -> Any:
 
 def make_checkpoint(family: str, folder: Path, changes: Mapping[str, Any] | None = None, **save: Any) -> Any:
     """Writes a random checkpoint of the family and returns the Transformers model, in float32."""
-    return _saved(transformers.AutoModelForCausalLM, config_of(family, changes), folder, len(family), **save)
+    config = config_of(family, changes)
+    return _saved(class_of(config), config, folder, len(family), **save)
+
+
+def class_of(config: Any) -> Any:
+    """The class of a configuration's language models; some are not among those that transformers finds by itself."""
+    mapped = transformers.AutoModelForCausalLM._model_mapping
+    kind = type(config)
+    return mapped[kind] if kind in mapped else getattr(transformers, kind.__name__.replace("Config", "ForCausalLM"))
 
 
 def make_classifier(family: str, folder: Path, labels: int, changes: Mapping[str, Any] | None = None) -> Any:
@@ -112,7 +120,9 @@ def _saved(kind: Any, config: Any, folder: Path, seed: int, **save: Any) -> Any:
     torch.manual_seed(seed)
     # The eager form of Falcon adds its linear biases twice.
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
-    model = kind.from_config(config, dtype=torch.float32).eval()
+    model = (kind.from_config if hasattr(kind, "from_config") else kind._from_config)(
+        config, dtype=torch.float32
+    ).eval()
     vary_vectors(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

@@ -69,5 +69,27 @@ RECENT_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "hy3": (transformers.HYV3Config, {**_EXPERTS, "head_dim": 16, "num_shared_experts": 2}),
     "minimax-m2": (transformers.MiniMaxM2Config, {**_LOCAL, "head_dim": 16, "rotary_dim": 8}),
+    "mistral4": (
+        transformers.Mistral4Config,
+        {
+            **_ROUTED,
+            **_LATENT,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "solar-open": (transformers.SolarOpenConfig, {**_ROUTED, "head_dim": 16, "attention_bias": True}),
 }

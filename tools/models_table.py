@@ -15,7 +15,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(sys.path[0], "tests")))
 from bridge_kit import OTHERS, OWN
-from tiny import FAMILIES, config_of
+from tiny import FAMILIES, class_of, config_of
 from tiny_families import DENSE, HYBRID, HYBRID_MOE, MOE
 
 from octavo.hub.gguf_families import FAMILIES as GGUF
@@ -82,7 +82,7 @@ def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the architecture and configuration of every tiny checkpoint that the tests compare with Transformers."""
     for name in (*DENSE, *HYBRID, *HYBRID_MOE, *MOE, *FAMILIES)[::-1]:
         config = config_of(name)
-        architecture = _architecture(type(config))
+        architecture = class_of(config).__name__
         yield architecture, {**config.to_dict(), "architectures": [architecture]}
 
 

@@ -13,7 +13,7 @@ from octavo.models.decoder import CausalLM
 from octavo.models.encoders.families import ENCODERS
 from octavo.models.families.arcee import afmoe, arcee
 from octavo.models.families.cohere import cohere, cohere2
-from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, youtu
+from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, mistral4, youtu
 from octavo.models.families.exaone import exaone3, exaone4, exaone_moe
 from octavo.models.families.falcon import bloom, falcon
 from octavo.models.families.gemma import gemma, gemma2, gemma3, vaultgemma
@@ -113,6 +113,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "MiniMaxM2ForCausalLM": minimax_m2,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": ministral,
+    "Mistral4ForCausalLM": mistral4,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "NemotronForCausalLM": nemotron,

@@ -51,6 +51,11 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ministral3": _sizes(4096, 14336, 34, 32, 8, 131072, 262144, 1e-5)
     | {"head_dim": 128, "rope_parameters": _MINISTRAL_YARN},
     "mistral": _sizes(4096, 14336, 32, 32, 8, 32000, 131072),
+    "mistral4": _sizes(4096, 12288, 36, 32, 32, 131072, 1048576)
+    | {
+        "rope_parameters": _MINISTRAL_YARN
+        | {"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
+    },
     "qwen2": _sizes(4096, 22016, 32, 32, 32, 151936, 32768),
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,

@@ -18,13 +18,16 @@ class Latent(ctypes.Structure):
         expansion: address of [heads, nope_dim + value_dim, rank], in the dtype of the cache.
         cache: address of [cells, rank + rope_dim].
         scale: multiplies q·k before the softmax.
+        sharpening, interval, first: of the queries' factors, as the temperature of `ProgramBuilder.rope`; a sharpening
+            of 0 for none.
         begin: of the latents in the rows that `store` reads.
     """
 
     _fields_ = (
         *((name, c_void_p) for name in ("cos_sin", "norm", "expansion", "cache")),
-        *((name, c_float) for name in ("eps", "scale")),
-        *((name, c_int32) for name in ("heads", "rank", "rope_dim", "nope_dim", "value_dim", "begin")),
+        *((name, c_float) for name in ("eps", "scale", "sharpening")),
+        *((name, c_int32) for name in ("heads", "rank", "rope_dim", "nope_dim", "value_dim")),
+        *((name, c_int32) for name in ("begin", "interval", "first")),
     )
 
     @property

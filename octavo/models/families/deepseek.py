@@ -1,4 +1,5 @@
-"""Families with latent attention: DeepSeek V2 and V3 (also R1, Kimi K2, Moonlight), MiniCPM 3, Youtu."""
+"""Families with latent attention: DeepSeek V2 and V3 (also R1, Kimi K2, Moonlight), GLM-4.7-Flash, Mistral Small 4,
+MiniCPM 3, Youtu."""
 
 from __future__ import annotations
 
@@ -7,20 +8,36 @@ from typing import Any
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.families.experts import corrected_sigmoid
+from octavo.models.families.mistral import sharpening
 from octavo.models.families.moe import PER_EXPERT, after_dense
-from octavo.models.hf_config import Config, WithDefaults, only, value_or, whole
+from octavo.models.hf_config import Config, WithDefaults, only, require, value_or, whole
 from octavo.models.hf_decoder import decoder_spec, rms_norm
-from octavo.models.hf_rope import rope_spec, temperature
-from octavo.models.mixers.spec import LatentSelfAttention
+from octavo.models.hf_rope import rope_spec
+from octavo.models.hf_rope import temperature as yarn_temperature
+from octavo.models.mixers.spec import LatentSelfAttention, Temperature
 from octavo.models.spec import DecoderSpec, Multipliers
 from octavo.nn.experts_spec import RoutingSpec
 
+_MISTRAL4: dict[str, Any] = {
+    "kv_lora_rank": 256,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Defaults of its configuration."""
 
-def latent_decoder(config: Config, *, interleaved: bool, **parts: Any) -> DecoderSpec:
+
+def latent_decoder(
+    config: Config, *, interleaved: bool, temperature: Temperature | None = None, **parts: Any
+) -> DecoderSpec:
     """Return the spec of a family whose layers all have latent attention.
 
     Args:
         interleaved: the family pairs adjacent rotated channels.
+        temperature: of queries.
         parts: other arguments of `decoder_spec`.
     """
     only(config, "mlp_bias", False)
@@ -36,6 +53,7 @@ def latent_decoder(config: Config, *, interleaved: bool, **parts: Any) -> Decode
         value_dim=whole(config, "v_head_dim", whole(config, "hidden_size") // heads),
         query_rank=query_rank,
         bias=bool(query_rank and value_or(config, "attention_bias", False)),
+        temperature=temperature,
     )
     if not query_rank:
         only(config, "attention_bias", False)
@@ -52,7 +70,7 @@ def _scale(config: Config, channels: int) -> float:
     weight = float(params.get("mscale_all_dim") or 0.0)
     if kind == "default" or not weight:
         return float(channels**-0.5)
-    return float(channels**-0.5) * temperature(float(params["factor"]), weight) ** 2
+    return float(channels**-0.5) * yarn_temperature(float(params["factor"]), weight) ** 2
 
 
 def deepseek_v2(config: Config) -> DecoderSpec:
@@ -91,6 +109,30 @@ def glm4_moe_lite(config: Config) -> DecoderSpec:
     mlps = after_dense(config, corrected_sigmoid(config, 4, normalized=True), 1, 64)
     interleaved, norm = bool(value_or(config, "rope_interleave", True)), rms_norm(config, default=1e-5)
     return latent_decoder(config, interleaved=interleaved, norm=norm, mlps=mlps, stored=PER_EXPERT)
+
+
+def mistral4(config: Config) -> DecoderSpec:
+    """Mistral Small 4 (https://huggingface.co/mistralai/Mistral-Small-4-119B-2603): latent attention, whose queries are
+    scaled up with their position; experts."""
+    rope = dict(require(config, "rope_parameters"))
+    config = WithDefaults(config, **_MISTRAL4)
+    nope, rotated = whole(config, "qk_nope_head_dim"), whole(config, "qk_rope_head_dim")
+    only(rope, "partial_rotary_factor", rotated / (nope + rotated))  # of a head's channels
+    routing = RoutingSpec(
+        top_k=whole(config, "num_experts_per_tok", 4),
+        groups=whole(config, "n_group", 1),
+        top_groups=whole(config, "topk_group", 1),
+        group_score="top2",
+        normalized=bool(value_or(config, "norm_topk_prob", True)),
+        scaling=float(value_or(config, "routed_scaling_factor", 1.0)),
+    )
+    return latent_decoder(
+        {**config, "rope_parameters": rope | {"partial_rotary_factor": 1.0}},
+        interleaved=bool(value_or(config, "rope_interleave", True)),
+        temperature=sharpening(rope),
+        mlps=after_dense(config, routing, 0, 128),
+        stored=PER_EXPERT,
+    )
 
 
 def minicpm3(config: Config) -> DecoderSpec:

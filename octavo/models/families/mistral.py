@@ -26,12 +26,16 @@ def ministral(config: Config) -> DecoderSpec:
     return decoder_spec(config, windows=sliding_windows(types, window))
 
 
+def sharpening(rope: Config) -> Temperature | None:
+    """Return the factors of queries that rope parameters state."""
+    scale = rope.get("llama_4_scaling_beta")
+    return Temperature(whole(rope, "original_max_position_embeddings"), float(scale), first=0) if scale else None
+
+
 def ministral3(config: Config) -> DecoderSpec:
     """Ministral 3: queries are scaled up with their position (https://arxiv.org/abs/2601.08584)."""
     only(config, "layer_types", None)
     layers, rope = whole(config, "num_hidden_layers"), require(config, "rope_parameters")
     window = None if config.get("sliding_window") is None else whole(config, "sliding_window")
-    scale = rope.get("llama_4_scaling_beta")
-    factors = Temperature(whole(rope, "original_max_position_embeddings"), float(scale), first=0) if scale else None
-    mixers = (SelfAttention(temperature=factors),) * layers
+    mixers = (SelfAttention(temperature=sharpening(rope)),) * layers
     return decoder_spec(config, norm=rms_norm(config, default=1e-5), windows=[window] * layers, mixers=mixers)

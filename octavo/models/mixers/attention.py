@@ -7,8 +7,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.models.attention import attention_spec
-from octavo.models.mixers.base import Mixer
-from octavo.models.mixers.spec import SelfAttention, Temperature
+from octavo.models.mixers.base import Mixer, query_factors
+from octavo.models.mixers.spec import SelfAttention
 from octavo.models.norms import make_norm
 from octavo.models.spec import DecoderSpec
 from octavo.native.bindings import Function
@@ -47,12 +47,6 @@ def make_head_norm(b: Build, part: int, spec: DecoderSpec) -> Norm | None:
             "devices. Set --tensor-parallel-size 1."
         )
     return b.divided_norm(name, heads, part, norm.eps)
-
-
-def _factors(positions: Tensor, temperature: Temperature) -> Tensor:
-    """Return the factors of queries at these positions, float32."""
-    steps = torch.floor((positions.float() + temperature.first) / temperature.interval)
-    return torch.log1p(steps) * temperature.scale + 1.0
 
 
 class Attention(Mixer):
@@ -111,7 +105,7 @@ class Attention(Mixer):
             self._normalize(heads)
         if self.temperature is not None:
             queries = heads[:, : self.head_counts[0]]
-            queries.mul_(_factors(step.positions, self.temperature)[:, None, None])
+            queries.mul_(query_factors(step.positions, self.temperature)[:, None, None])
         if self.attn.fused:
             table = self.rope.cos_sin if step.rotations is None else step.rotations
             return self.attn.rotated(heads, self._norms(), table, step, rounded_by).flatten(1)
@@ -131,8 +125,7 @@ class Attention(Mixer):
             for own, begin, values in ((self.q_norm, 0, queries), (self.k_norm, queries, keys)):
                 if own is not None:
                     own.emit_in_place(b, heads, begin, values)
-        how = self.temperature
-        tempered = None if how is None else (how.scale, how.interval, how.first)
+        tempered = None if self.temperature is None else self.temperature.in_program
         self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin, tempered)
         if self.gate is not None:
             gates = b.scratch("attention gates", sum(self.gate.sizes) * 4)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from octavo.models.mixers.spec import MixerSpec
+from octavo.models.mixers.spec import MixerSpec, Temperature
 from octavo.native.builder import ProgramBuilder
 from octavo.nn.build import Build
 from octavo.nn.linear import Projection
@@ -25,6 +25,12 @@ def divided(b: Build, whole: Spec) -> tuple[Build, Spec]:
     computes, if its heads or channels can't be divided."""
     own = whole.of_rank(b.mesh.size)
     return (b.undivided(), whole) if own is None else (b, own)
+
+
+def query_factors(positions: Tensor, temperature: Temperature) -> Tensor:
+    """Return the factors of queries at these positions, float32."""
+    steps = torch.floor((positions.float() + temperature.first) / temperature.interval)
+    return torch.log1p(steps) * temperature.scale + 1.0
 
 
 class Mixer(nn.Module, ABC):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.attention import latent_spec
-from octavo.models.mixers.base import Mixer
+from octavo.models.mixers.base import Mixer, query_factors
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
 from octavo.native.builder import ProgramBuilder
@@ -36,7 +36,7 @@ class LatentAttention(Mixer):
         hidden, width, bias = spec.hidden_size, own.rank + own.rope_dim, own.bias
         heads = Heads(spec.num_heads, 1, own.query_dim, width)
         self.spec = latent_spec(spec, layer, b.mesh)
-        self.rope = rope
+        self.rope, self.temperature = rope, own.temperature
         self.q_norm: RMSNorm | None = None
         self.q: Linear | None = None
         if own.query_rank:
@@ -62,6 +62,8 @@ class LatentAttention(Mixer):
         if self.q is not None and self.q_norm is not None:
             q = self.q.after_norm(Stream(q.contiguous()), self.q_norm)
         heads = q.unflatten(-1, (self.spec.num_heads, self.spec.query_dim))
+        if self.temperature is not None:
+            heads.mul_(query_factors(step.positions, self.temperature)[:, None, None])
         kept = self.latent_norm.weight, self.latent_norm.eps
         return self.attn(heads, latents, kept, self.rope.cos_sin, self.expansion.weight, step).flatten(1)
 
@@ -73,4 +75,5 @@ class LatentAttention(Mixer):
             self.q.emit_after_norm(b, self.q_norm, queries, source=entry)
         kept = self.latent_norm.weight, self.latent_norm.eps
         latents = entry, self.entry.sizes[0]
-        self.attn.emit(b, queries, latents, output, kept, self.rope.cos_sin, self.expansion.weight)
+        tempered = None if self.temperature is None else self.temperature.in_program
+        self.attn.emit(b, queries, latents, output, kept, self.rope.cos_sin, self.expansion.weight, tempered)

@@ -49,6 +49,11 @@ class Temperature:
     scale: float
     first: int = 1
 
+    @property
+    def in_program(self) -> tuple[float, int, int]:
+        """The parameters as a native program takes them."""
+        return self.scale, self.interval, self.first
+
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention(MixerSpec):
@@ -86,6 +91,7 @@ class LatentSelfAttention(MixerSpec):
         query_rank: channels of the vector that queries are made from; 0 if they are projected at once.
         bias: of the projections to vectors of low rank, and of the output's.
         norm_eps: of the norms of these vectors.
+        temperature: None for none.
     """
 
     rank: int
@@ -95,6 +101,7 @@ class LatentSelfAttention(MixerSpec):
     query_rank: int = 0
     bias: bool = False
     norm_eps: float = 1e-6
+    temperature: Temperature | None = None
 
     @property
     def path(self) -> str:

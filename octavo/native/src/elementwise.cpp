@@ -6,6 +6,7 @@
 #include "blocks.h"
 #include "codes.h"
 #include "norm.h"
+#include "temperature.h"
 
 namespace octavo {
 
@@ -298,11 +299,6 @@ void put_bytes(const OctavoOp& op, int64_t slot, int head, int block_size, const
     place.put_value(bytes, false);
 }
 
-// Returns the factor of queries that keeps attention sharp in long contexts (https://arxiv.org/abs/2501.19399).
-float temperature(const OctavoOp& op, int64_t position) {
-    return 1.0f + op.scale * (float)std::log1p((double)((position + op.begin) / op.window));
-}
-
 template <class T>
 void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     const OctavoStep& step = program.step();
@@ -312,7 +308,8 @@ void rope_row(Program& program, const OctavoOp& op, int row, int thread) {
     const int dim = op.head_dim;
     float* heads = program.at<float>(op.input, row);
     T* queries = program.at<T>(op.output, row);
-    const float factor = op.scale != 0.0f ? temperature(op, step.positions[row]) : 1.0f;
+    const float factor =
+        op.scale != 0.0f ? temperature(op.scale, op.window, op.begin, step.positions[row]) : 1.0f;
     for (int h = 0; h < op.heads; h++) {
         turn(heads + h * dim, op, static_cast<const float*>(op.second), cos_sin);
         if (op.scale != 0.0f)

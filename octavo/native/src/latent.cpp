@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "norm.h"
 #include "rows.h"
+#include "temperature.h"
 
 extern "C" {
 
@@ -18,8 +19,8 @@ struct OctavoLatent {
     const float *cos_sin, *norm;
     const void* expansion;
     void* cache;
-    float eps, scale;
-    int32_t heads, rank, rope_dim, nope_dim, value_dim, begin;
+    float eps, scale, sharpening;
+    int32_t heads, rank, rope_dim, nope_dim, value_dim, begin, interval, first;
 };
 
 }  // extern "C"
@@ -118,7 +119,7 @@ int64_t stride_of(const Program& program, int buffer) {
     return program.at<T>(buffer, 1) - program.at<T>(buffer, 0);
 }
 
-// A head's queries times its key matrix, followed by their rotated channels.
+// A head's queries times its key matrix, followed by their rotated channels; all times the temperature's factor.
 template <class T>
 void absorb(Program& program, const OctavoOp& op, int64_t task, int thread) {
     for_head(program, op, task, [&](const Layer& layer, int head, int first, int count) {
@@ -135,6 +136,13 @@ void absorb(Program& program, const OctavoOp& op, int64_t task, int thread) {
         }
         mix_rows(q, stride, count, own.nope_dim, own.rank, [&](int row) { return layer.matrix<T>(head, row); }, scratch,
                  to, to_stride);
+        if (own.sharpening == 0.0f) return;
+        for (int i = 0; i < count; i++) {
+            float* const row = to + i * to_stride;
+            const float factor =
+                temperature(own.sharpening, own.interval, own.first, program.step().positions[first + i]);
+            for (int c = 0; c < layer.width; c += W) store(row + c, load(row + c) * factor);
+        }
     });
 }
 

@@ -111,7 +111,9 @@ class PagedLatents(nn.Module):
         norm: LatentNorm,
         cos_sin: Tensor,
         expansion: Tensor,
+        temperature: tuple[float, int, int] | None = None,
     ) -> None:
         """Add the layer to a native program; see `NativeLatents.emit`."""
         assert isinstance(self.backend, NativeLatents)
-        self.backend.emit(b, queries, latents, output, norm, cos_sin, expansion, self.cache, self.group, self.spec)
+        own = self.cache, self.group, self.spec
+        self.backend.emit(b, queries, latents, output, norm, cos_sin, expansion, *own, temperature)

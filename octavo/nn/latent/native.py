@@ -52,6 +52,7 @@ class NativeLatents(RowLatents, NativeBackend):
         cache: Tensor,
         group: int,
         spec: LatentSpec,
+        temperature: tuple[float, int, int] | None = None,
     ) -> None:
         """Add one layer's operations to a program: norm and rotation, the write to the cache, attention.
 
@@ -61,9 +62,11 @@ class NativeLatents(RowLatents, NativeBackend):
             norm: float32 weight and epsilon.
             cos_sin: [max_position, rope_dim] float32.
             group: the layer's cache group.
+            temperature: as in `ProgramBuilder.rope`.
         """
         layer = _parameters(spec, expansion, cache)
         layer.norm, layer.eps, layer.cos_sin = norm[0].data_ptr(), norm[1], cos_sin.data_ptr()
+        layer.sharpening, layer.interval, layer.first = temperature or (0.0, 1, 0)
         source, layer.begin = latents
         dtype = DTYPES[cache.dtype]
         latent.store(b, layer, source, dtype, group)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
-from octavo.models.mixers.spec import LatentSelfAttention
+from octavo.models.mixers.spec import LatentSelfAttention, Temperature
 from octavo.models.registry import spec_of
 from octavo.models.spec import DecoderSpec, HeadNorms, NormSpec
 
@@ -174,6 +175,38 @@ HY3 = {
 }
 
 
+MISTRAL_SMALL_4: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 1048576,
+    "model_type": "mistral4",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 128.0,
+        "llama_4_scaling_beta": 0.1,
+        "max_position_embeddings": 1048576,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+        "type": "yarn",
+    },
+    "v_head_dim": 128,
+    "vocab_size": 131072,
+}
+
+
 def experts_of(spec: DecoderSpec) -> tuple[int, ExpertsSpec]:
     """The number of dense layers in front, and the experts of the others."""
     first = next(i for i, mlp in enumerate(spec.mlps) if isinstance(mlp, ExpertsSpec))
@@ -204,6 +237,29 @@ def test_glm_4_7_flash() -> None:
     assert (dense, experts.num_experts, experts.routing.scaling) == (1, 64, 1.8)
     assert experts.shared is not None
     assert experts.shared.size == 1536
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_mistral_small_4(stated: bool) -> None:
+    """A text half may leave out what are its defaults; a checkpoint of its own names its architecture."""
+    text = MISTRAL_SMALL_4 if stated else {"model_type": "mistral4"}
+    spec = spec_of({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+    alone = spec_of(MISTRAL_SMALL_4 | {"architectures": ["Mistral4ForCausalLM"]})
+    assert replace(spec, stored=alone.stored) == alone
+    (mixer,) = set(spec.mixers)
+    assert isinstance(mixer, LatentSelfAttention)
+    assert mixer.temperature == Temperature(8192, 0.1, first=0)
+    assert (spec.rope.rotary_dim, spec.max_position) == (64, 1048576)
+    dense, experts = experts_of(spec)
+    assert (dense, experts.num_experts, experts.routing.scores) == (0, 128, "softmax")
+
+
+def test_the_share_of_rotated_channels_of_mistral_small_4_follows_from_their_number() -> None:
+    rope = MISTRAL_SMALL_4["rope_parameters"]
+    config = MISTRAL_SMALL_4 | {"architectures": ["Mistral4ForCausalLM"]}
+    assert spec_of(config | {"rope_parameters": rope | {"partial_rotary_factor": 0.5}}).rope.rotary_dim == 64
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor=0\.25"):
+        spec_of(config | {"rope_parameters": rope | {"partial_rotary_factor": 0.25}})
 
 
 def test_trinity() -> None:
