@@ -33,7 +33,6 @@ MLA: dict[str, Any] = {
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusConfig", {}),
-    "hunyuan": ("HunYuanDenseV1Config", WIDE),
     "bitnet": ("BitNetConfig", {}),
 }
 """Architectures without an implementation of Octavo's own."""
@@ -45,6 +44,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
         WIDE | {"sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
     "helium": ("HeliumConfig", WIDE),
+    "hunyuan": ("HunYuanDenseV1Config", WIDE),
     "youtu": ("YoutuConfig", MLA),
     "dots1": (
         "Dots1Config",

@@ -47,7 +47,7 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
             continue
         if ".experts." in name:
             parts = dict(_expert_tensors(arch, name, tensor))
-        elif ".shared_mlp." in name:
+        elif ".shared_mlp." in name and "_linear." in name:
             parts = dict(_shared_tensors(name, tensor, "_shexp" if config.num_local_experts else ""))
         else:
             name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")  # as published

@@ -35,6 +35,14 @@ RECENT_DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.GraniteSWAConfig,
         {**_WINDOWS, **_GRANITE, "layer_rope_theta": [100.0, 0, 1000.0], "attention_bias": True},
     ),
+    "hunyuan": (
+        transformers.HunYuanDenseV1Config,
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
+        },
+    ),
     "ministral": (transformers.MinistralConfig, {**_WINDOWS, "head_dim": 32}),
     "vaultgemma": (
         transformers.VaultGemmaConfig,
@@ -66,6 +74,10 @@ RECENT_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
     "granite-moe-swa": (
         transformers.GraniteMoeSWAConfig,
         {**_LOCAL, **_PATTERN, "shared_intermediate_size": 40, "layer_rope_theta": [100.0, 0]},
+    ),
+    "hunyuan-moe": (
+        transformers.HunYuanMoEV1Config,
+        {"num_experts": 6, "moe_topk": 2, "num_hidden_layers": 2, "intermediate_size": 24, "head_dim": 16},
     ),
     "hy3": (transformers.HYV3Config, {**_EXPERTS, "head_dim": 16, "num_shared_experts": 2}),
     "minimax-m2": (transformers.MiniMaxM2Config, {**_LOCAL, "head_dim": 16, "rotary_dim": 8}),

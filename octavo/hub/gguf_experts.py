@@ -105,6 +105,16 @@ def afmoe(keys: Keys) -> dict[str, Any]:
     }
 
 
+def hunyuan(keys: Keys) -> dict[str, Any]:
+    """The shared feed-forward is as wide as a dense one would be."""
+    return {
+        "num_experts": keys.need("expert_count"),
+        "moe_topk": keys.need("expert_used_count"),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+        "num_shared_expert": keys.get("expert_shared_count", 1),
+    }
+
+
 def minimax(keys: Keys) -> dict[str, Any]:
     return {**counts(keys), "intermediate_size": keys.need("expert_feed_forward_length"), "scoring_func": _scores(keys)}
 

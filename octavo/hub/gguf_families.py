@@ -263,6 +263,8 @@ FAMILIES: Mapping[str, Family] = {
     "granitehybrid": Family(
         "GraniteMoeHybridForCausalLM", "granitemoehybrid", paired=True, fields=_granite_hybrid, experts=True
     ),
+    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    "hunyuan-moe": Family("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", fields=experts.hunyuan, experts=True),
     "internlm2": Family("InternLM2ForCausalLM", "internlm2", bias="bias", paired=True),
     "jamba": Family("JambaForCausalLM", "jamba", fields=recurrent.jamba, experts=True),
     "lfm2": Family("Lfm2ForCausalLM", "lfm2", "norm_eps", fields=recurrent.lfm2),

@@ -21,7 +21,7 @@ from octavo.models.families.glm import glm, glm4
 from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
 from octavo.models.families.gpt_oss import gpt_oss
 from octavo.models.families.granite import granite, granite_hybrid, granite_swa, minicpm
-from octavo.models.families.hunyuan import hy3
+from octavo.models.families.hunyuan import hunyuan, hunyuan_moe, hy3
 from octavo.models.families.lfm2 import lfm2, lfm2_moe
 from octavo.models.families.llama import ernie, helium, internlm2, internlm3, llama, seed_oss, smollm3
 from octavo.models.families.llama4 import llama4
@@ -98,6 +98,8 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "GraniteSWAForCausalLM": granite_swa,
     "HYV3ForCausalLM": hy3,
     "HeliumForCausalLM": helium,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
+    "HunYuanMoEV1ForCausalLM": hunyuan_moe,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
     "JambaForCausalLM": jamba,

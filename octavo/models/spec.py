@@ -35,10 +35,12 @@ class HeadNorms:
     Attributes:
         over: "head" for one norm that all heads share; "heads" for the same with a weight per head; "all" for one norm
             over all channels of a token.
+        rotated: heads are rotated first; of RMSNorms over a head.
     """
 
     norm: NormSpec
     over: Literal["head", "heads", "all"] = "head"
+    rotated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,7 @@ class DecoderSpec:
     def fuses_head_norms(self) -> bool:
         """Whether norms of queries and keys, if any, can be computed together with the rotation."""
         norms = self.head_norms
-        return norms is None or (norms.over == "head" and norms.norm.kind == "rms")
+        return norms is None or (norms.over == "head" and norms.norm.kind == "rms" and not norms.rotated)
 
     def _with_limit(self, limit: int, *, windows: tuple[int | None, ...]) -> DecoderSpec:
         def limited(rope: RopeSpec) -> RopeSpec:

@@ -109,7 +109,16 @@ class Op(ctypes.Structure):
         ),
         *(
             (name, c_int32)
-            for name in ("own_weights", "by_position", "cache_dtype", "group", "beside", "chunked", "scaled")
+            for name in (
+                "own_weights",
+                "by_position",
+                "cache_dtype",
+                "group",
+                "beside",
+                "chunked",
+                "scaled",
+                "rotates_first",
+            )
         ),
         *((name, c_float) for name in ("eps", "scale", "soft_cap", "limit")),
         *(

@@ -321,6 +321,7 @@ class ProgramBuilder:
         norms: tuple[int, int] = (0, 0),
         eps: float = 0.0,
         temperature: tuple[float, int, int] | None = None,
+        rotates_first: bool = False,
     ) -> None:
         """Add an operation on heads q, k, v, concatenated as float32: rotate q into `output`, and write rotated k and v
         into the cache, as `dtype` or as INT8.
@@ -331,6 +332,7 @@ class ProgramBuilder:
             norms: the weights of the heads' own norms.
             temperature: scale, interval and first position of the queries' factors, 1 + scale * ln(1 + floor((first +
                 position) / interval)); None for none.
+            rotates_first: the norms are of rotated heads.
         """
         scale, interval, first = temperature or (0.0, 1, 0)
         self.add(
@@ -350,6 +352,7 @@ class ProgramBuilder:
             scale=scale,
             window=interval,
             begin=first,
+            rotates_first=rotates_first,
         )
 
     def attend(

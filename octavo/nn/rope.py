@@ -38,6 +38,7 @@ class Rope(WeightLayer):
         axes = torch.arange(len(spec.sections)).repeat_interleave(torch.tensor(spec.sections, dtype=torch.int64))
         self._axes = axes.to(device)
         """The axis of each pair of channels."""
+        self._unrotated = torch.empty(0)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. `table`: in place of `cos_sin`."""
@@ -46,6 +47,14 @@ class Rope(WeightLayer):
     def joint(self, qk: Tensor, positions: Tensor, table: Tensor | None = None) -> Tensor:
         """Rotate concatenated queries and keys, [T, heads + kv_heads, head_dim], in place; likewise."""
         return apply_rope_joint(qk, self.cos_sin if table is None else table, positions)
+
+    @property
+    def unrotated(self) -> Tensor:
+        """A table like `cos_sin` of angle 0, for kernels that get rotated heads; made when it is first used."""
+        if self._unrotated.shape != self.cos_sin.shape:
+            self._unrotated = torch.ones_like(self.cos_sin)
+            self._unrotated[:, self.cos_sin.shape[1] // 2 :] = 0.0
+        return self._unrotated
 
     def along_axes(self, positions: Tensor, shifts: Tensor) -> Tensor:
         """Return a table with a row for each token, whose positions along the axes differ: [T, width] float32.

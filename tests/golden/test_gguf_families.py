@@ -118,6 +118,7 @@ _LATENT = {
     "expert_weights_scale": 1.7,
 }
 _APART = {"attention__key_length": 64, "attention__value_length": 48, "attention__key_length_mla": 48}
+_PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 _STATES = {"ssm__conv_kernel": 4, "ssm__inner_size": 128, "ssm__state_size": 8}
 _NEXT = {
     **_SMALLER,
@@ -153,6 +154,8 @@ CASES |= {
             "attention__sliding_window_pattern": [True, False],
         },
     ),
+    "hunyuan-dense": ("hunyuan", "hunyuan-dense", {"attention_bias": False, "rope_parameters": _PLAIN}, {}),
+    "hunyuan-moe": ("hunyuan-moe", "hunyuan-moe", {}, {**_SMALLER, "expert_shared_count": 1}),
     "minimax-m2": ("minimax-m2", "minimax-m2", {}, {**_SMALLER, "expert_gating_func": 2, "rope__dimension_count": 8}),
     "solar-open": (
         "solar-open",

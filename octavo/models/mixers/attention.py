@@ -81,6 +81,7 @@ class Attention(Mixer):
         self.q_norm = make_head_norm(b, 0, spec) if kind.normed else None
         self.k_norm = make_head_norm(b, 1, spec) if kind.normed else None
         self._fuses_norms = spec.fuses_head_norms
+        self._rotates_first = kind.normed and spec.head_norms is not None and spec.head_norms.rotated
         self.attn = b.attention(attention_spec(spec, layer, b.mesh))
 
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
@@ -101,36 +102,46 @@ class Attention(Mixer):
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         heads = qkv.unflatten(-1, (-1, self.head_dim))
+        if self._rotates_first:
+            self._rotate(heads, step)
         if not self._fuses_norms:
             self._normalize(heads)
         if self.temperature is not None:
             queries = heads[:, : self.head_counts[0]]
             queries.mul_(query_factors(step.positions, self.temperature)[:, None, None])
         if self.attn.fused:
+            if self._rotates_first:
+                return self.attn.rotated(heads, None, self.rope.unrotated, step, rounded_by).flatten(1)
             table = self.rope.cos_sin if step.rotations is None else step.rotations
             return self.attn.rotated(heads, self._norms(), table, step, rounded_by).flatten(1)
         q, k, v = heads.split(self.head_counts, dim=1)
         if self._fuses_norms and self.q_norm is not None and self.k_norm is not None:
             q, k = self.rope(self.q_norm(q), self.k_norm(k), step.positions, step.rotations)
-        elif self.rope.spec.rotary_dim:
-            self.rope.joint(heads[:, : -self.head_counts[2]], step.positions, step.rotations)
+        elif not self._rotates_first:
+            self._rotate(heads, step)
         return self.attn(q, k, v, step).flatten(1)
 
     def emit(self, b: ProgramBuilder, norm: Norm, dtype: torch.dtype, output: int) -> None:
         heads = b.scratch("heads", sum(self.qkv.sizes) * 4)
         limited = STORED if self.clip is None else Results(function=Function.CLIP, limit=self.clip)
         self.qkv.emit_after_norm(b, norm, heads, limited)
-        if not self._fuses_norms:
+        if not self._fuses_norms and not self._rotates_first:
             queries, keys = (count * self.head_dim for count in self.head_counts[:2])
             for own, begin, values in ((self.q_norm, 0, queries), (self.k_norm, queries, keys)):
                 if own is not None:
                     own.emit_in_place(b, heads, begin, values)
         tempered = None if self.temperature is None else self.temperature.in_program
-        self.attn.emit(b, heads, output, dtype, self._norms(), self.rope.cos_sin, tempered)
+        norms = self._weights() if self._rotates_first else self._norms()
+        self.attn.emit(b, heads, output, dtype, norms, self.rope.cos_sin, tempered, rotates_first=self._rotates_first)
         if self.gate is not None:
             gates = b.scratch("attention gates", sum(self.gate.sizes) * 4)
             self.gate.emit_after_norm(b, norm, gates)
             gate_by_sigmoid(b, gates, output, DTYPES[dtype], sum(self.gate.sizes))
+
+    def _rotate(self, heads: Tensor, step: StepInput) -> None:
+        """Rotate queries and keys in place."""
+        if self.rope.spec.rotary_dim:
+            self.rope.joint(heads[:, : -self.head_counts[2]], step.positions, step.rotations)
 
     def _normalize(self, heads: Tensor) -> None:
         """Normalize queries and keys in place."""
@@ -141,8 +152,12 @@ class Attention(Mixer):
                 part.copy_(norm(part.flatten(1)).view_as(part) if whole else norm(part))
 
     def _norms(self) -> Norms | None:
-        """Return the norms that the backend computes."""
-        if not self._fuses_norms or self.q_norm is None or self.k_norm is None:
+        """Return the norms that the backend computes before it rotates."""
+        return self._weights() if self._fuses_norms else None
+
+    def _weights(self) -> Norms | None:
+        """Return the norms of heads in the form that kernels take; None if there are none."""
+        if self.q_norm is None or self.k_norm is None:
             return None
         assert isinstance(self.q_norm, RMSNorm)
         assert isinstance(self.k_norm, RMSNorm)

@@ -223,9 +223,8 @@ void run_copy(Program& program, const OctavoOp& op, int64_t task, int) {
 
 // --- rotary positions (Su et al. 2021), and keys and values to their places in the cache ---------------------------
 
-// Rotates a head in place, after its own norm if it has one; channel i is paired with channel i + rotary_dim / 2.
-void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_sin) {
-    if (norm != nullptr) norm_row(head, Norm(norm, op.head_dim, op.eps), head);
+// Rotates a head in place; channel i is paired with channel i + rotary_dim / 2.
+void rotate(float* head, const OctavoOp& op, const float* cos_sin) {
     const int half = op.rotary_dim / 2;
     int c = 0;
     for (; c + W <= half; c += W) {
@@ -238,6 +237,13 @@ void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_s
         head[c] = x * cos_sin[c] - y * cos_sin[half + c];
         head[half + c] = y * cos_sin[c] + x * cos_sin[half + c];
     }
+}
+
+// Rotates a head in place, before or after its own norm if it has one.
+void turn(float* head, const OctavoOp& op, const float* norm, const float* cos_sin) {
+    if (norm != nullptr && !op.rotates_first) norm_row(head, Norm(norm, op.head_dim, op.eps), head);
+    rotate(head, op, cos_sin);
+    if (norm != nullptr && op.rotates_first) norm_row(head, Norm(norm, op.head_dim, op.eps), head);
 }
 
 // Addresses of a token's key and value as attention.h reads them. Keys: [token panel][word of channels][token]; values:

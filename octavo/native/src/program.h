@@ -37,6 +37,7 @@ struct OctavoOp {
     int32_t beside;              // the next operation does not read its results, so it begins without a barrier
     int32_t chunked;             // windows begin at multiples of their size
     int32_t scaled;              // inputs that share a scale, of weights that are codes (codes.h)
+    int32_t rotates_first;       // a rotation precedes the norms of heads
     float eps, scale, soft_cap, limit;
     const void *weight, *second, *third;
     void* cache;

@@ -73,11 +73,25 @@ class PagedAttention(nn.Module):
         norms: Norms | None,
         cos_sin: Tensor,
         temperature: tuple[float, int, int] | None = None,
+        *,
+        rotates_first: bool = False,
     ) -> None:
         """Add the layer to a native program; see `NativeAttention.emit`."""
         assert isinstance(self.backend, NativeAttention)
-        cache, spec, group = self.cache, self.spec, self.group
-        self.backend.emit(b, source, output, dtype, cache, spec, norms, cos_sin, group, self._sinks, temperature)
+        self.backend.emit(
+            b,
+            source,
+            output,
+            dtype,
+            self.cache,
+            self.spec,
+            norms,
+            cos_sin,
+            self.group,
+            self._sinks,
+            temperature,
+            rotates_first=rotates_first,
+        )
 
     @property
     def fused(self) -> bool:

@@ -119,6 +119,8 @@ class NativeAttention(NativeBackend):
         group: int = 0,
         sinks: Tensor | None = None,
         temperature: tuple[float, int, int] | None = None,
+        *,
+        rotates_first: bool = False,
     ) -> None:
         """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
 
@@ -128,7 +130,7 @@ class NativeAttention(NativeBackend):
             group: the layer's cache group.
             cos_sin: [max_position, rotary_dim] float32.
             sinks: as for `attend`.
-            temperature: as in `ProgramBuilder.rope`.
+            temperature, rotates_first: as in `ProgramBuilder.rope`.
         """
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         queries = b.scratch("queries", spec.num_heads * spec.head_dim * 4)
@@ -149,6 +151,7 @@ class NativeAttention(NativeBackend):
             norms=(q_norm, k_norm),
             eps=eps,
             temperature=temperature,
+            rotates_first=rotates_first,
         )
         b.attend(
             queries,

@@ -155,6 +155,29 @@ SOLAR_OPEN = {
     "use_qk_norm": False,
     "vocab_size": 196608,
 }
+HUNYUAN_A13B = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "attention_head_dim": 128,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 32768,
+    "mlp_bias": False,
+    "moe_intermediate_size": [3072] * 32,
+    "moe_layer_num_skipped": 0,
+    "moe_topk": [8] * 32,
+    "num_attention_heads": 32,
+    "num_experts": 64,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_shared_expert": [1] * 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "type": "dynamic"},
+    "rope_theta": 10000.0,
+    "use_cla": False,
+    "use_qk_norm": True,
+    "vocab_size": 128167,
+}
 HY3 = {
     "architectures": ["HYV3ForCausalLM"],
     "first_k_dense_replace": 1,
@@ -290,6 +313,20 @@ def test_solar_open() -> None:
     assert experts_of(spec)[0] == 0
 
 
+def test_hunyuan_a13b() -> None:
+    spec = spec_of(HUNYUAN_A13B)
+    assert spec.head_norms == HeadNorms(NormSpec(1e-5), rotated=True)
+    assert not spec.fuses_head_norms
+    assert spec.rope.scaling is None
+    assert spec.rope.theta == pytest.approx(11158839.925)
+    dense, experts = experts_of(spec)
+    assert (dense, experts.num_experts, experts.size, experts.routing.top_k) == (0, 64, 3072, 8)
+    assert experts.shared is not None
+    assert experts.shared.size == 3072
+    with pytest.raises(ConfigError, match=r"moe_topk=.* one number for all layers"):
+        spec_of(HUNYUAN_A13B | {"moe_topk": [1, *[8] * 31]})
+
+
 def test_hy3() -> None:
     spec = spec_of(HY3)
     assert spec.rope.theta == 11158840.0
@@ -321,6 +358,8 @@ def test_a_list_of_feed_forwards_comes_before_the_number_of_dense_layers(config:
         (TRINITY, "num_expert_groups", 2),
         (K_EXAONE, "scoring_func", "softmax"),
         (SOLAR_OPEN, "use_qk_norm", True),
+        (HUNYUAN_A13B, "use_cla", True),
+        (HUNYUAN_A13B, "moe_layer_num_skipped", 1),
     ],
 )
 def test_what_other_sizes_may_have_is_refused(config: dict[str, Any], field: str, value: Any) -> None:
