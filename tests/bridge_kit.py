@@ -32,11 +32,11 @@ MLA: dict[str, Any] = {
 }
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "apertus": ("ApertusConfig", {}),
     "bitnet": ("BitNetConfig", {}),
 }
 """Architectures without an implementation of Octavo's own."""
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", {}),
     "arcee": ("ArceeConfig", {}),
     "ministral": ("MinistralConfig", WIDE | {"sliding_window": 7}),
     "vaultgemma": (

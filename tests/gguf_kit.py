@@ -43,7 +43,7 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
     layers = _first(config, "num_hidden_layers", "n_layer")
     names = gguf.get_tensor_name_map(ARCHS[arch], layers)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or ".act_fn." in name:
             continue
         if ".experts." in name:
             parts = dict(_expert_tensors(arch, name, tensor))
@@ -77,6 +77,7 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
                 kind = kinds[len(writer.tensors[0]) % len(kinds)]
                 stored = gguf.quants.quantize(stored, kind)
             writer.add_tensor(stored_name, stored, raw_dtype=kind)
+    _write_activation(writer, model)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(config).numpy())
@@ -88,6 +89,16 @@ def write_model(path: Path, model: Any, arch: str, kinds: list[Kind] | None = No
     writer.write_tensors_to_file()
     writer.close()
     return gguf_files(path)
+
+
+def _write_activation(writer: gguf.GGUFWriter, model: Any) -> None:
+    """Write parameters of activations, which are metadata."""
+    numbers: dict[str, list[float]] = {}
+    for name, tensor in model.state_dict().items():
+        if ".act_fn." in name:
+            numbers.setdefault(name.rpartition(".")[2], []).append(tensor.item())
+    for name, values in numbers.items():
+        getattr(writer, f"add_xielu_{name}")(values)
 
 
 _SCALES = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q6_K: 208}

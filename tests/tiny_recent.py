@@ -30,6 +30,7 @@ _LATENT = {
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 4.0}
 
 RECENT_DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "apertus": (transformers.ApertusConfig, {"attention_bias": True}),
     "arcee": (transformers.ArceeConfig, {"attention_bias": True}),
     "granite-swa": (
         transformers.GraniteSWAConfig,

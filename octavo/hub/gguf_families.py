@@ -141,6 +141,19 @@ def _afmoe(keys: Keys) -> dict[str, Any]:
     return {**experts.afmoe(keys), **_windows(keys, 4)}
 
 
+def _apertus(keys: Keys) -> dict[str, Any]:
+    """The activation's parameters are not tensors, but lists of one number for each layer."""
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    lists = [keys.file.metadata.get(f"xielu.{name}", []) for name in names]
+    layers = keys.need("block_count")
+    if any(len(numbers) != layers for numbers in lists):
+        raise ModelFileError(
+            f"{keys.file.path} lacks parameters of its activation: xielu.alpha_p, alpha_n, beta and eps for each of "
+            f"{layers} layers."
+        )
+    return {"xielu_parameters": [list(curve) for curve in zip(*lists, strict=True)]}
+
+
 def _olmo2(keys: Keys) -> dict[str, Any]:
     """OLMo 3 is stored as an OLMo 2 with windows."""
     if not keys.get("attention.sliding_window"):
@@ -234,6 +247,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", fields=experts.qwen3, experts=True),
     "qwen3next": Family("Qwen3NextForCausalLM", "qwen3_next", fields=recurrent.qwen3_next, experts=True),
     "afmoe": Family("AfmoeForCausalLM", "afmoe", fields=_afmoe, experts=True),
+    "apertus": Family("ApertusForCausalLM", "apertus", fields=_apertus),
     "arcee": Family("ArceeForCausalLM", "arcee", paired=True),
     "bert": Family("BertModel", "bert", "layer_norm_eps", fields=_bert),
     "bloom": Family("BloomForCausalLM", "bloom", "layer_norm_epsilon", fields=_bloom),

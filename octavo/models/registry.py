@@ -11,6 +11,7 @@ import torch
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.decoder import CausalLM
 from octavo.models.encoders.families import ENCODERS
+from octavo.models.families.apertus import apertus
 from octavo.models.families.arcee import afmoe, arcee
 from octavo.models.families.cohere import cohere, cohere2
 from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, mistral4, youtu
@@ -62,6 +63,7 @@ from octavo.parallel.mesh import ALONE, Mesh
 
 ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "AfmoeForCausalLM": afmoe,
+    "ApertusForCausalLM": apertus,
     "ArceeForCausalLM": arcee,
     "BambaForCausalLM": bamba,
     "BloomForCausalLM": bloom,

@@ -95,6 +95,7 @@ class Function(IntEnum):
     CAP = 7
     CLIP = 8
     CLAMPED_GATE = 9
+    XIELU = 10
 
 
 class Op(ctypes.Structure):
@@ -123,7 +124,7 @@ class Op(ctypes.Structure):
         *((name, c_float) for name in ("eps", "scale", "soft_cap", "limit")),
         *(
             (name, c_void_p)
-            for name in ("weight", "second", "third", "cache", "book", "kernel", "low_rank", "code", "details")
+            for name in ("weight", "second", "third", "cache", "book", "kernel", "low_rank", "code", "details", "curve")
         ),
     )
 

@@ -49,6 +49,7 @@ class Results:
     Attributes:
         dtype: of what is written, FLOAT or BFLOAT. BFLOAT needs the epilogue GATE, or a function.
         limit: of the functions CAP and CLIP.
+        curve: address of the parameters of XIELU (`nn/xielu.py`).
     """
 
     epilogue: Epilogue = Epilogue.STORE
@@ -56,6 +57,7 @@ class Results:
     function: Function = Function.PLAIN
     scale: float = 1.0
     limit: float = 0.0
+    curve: int = 0
 
 
 STORED = Results()
@@ -271,6 +273,7 @@ class ProgramBuilder:
             function=function,
             scale=results.scale,
             limit=results.limit,
+            curve=results.curve,
             low_rank=0 if low_rank is None else ctypes.addressof(low_rank),
             book=book,
             scaled=group,

@@ -142,6 +142,7 @@ CASES |= {
         {"attention_bias": False, "num_hidden_layers": 4, "layer_types": [*[WINDOW] * 3, "full_attention"]},
         {**_SHARED, "attention__sliding_window": 7},
     ),
+    "apertus": ("apertus", "apertus", {"attention_bias": False, "rope_parameters": _PLAIN}, {}),
     "arcee": ("arcee", "arcee", {"attention_bias": False}, {}),
     "exaone-moe": (
         "exaone-moe",

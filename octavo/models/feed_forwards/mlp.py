@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from torch import Tensor
 
 from octavo.models.feed_forwards.base import FeedForward
@@ -15,20 +18,24 @@ from octavo.nn.ops.activation import ACTIVATIONS
 from octavo.nn.rounded import Activations
 from octavo.nn.shard import COL, ROW
 from octavo.nn.stream import Stream
+from octavo.nn.xielu import Xielu
 
 
 class Mlp(FeedForward):
     """down(act(gate(x)) * up(x)), or down(act(up(x))).
 
     Attributes:
+        curve: the activation, if it has parameters.
         out: the projection `down`.
     """
 
+    activation: Callable[[Tensor], Tensor]
     out: Linear
 
     def __init__(self, b: Build, spec: MlpSpec, hidden_size: int, *, bias: bool) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
+        self.curve = Xielu(b.at("act_fn").path, b.device, spec.curve) if spec.activation == "xielu" else None
+        self.activation = ACTIVATIONS[spec.activation] if self.curve is None else self.curve
         self.gated = spec.gated
         names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
         self.gate_up = b.linear(
@@ -66,5 +73,8 @@ class Mlp(FeedForward):
         down = self.out.matrix
         dtype = Dtype.BFLOAT if b.meets(down.dtype) is Dtype.BFLOAT else Dtype.FLOAT
         inner = b.scratch("inner", down.columns * 4)
-        self.gate_up.emit_after_norm(b, norm, inner, activated(self.gate_up.activation, dtype, gated=self.gated))
+        results = activated(self.gate_up.activation, dtype, gated=self.gated)
+        if self.curve is not None:
+            results = replace(results, curve=self.curve.curve.data_ptr())
+        self.gate_up.emit_after_norm(b, norm, inner, results)
         return inner, dtype

@@ -13,12 +13,14 @@ class MlpSpec:
 
     Attributes:
         size: outputs of `up`.
-        activation: a name of `nn/ops/activation.py`.
+        activation: a name of `nn/ops/activation.py`; "xielu" only without gates.
+        curve: the parameters of xielu that the configuration states (`nn/xielu.py`); empty if they are tensors.
     """
 
     size: int
     activation: str = "silu"
     gated: bool = True
+    curve: tuple[float, ...] = ()
 
     @property
     def lacking(self) -> str | None:

@@ -47,6 +47,7 @@ struct OctavoOp {
     const void* code;     // of an operation in a separate library: its OpCode; else null
     const void* details;  // of such an operation: further parameters, in a structure of its library; of one between
                           // ranks: their `Exchange`; else null
+    const float* curve;   // the parameters of the function kXielu
 };
 
 // One step's batch: pointers to the arrays documented in octavo/nn/step.py. `external`: buffers that the caller owns.

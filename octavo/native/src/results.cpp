@@ -21,6 +21,19 @@ Vec gelu_tanh(Vec x) {
     return x / (1.0f + exponential(-twice));
 }
 
+// e^x - 1 - x, of x <= 0; by its series where the difference would cancel.
+Vec exponential_tail(Vec x) {
+    constexpr float c[] = {0.5f, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720, 1.0f / 5040};
+    return select(x > -0.25f, x * x * polynomial(x, c), exponential(x) - 1.0f - x);
+}
+
+// octavo/nn/ops/activation.py documents the function and its parameters.
+Vec xielu(Vec x, const float* curve) {
+    const Vec v = minimum(x, splat(curve[3]));
+    const Vec below = (exponential_tail(v) + (v - x)) * curve[1];
+    return select(x > 0.0f, x * x * curve[0], below) + x * curve[2];
+}
+
 template <class Body>
 void each(float* x, int size, const Body& body) {
     for (int c = 0; c < size; c += W) store(x + c, body(load(x + c)));
@@ -36,6 +49,7 @@ void apply(const OctavoOp& op, float* x, int size) {
         case kGeluTanh: return each(x, size, gelu_tanh);
         case kRelu: return each(x, size, [](Vec v) { return maximum(Vec{}, v); });
         case kRelu2: return each(x, size, [](Vec v) { return maximum(Vec{}, v) * maximum(Vec{}, v); });
+        case kXielu: return each(x, size, [&](Vec v) { return xielu(v, op.curve); });
         case kCap: return each(x, size, [&](Vec v) { return limit * hyperbolic_tangent(v / limit); });
         case kClip: return each(x, size, [&](Vec v) { return minimum(limit, maximum(-limit, v)); });
     }

@@ -8,7 +8,7 @@ namespace octavo {
 
 // kPlain: the results as they are; with kGate, silu. kClampedGate: of kGate only, a function of both panels. The others
 // are functions of `OctavoOp::scale` times the result.
-enum Function { kPlain, kIdentity, kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kCap, kClip, kClampedGate };
+enum Function { kPlain, kIdentity, kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kCap, kClip, kClampedGate, kXielu };
 
 // Adds the bias to sums [count][panels * kPanel], applies the function (of kGate: to the first of each pair of panels,
 // which the second one multiplies), and stores the results or adds them to the output.

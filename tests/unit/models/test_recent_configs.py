@@ -12,6 +12,7 @@ from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
 from octavo.models.mixers.spec import LatentSelfAttention, Temperature
 from octavo.models.registry import spec_of
 from octavo.models.spec import DecoderSpec, HeadNorms, NormSpec
+from octavo.nn.rope_spec import Llama3Scaling
 
 MINIMAX_M2 = {
     "architectures": ["MiniMaxM2ForCausalLM"],
@@ -365,6 +366,21 @@ def test_a_list_of_feed_forwards_comes_before_the_number_of_dense_layers(config:
 def test_what_other_sizes_may_have_is_refused(config: dict[str, Any], field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"asks for {field}="):
         spec_of(config | {field: value})
+
+
+def test_apertus_as_published() -> None:
+    """It has one of Llama 3's scalings by default; a file in GGUF has the activation's parameters as metadata."""
+    apertus = _MINISTRAL | {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu", "qk_norm": True}
+    spec = spec_of(apertus)
+    assert spec.rope.theta == 12e6
+    assert spec.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    assert set(spec.mlps) == {MlpSpec(96, "xielu", gated=False)}
+    stated = spec_of(apertus | {"xielu_parameters": [[0.1, 0.2, 0.5, -1e-6]] * 2})
+    assert set(stated.mlps) == {MlpSpec(96, "xielu", gated=False, curve=(0.1, 0.2, 0.5, -1e-6))}
+    with pytest.raises(ModelFileError, match="1 parameters of xIELU for 2 layers"):
+        spec_of(apertus | {"xielu_parameters": [[0.1, 0.2, 0.5, -1e-6]]})
+    with pytest.raises(ConfigError, match="asks for hidden_act='silu'"):
+        spec_of(apertus | {"hidden_act": "silu"})
 
 
 _MINISTRAL = {
