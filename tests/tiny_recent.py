@@ -27,6 +27,7 @@ _LATENT = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 48,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0}
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 4.0}
 
 RECENT_DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -44,7 +45,9 @@ RECENT_DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
         },
     ),
+    "jais2": (transformers.Jais2Config, {}),
     "ministral": (transformers.MinistralConfig, {**_WINDOWS, "head_dim": 32}),
+    "nanochat": (transformers.NanoChatConfig, {"num_key_value_heads": 2}),
     "vaultgemma": (
         transformers.VaultGemmaConfig,
         {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
@@ -65,6 +68,25 @@ RECENT_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "cohere2-moe": (
+        transformers.Cohere2MoeConfig,
+        {
+            **_LOCAL,
+            "num_experts": 6,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 40,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+        },
+    ),
+    "cohere2-moe-softmax": (
+        transformers.Cohere2MoeConfig,
+        {**_LOCAL, **_PATTERN, "num_experts": 6, "head_dim": 16, "rms_norm_eps": 1e-5},
+    ),
     "exaone-moe": (transformers.ExaoneMoeConfig, {**_EXPERTS, **_PATTERN, "head_dim": 16, "num_shared_experts": 2}),
     "flex-olmo": (transformers.FlexOlmoConfig, {**_EXPERTS, "intermediate_size": 24, "norm_topk_prob": True}),
     "glm4-moe-lite": (transformers.Glm4MoeLiteConfig, {**_ROUTED, **_LATENT}),
@@ -81,6 +103,19 @@ RECENT_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
         {"num_experts": 6, "moe_topk": 2, "num_hidden_layers": 2, "intermediate_size": 24, "head_dim": 16},
     ),
     "hy3": (transformers.HYV3Config, {**_EXPERTS, "head_dim": 16, "num_shared_experts": 2}),
+    "mellum": (
+        transformers.MellumConfig,
+        {
+            **_EXPERTS,
+            **_PATTERN,
+            "head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "full_attention": {**_YARN, "original_max_position_embeddings": 32},
+            },
+        },
+    ),
     "minimax-m2": (transformers.MiniMaxM2Config, {**_LOCAL, "head_dim": 16, "rotary_dim": 8}),
     "mistral4": (
         transformers.Mistral4Config,
@@ -92,12 +127,8 @@ RECENT_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
             "topk_group": 2,
             "first_k_dense_replace": 1,
             "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1000.0,
-                "factor": 4.0,
+                **_YARN,
                 "original_max_position_embeddings": 8,
-                "beta_fast": 8.0,
-                "beta_slow": 1.0,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.3,

@@ -28,6 +28,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 NOT_IN_TRANSFORMERS = {
     "ExaoneForCausalLM": "Llama's",
     "InternLM2ForCausalLM": "Llama's",
+    "IQuestCoderForCausalLM": "Llama's",
     "InternLM3ForCausalLM": "Llama's",
     "MiMoForCausalLM": "Qwen2's",
     "MiniCPMForCausalLM": "Granite's",

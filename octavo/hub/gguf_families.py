@@ -280,6 +280,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     "hunyuan-moe": Family("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", fields=experts.hunyuan, experts=True),
     "internlm2": Family("InternLM2ForCausalLM", "internlm2", bias="bias", paired=True),
+    "jais2": Family("Jais2ForCausalLM", "jais2", "layer_norm_eps"),
     "jamba": Family("JambaForCausalLM", "jamba", fields=recurrent.jamba, experts=True),
     "lfm2": Family("Lfm2ForCausalLM", "lfm2", "norm_eps", fields=recurrent.lfm2),
     "lfm2moe": Family("Lfm2MoeForCausalLM", "lfm2_moe", "norm_eps", fields=recurrent.lfm2_moe, experts=True),

@@ -20,6 +20,7 @@ def rope_spec(
     theta: float = 10000.0,
     rotated: float = 1.0,
     interleaved: bool = False,
+    backwards: bool = False,
     layer_type: str | None = None,
     stretched: bool = False,
 ) -> RopeSpec:
@@ -28,6 +29,7 @@ def rope_spec(
     Args:
         theta, rotated: the family's default base, and fraction of rotated channels.
         interleaved: the family pairs adjacent channels.
+        backwards: the family rotates by negative angles.
         layer_type: whose parameters to read, if they are given per layer type.
         stretched: the family's `max_position_embeddings` is the context after linear scaling, not before.
 
@@ -54,7 +56,7 @@ def rope_spec(
     base = float(params.get("rope_theta") or value_or(config, "rope_theta", theta))
     scaling, limit = _scaling(params, config, whole(config, "max_position_embeddings"), stretched)
     head = 0 if width == head_dim else head_dim
-    return RopeSpec(width, limit, base, scaling, head, interleaved, _sections(params, width))
+    return RopeSpec(width, limit, base, scaling, head, interleaved, _sections(params, width), backwards)
 
 
 def _sections(params: Config, width: int) -> tuple[int, ...]:

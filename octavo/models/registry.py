@@ -13,7 +13,7 @@ from octavo.models.decoder import CausalLM
 from octavo.models.encoders.families import ENCODERS
 from octavo.models.families.apertus import apertus
 from octavo.models.families.arcee import afmoe, arcee
-from octavo.models.families.cohere import cohere, cohere2
+from octavo.models.families.cohere import cohere, cohere2, cohere2_moe
 from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, mistral4, youtu
 from octavo.models.families.exaone import exaone3, exaone4, exaone_moe
 from octavo.models.families.falcon import bloom, falcon
@@ -24,7 +24,17 @@ from octavo.models.families.gpt_oss import gpt_oss
 from octavo.models.families.granite import granite, granite_hybrid, granite_swa, minicpm
 from octavo.models.families.hunyuan import hunyuan, hunyuan_moe, hy3
 from octavo.models.families.lfm2 import lfm2, lfm2_moe
-from octavo.models.families.llama import ernie, helium, internlm2, internlm3, llama, seed_oss, smollm3
+from octavo.models.families.llama import (
+    ernie,
+    helium,
+    internlm2,
+    internlm3,
+    iquest_coder,
+    jais2,
+    llama,
+    seed_oss,
+    smollm3,
+)
 from octavo.models.families.llama4 import llama4
 from octavo.models.families.mamba import bamba, falcon_mamba, jamba, mamba, mamba2, nemotron_h
 from octavo.models.families.minimax import minimax_m2
@@ -37,6 +47,7 @@ from octavo.models.families.moe import (
     granite_moe,
     granite_moe_shared,
     granite_moe_swa,
+    mellum,
     mixtral,
     olmoe,
     phi_moe,
@@ -44,6 +55,7 @@ from octavo.models.families.moe import (
     qwen3_moe,
     solar_open,
 )
+from octavo.models.families.nanochat import nanochat
 from octavo.models.families.olmo import olmo, olmo2, olmo3
 from octavo.models.families.phi import phi, phi3
 from octavo.models.families.qwen import qwen1
@@ -68,6 +80,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "BambaForCausalLM": bamba,
     "BloomForCausalLM": bloom,
     "Cohere2ForCausalLM": cohere2,
+    "Cohere2MoeForCausalLM": cohere2_moe,
     "CohereForCausalLM": cohere,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
@@ -102,8 +115,10 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "HeliumForCausalLM": helium,
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "HunYuanMoEV1ForCausalLM": hunyuan_moe,
+    "IQuestCoderForCausalLM": iquest_coder,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
+    "Jais2ForCausalLM": jais2,
     "JambaForCausalLM": jamba,
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2_moe,
@@ -111,6 +126,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
     "Mamba2ForCausalLM": mamba2,
     "MambaForCausalLM": mamba,
+    "MellumForCausalLM": mellum,
     "MiMoForCausalLM": mimo,
     "MiniCPM3ForCausalLM": minicpm3,
     "MiniCPMForCausalLM": minicpm,
@@ -120,6 +136,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Mistral4ForCausalLM": mistral4,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "NanoChatForCausalLM": nanochat,
     "NemotronForCausalLM": nemotron,
     "NemotronHForCausalLM": nemotron_h,
     "OPTForCausalLM": opt,

@@ -175,7 +175,7 @@ class DecoderSpec:
         alibi: factor of the slopes of linear attention biases (https://arxiv.org/abs/2108.12409); 0 for no biases.
         learned_positions: rows of a table of position embeddings that is added to the first layer's input; 0 for none.
         position_offset: first row of that table in use.
-        embedding_norm: LayerNorm of the first layer's input; None for none.
+        embedding_norm: of the first layer's input; None for none.
         qkv_clip: largest magnitude of queries, keys and values; None for no limit.
         tied: whether the output head is the embedding table.
         num_labels: outputs of the classification head; 0 for none.

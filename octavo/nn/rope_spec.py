@@ -61,6 +61,7 @@ class RopeSpec:
         rotary_dim: 0 for a layer without rotary positions.
         head_dim: 0 for `rotary_dim`. If larger, the other channels are left as they are.
         interleaved: the model pairs channel 2 i with 2 i + 1, not i with i + rotary_dim / 2.
+        backwards: the model rotates by negative angles.
         sections: how many consecutive pairs of channels are rotated by the position along the first axis, the second
             and so on, if positions have several. Empty if there is one axis.
     """
@@ -72,6 +73,7 @@ class RopeSpec:
     head_dim: int = 0
     interleaved: bool = False
     sections: tuple[int, ...] = ()
+    backwards: bool = False
 
     @property
     def width(self) -> int:
@@ -86,10 +88,12 @@ class RopeSpec:
         Attention is the same for any order of channels that queries and keys share, so weights are loaded in this one.
         """
         half, pairs = self.width // 2, self.rotary_dim // 2
-        if not pairs or (pairs == half and not self.interleaved):
+        if not pairs or (pairs == half and not self.interleaved and not self.backwards):
             return None
         first = [2 * i if self.interleaved else i for i in range(pairs)]
         second = [2 * i + 1 if self.interleaved else i + pairs for i in range(pairs)]
+        if self.backwards:
+            first, second = second, first
         rest = range(self.rotary_dim, self.width)
         return (*first, *rest[: half - pairs], *second, *rest[half - pairs :])
 

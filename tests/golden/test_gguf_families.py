@@ -157,6 +157,7 @@ CASES |= {
     ),
     "hunyuan-dense": ("hunyuan", "hunyuan-dense", {"attention_bias": False, "rope_parameters": _PLAIN}, {}),
     "hunyuan-moe": ("hunyuan-moe", "hunyuan-moe", {}, {**_SMALLER, "expert_shared_count": 1}),
+    "jais2": ("jais2", "jais2", {}, {}),
     "minimax-m2": ("minimax-m2", "minimax-m2", {}, {**_SMALLER, "expert_gating_func": 2, "rope__dimension_count": 8}),
     "solar-open": (
         "solar-open",

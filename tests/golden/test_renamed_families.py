@@ -105,6 +105,7 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str
     [
         ("llama", "InternLM2ForCausalLM", internlm2, {"bias": False}),
         ("llama", "InternLM3ForCausalLM", dict, {"qkv_bias": False, "bias": False}),
+        ("llama", "IQuestCoderForCausalLM", dict, {"clip_qkv": None, "use_sliding_window": False}),
         (
             "llama",
             "ExaoneForCausalLM",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.models.hf_config import Config, value_or, whole
+from octavo.models.hf_config import Config, only, value_or, whole
 from octavo.models.hf_decoder import (
+    activation,
     bias_set,
     decoder_spec,
     head_size,
+    layer_norm,
     layer_types,
+    mlp_spec,
     rms_norm,
     sliding_windows,
 )
@@ -68,6 +71,23 @@ def helium(config: Config) -> DecoderSpec:
         rope=rope_spec(config, head_dim, theta=100000.0, interleaved=True),
         biases=bias_set(config, o=""),
     )
+
+
+def jais2(config: Config) -> DecoderSpec:
+    """Jais 2 (https://huggingface.co/inceptionai/Jais-2-8B-Chat): LayerNorm, squared ReLU, biases."""
+    return decoder_spec(
+        config,
+        norm=layer_norm(config),
+        mlp=mlp_spec(config, activation(config, default="relu2"), gated=False),
+        biases=bias_set(config, default=True),
+    )
+
+
+def iquest_coder(config: Config) -> DecoderSpec:
+    """IQuest-Coder (https://huggingface.co/IQuestLab/IQuest-Coder-V1-40B-Instruct): heads of any size."""
+    only(config, "clip_qkv", None)
+    only(config, "use_sliding_window", False)
+    return decoder_spec(config, head_dim=128, norm=rms_norm(config, default=1e-5), biases=bias_set(config))
 
 
 def internlm3(config: Config) -> DecoderSpec:

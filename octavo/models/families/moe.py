@@ -20,7 +20,18 @@ from octavo.models.families.mistral import mistral
 from octavo.models.families.qwen3 import qwen3
 from octavo.models.feed_forwards.spec import ExpertsSpec, FeedForwardSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, WithDefaults, only, value_or, whole
-from octavo.models.hf_decoder import bias_set, decoder_spec, head_size, layer_norm, layer_windows, rms_norm
+from octavo.models.hf_decoder import (
+    FULL,
+    SLIDING,
+    bias_set,
+    decoder_spec,
+    head_size,
+    layer_norm,
+    layer_types,
+    layer_windows,
+    rms_norm,
+    sliding_windows,
+)
 from octavo.models.hf_rope import rope_spec
 from octavo.models.spec import POST, DecoderSpec, HeadNorms, StoredModule, StoredNames, StoredStack, renamed
 from octavo.nn.experts_spec import RoutingSpec
@@ -36,6 +47,7 @@ _MIXTRAL = StoredNames(
 )
 _GRANITE = StoredNames(modules=renamed(GRANITE_ROUTER), stacks=GRANITE_STACKS)
 PER_EXPERT = StoredNames(stacks=FUSED)
+_MELLUM_BASES = {FULL: 500000.0, SLIDING: 10000.0}
 
 
 def mixtral(config: Config) -> DecoderSpec:
@@ -67,6 +79,31 @@ def qwen3_moe(config: Config) -> DecoderSpec:
     # Unlike in the dense sizes, a window holds in all layers.
     windowed = {**config, "max_window_layers": 0}
     return replace(qwen3(windowed), mlps=every_nth(config, experts), stored=PER_EXPERT)
+
+
+def mellum(config: Config) -> DecoderSpec:
+    """Mellum 2 (https://huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base): Qwen3's experts; layers with a window have a
+    rotary base of their own."""
+    head_dim, types = head_size(config, 128), layer_types(config, 0)
+    normalized = WithDefaults(config, norm_topk_prob=True)
+    experts = experts_of(config, softmax_routing(normalized, 8), "num_experts", "moe_intermediate_size", 64)
+    given = value_or(config, "rope_parameters", {kind: {"rope_theta": base} for kind, base in _MELLUM_BASES.items()})
+    ropes = {
+        kind: rope_spec({**config, "rope_parameters": given}, head_dim, layer_type=kind) for kind in sorted(set(types))
+    }
+    norm = rms_norm(config)
+    return decoder_spec(
+        config,
+        head_dim=head_dim,
+        norm=norm,
+        head_norms=HeadNorms(norm),
+        windows=sliding_windows(types, whole(config, "sliding_window", 1024)),
+        rope=ropes[types[0]],
+        ropes=tuple(ropes[kind] for kind in types),
+        mlps=by_type(config, experts),
+        biases=bias_set(config, mlp=""),
+        stored=replace(PER_EXPERT, foreign=("mtp.",)),
+    )
 
 
 def olmoe(config: Config) -> DecoderSpec:
@@ -256,13 +293,26 @@ def after_dense(
         experts,
         shared=SharedSpec(size * shared) if shared else None,
     )
-    first, layers = int(value_or(config, "first_k_dense_replace", dense)), whole(config, "num_hidden_layers")
-    step, types = whole(config, "moe_layer_freq", 1), config.get("mlp_layer_types")
-    sparse = [i >= first and i % step == 0 for i in range(layers)] if types is None else _sparse(types, layers)
-    if all(sparse):
-        return (mixture,) * layers
-    plain = MlpSpec(whole(config, "intermediate_size"), mixture.activation)
-    return tuple(mixture if has else plain for has in sparse)
+    first, step = int(value_or(config, "first_k_dense_replace", dense)), whole(config, "moe_layer_freq", 1)
+    return by_type(config, mixture, [i >= first and i % step == 0 for i in range(whole(config, "num_hidden_layers"))])
+
+
+def by_type(config: Config, experts: ExpertsSpec, sparse: Sequence[bool] = ()) -> tuple[FeedForwardSpec, ...]:
+    """Return dense feed-forwards and experts where `mlp_layer_types` lists them.
+
+    Args:
+        sparse: which layers have experts if there is no such list; empty for all.
+
+    Raises:
+        ModelFileError: the list has the wrong length.
+        ConfigError: it has an unknown type.
+    """
+    layers, types = whole(config, "num_hidden_layers"), config.get("mlp_layer_types")
+    chosen = list(sparse or [True] * layers) if types is None else _sparse(types, layers)
+    if all(chosen):
+        return (experts,) * layers
+    plain = MlpSpec(whole(config, "intermediate_size"), experts.activation)
+    return tuple(experts if has else plain for has in chosen)
 
 
 def _sparse(types: Sequence[str], layers: int) -> list[bool]:

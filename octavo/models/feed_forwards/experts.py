@@ -45,12 +45,13 @@ class Experts(FeedForward):
         self.shared_gate = (
             b.linear(shared.gate, inputs=hidden_size, outputs=1, shard=NONE) if shared and shared.gate else None
         )
+        self.shared_scale = shared.scale if shared else 1.0
         self.out = _Sum(self)
 
     def forward(self, stream: Stream, norm: Norm) -> Tensor | Summands | OneToken:
         """Return the sum for norm(stream), [T, hidden_size], or what is left to add up."""
         scale = norm.scale
-        fusing = None if self.shared_gate is not None else self.experts.fusing
+        fusing = None if self.shared_gate is not None or self.shared_scale != 1.0 else self.experts.fusing
         if fusing is not None and scale is not None and stream.rows == 1 and stream.settled:
             routing = self._chosen(self.router.after_norm(stream, norm, wide=True))
             inner = fusing.gate_rows(stream.value, scale, routing)
@@ -69,6 +70,8 @@ class Experts(FeedForward):
 
     def _shared(self, x: Tensor) -> Tensor | None:
         shared = None if self.shared is None else self.shared.of(x)
+        if shared is not None and self.shared_scale != 1.0:
+            shared = shared * self.shared_scale
         if shared is None or self.shared_gate is None:
             return shared
         return torch.sigmoid(self.shared_gate(x)) * shared
@@ -100,7 +103,7 @@ class Experts(FeedForward):
         beside = Beside()
         if self.shared is not None:
             beside = Beside(b.scratch("experts: shared", self.hidden_size * 4))
-            self.shared.emit_product(b, norm, beside.shared)
+            self.shared.emit_product(b, norm, beside.shared, self.shared_scale)
         if self.shared_gate is not None:
             beside = Beside(beside.shared, b.scratch("experts: shared gate", self.shared_gate.matrix.rows * 4))
             self.shared_gate.emit_after_norm(b, norm, beside.gate)

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.models.feed_forwards.base import FeedForward
 from octavo.models.feed_forwards.spec import MlpSpec
 from octavo.native.bindings import Dtype
-from octavo.native.builder import ProgramBuilder, activated
+from octavo.native.builder import ProgramBuilder, Results, activated
 from octavo.nn.build import Build
 from octavo.nn.linear import Linear
 from octavo.nn.norm import Norm
@@ -63,10 +63,11 @@ class Mlp(FeedForward):
         inner, dtype = self._emit_inner(b, norm)
         self.out.emit_into(b, inner, dtype, after, scale)
 
-    def emit_product(self, b: ProgramBuilder, norm: Norm, output: int) -> None:
-        """Write `of` the normalized stream to a buffer of float32 [T, hidden_size], in a native program."""
+    def emit_product(self, b: ProgramBuilder, norm: Norm, output: int, scale: float = 1.0) -> None:
+        """Write `of` the normalized stream, times `scale`, to a buffer of float32 [T, hidden_size], in a native
+        program."""
         inner, dtype = self._emit_inner(b, norm)
-        self.out.emit(b, inner, dtype, output)
+        self.out.emit(b, inner, dtype, output, Results(scale=scale))
 
     def _emit_inner(self, b: ProgramBuilder, norm: Norm) -> tuple[int, Dtype]:
         """Compute what `down` multiplies; return its buffer, and the dtype of its rows."""

@@ -40,11 +40,13 @@ class SharedSpec:
     Attributes:
         name: below the mixture's place in the checkpoint.
         gate: name of a projection to one value, whose sigmoid multiplies the output; None for none.
+        scale: factor of the output.
     """
 
     size: int
     name: str = "shared_experts"
     gate: str | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -368,6 +368,77 @@ def test_what_other_sizes_may_have_is_refused(config: dict[str, Any], field: str
         spec_of(config | {field: value})
 
 
+_MINISTRAL = {
+    "architectures": ["MinistralForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+}
+
+
+_COMMAND = _MINISTRAL | {
+    "architectures": ["Cohere2MoeForCausalLM"],
+    "first_k_dense_replace": 1,
+    "num_experts": 4,
+    "num_hidden_layers": 6,
+    "prefix_dense_intermediate_size": 80,
+}
+
+
+def test_the_layers_of_command() -> None:
+    """The pattern of windows begins behind the dense layers, which by default have rotary positions and no window."""
+    spec = spec_of(_COMMAND)
+    assert spec.windows == (None, 4096, 4096, 4096, None, 4096)
+    assert [rope.rotary_dim for rope in spec.ropes] == [128, 128, 128, 128, 0, 128]
+    assert spec.norm == NormSpec(1e-5, "layer")
+    dense, experts = experts_of(spec)
+    assert (dense, spec.mlps[0], experts.size, experts.shared) == (1, MlpSpec(80), 96, None)
+    assert (experts.routing.scores, experts.routing.scaling) == ("chosen", 1.0)
+    spec = spec_of(_COMMAND | {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2})
+    assert spec.windows == (4096, None, 4096, 4096, 4096, 4096)
+    assert [rope.rotary_dim for rope in spec.ropes] == [128, 0, 128, 128, 128, 128]
+
+
+@pytest.mark.parametrize(("combined", "share"), [("average", 0.5), ("sum", 1.0)])
+def test_how_command_combines_experts(combined: str, share: float) -> None:
+    fields = {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-6}
+    spec = spec_of(_COMMAND | fields | {"shared_expert_combination_strategy": combined})
+    _, experts = experts_of(spec)
+    assert experts.shared is not None
+    assert (experts.shared.size, experts.shared.scale, experts.routing.scaling) == (192, share, share)
+    assert (experts.routing.scores, experts.routing.normalized) == ("sigmoid", True)
+    assert spec.norm == NormSpec(1e-6)
+
+
+@pytest.mark.parametrize("field", ["expert_selection_fn", "shared_expert_combination_strategy"])
+def test_another_combination_is_named(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}='max'; Octavo supports"):
+        spec_of(_COMMAND | {field: "max"})
+
+
+def test_ropes_of_mellum() -> None:
+    mellum = _MINISTRAL | {
+        "architectures": ["MellumForCausalLM"],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "moe_intermediate_size": 16,
+    }
+    spec = spec_of(mellum)
+    assert spec.windows == (1024, None)
+    assert [rope.theta for rope in spec.ropes] == [10000.0, 500000.0]
+    assert experts_of(spec)[1].routing.scores == "chosen"
+
+
+def test_iquest_coder_without_its_options() -> None:
+    coder = _MINISTRAL | {"architectures": ["IQuestCoderForCausalLM"]}
+    assert spec_of(coder).head_dim == 128
+    for field, value in (("clip_qkv", 8.0), ("use_sliding_window", True)):
+        with pytest.raises(ConfigError, match=f"asks for {field}={value}"):
+            spec_of(coder | {field: value})
+
+
 def test_apertus_as_published() -> None:
     """It has one of Llama 3's scalings by default; a file in GGUF has the activation's parameters as metadata."""
     apertus = _MINISTRAL | {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu", "qk_norm": True}
@@ -381,17 +452,6 @@ def test_apertus_as_published() -> None:
         spec_of(apertus | {"xielu_parameters": [[0.1, 0.2, 0.5, -1e-6]]})
     with pytest.raises(ConfigError, match="asks for hidden_act='silu'"):
         spec_of(apertus | {"hidden_act": "silu"})
-
-
-_MINISTRAL = {
-    "architectures": ["MinistralForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 2,
-    "vocab_size": 50,
-}
 
 
 @pytest.mark.parametrize(
