@@ -165,10 +165,16 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
 
 
 WITH_IMAGES = (
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",

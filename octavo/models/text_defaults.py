@@ -29,6 +29,7 @@ _LLAMA: Mapping[str, Any] = {
     for name, value in _sizes(4096, 11008, 32, 32, 32, 32000, 2048).items()
     if name != "num_key_value_heads"  # as many as heads
 }
+_EXAONE4 = _sizes(4096, 16384, 32, 32, 32, 102400, 2048, 1e-5)
 _QWEN_VL = _sizes(8192, 29568, 80, 64, 8, 152064, 32768, 1e-5) | {"max_window_layers": 80, "rope_theta": 1000000.0}
 _MINISTRAL_YARN = {
     "rope_type": "yarn",
@@ -43,9 +44,14 @@ _MINISTRAL_YARN = {
 }
 
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cohere2": _sizes(8192, 22528, 40, 64, 64, 256000, 8192),
+    "exaone4": _EXAONE4,
+    "exaone4_5_text": _EXAONE4,
     "gemma3_text": _sizes(2304, 9216, 26, 8, 4, 262208, 131072) | {"head_dim": 256, "tie_word_embeddings": True},
+    "glm4v_text": _sizes(4096, 13696, 40, 32, 2, 151552, 32768, 1e-5),
     "gpt_oss": _sizes(2880, 2880, 36, 64, 8, 201088, 131072, 1e-5),
     "granite": _LLAMA,
+    "lfm2": _sizes(2560, 12288, 32, 32, 8, 65536, 128000),
     "llama": _LLAMA,
     "llama4_text": _sizes(5120, 8192, 48, 40, 8, 202048, 131072, 1e-5),
     "ministral3": _sizes(4096, 14336, 34, 32, 8, 131072, 262144, 1e-5)

@@ -14,10 +14,16 @@ from octavo.models.hf_config import Config, value_or
 from octavo.models.text_defaults import TEXT_DEFAULTS
 
 _BY_TYPE = {
+    "cohere2": "Cohere2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "exaone4_5_text": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",

@@ -30,6 +30,8 @@ _LLAMA4 = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output
 _AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.3}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+_COHERE = {"model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0}
+"""Transformers does not scale logits where there are images; Octavo does, which is a temperature."""
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -56,6 +58,38 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
+        {},
+    ),
+    "aya": ("AyaVision", _CLIP, {**_COHERE, "sliding_window_pattern": 2}, {}),
+    "command-vision": ("Cohere2Vision", _CLIP, {**_COHERE, "head_dim": 16}, {}),
+    "exaone4.5": (
+        "Exaone4_5_",
+        {**_QWEN, "out_hidden_size": 64, "fullatt_block_indexes": [0], "num_key_value_heads": 2},
+        {"model_type": "exaone4_5_text", "sliding_window": 6, "sliding_window_pattern": 2},
+        {},
+    ),
+    "glm4v": (
+        "Glm4v",
+        {**_QWEN, "out_hidden_size": 64, "image_size": 28},
+        {"head_dim": 16, "rope_parameters": {**_AXES, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        {},
+    ),
+    "glm4v-experts": (
+        "Glm4vMoe",
+        {**_QWEN, "out_hidden_size": 64, "image_size": 28},
+        {
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "rope_parameters": {**_AXES, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+        },
+        {},
+    ),
+    "lfm2-vl": (
+        "Lfm2Vl",
+        {"model_type": "siglip2_vision_model", **_VISION, "num_patches": 4},
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         {},
     ),
     "qwen2-vl": (
