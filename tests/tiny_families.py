@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from tiny_recent import RECENT_DENSE, RECENT_MOE
+from tiny_recent import RECENT_DENSE, RECENT_HYBRID, RECENT_MOE
 
 _GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
 _LONG = [1.0 + i / 4 for i in range(6)]
@@ -203,6 +203,7 @@ HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
             "linear_value_head_dim": 24,
         },
     ),
+    **RECENT_HYBRID,
 }
 """Families with recurrent layers, without experts."""
 

@@ -45,12 +45,32 @@ RECENT_DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
         },
     ),
+    "hyperclova-x": (
+        transformers.HyperCLOVAXConfig,
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 0.25},
+    ),
     "jais2": (transformers.Jais2Config, {}),
     "ministral": (transformers.MinistralConfig, {**_WINDOWS, "head_dim": 32}),
     "nanochat": (transformers.NanoChatConfig, {"num_key_value_heads": 2}),
     "vaultgemma": (
         transformers.VaultGemmaConfig,
         {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
+    ),
+}
+
+RECENT_HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lfm3": (
+        transformers.Lfm3Config,
+        {
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "conv", "full_attention"],
+            "sliding_window": 7,
+            "conv_bias": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+            },
+        },
     ),
 }
 
@@ -88,6 +108,10 @@ RECENT_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
         {**_LOCAL, **_PATTERN, "num_experts": 6, "head_dim": 16, "rms_norm_eps": 1e-5},
     ),
     "exaone-moe": (transformers.ExaoneMoeConfig, {**_EXPERTS, **_PATTERN, "head_dim": 16, "num_shared_experts": 2}),
+    "flint": (
+        transformers.FlintConfig,
+        {**_EXPERTS, **_PATTERN, "head_dim": 16, "mlp_only_layers": [1], "shared_expert_intermediate_size": 40},
+    ),
     "flex-olmo": (transformers.FlexOlmoConfig, {**_EXPERTS, "intermediate_size": 24, "norm_topk_prob": True}),
     "glm4-moe-lite": (transformers.Glm4MoeLiteConfig, {**_ROUTED, **_LATENT}),
     "granite-moe-shared": (

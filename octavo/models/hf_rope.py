@@ -8,9 +8,16 @@ from typing import Any
 
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.models.hf_config import Config, value_or, whole
-from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from octavo.nn.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional")
 
 
 def rope_spec(
@@ -47,14 +54,19 @@ def rope_spec(
     if nested:
         params = dict(params.get(layer_type or "") or {})
     fraction = float(value_or(params, "partial_rotary_factor", value_or(config, "partial_rotary_factor", rotated)))
-    width = int(head_dim * fraction + 1e-6)  # a quotient of whole numbers may be rounded down
+    proportional = params.get("rope_type") == "proportional"
+    width = head_dim if proportional else int(head_dim * fraction + 1e-6)  # a quotient may be rounded down
     if width < 2 or width > head_dim or width % 2:
         raise ModelFileError(
             f"The model's config has partial_rotary_factor={fraction}, which makes {width} of {head_dim} channels "
             "rotate; it should be an even number of them."
         )
     base = float(params.get("rope_theta") or value_or(config, "rope_theta", theta))
-    scaling, limit = _scaling(params, config, whole(config, "max_position_embeddings"), stretched)
+    limit = whole(config, "max_position_embeddings")
+    if proportional:
+        slower = ProportionalScaling(int(fraction * head_dim // 2), float(params.get("factor") or 1.0))
+        return RopeSpec(width, limit, base, slower, 0, interleaved, _sections(params, width), backwards)
+    scaling, limit = _scaling(params, config, limit, stretched)
     head = 0 if width == head_dim else head_dim
     return RopeSpec(width, limit, base, scaling, head, interleaved, _sections(params, width), backwards)
 

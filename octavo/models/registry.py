@@ -21,9 +21,9 @@ from octavo.models.families.gemma import gemma, gemma2, gemma3, vaultgemma
 from octavo.models.families.glm import glm, glm4
 from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
 from octavo.models.families.gpt_oss import gpt_oss
-from octavo.models.families.granite import granite, granite_hybrid, granite_swa, minicpm
+from octavo.models.families.granite import granite, granite_hybrid, granite_swa, hyperclova_x, minicpm
 from octavo.models.families.hunyuan import hunyuan, hunyuan_moe, hy3
-from octavo.models.families.lfm2 import lfm2, lfm2_moe
+from octavo.models.families.lfm2 import lfm2, lfm2_moe, lfm3
 from octavo.models.families.llama import (
     ernie,
     helium,
@@ -43,6 +43,7 @@ from octavo.models.families.moe import (
     dots1,
     ernie_moe,
     flex_olmo,
+    flint,
     glm4_moe,
     granite_moe,
     granite_moe_shared,
@@ -94,6 +95,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "FalconForCausalLM": falcon,
     "FalconMambaForCausalLM": falcon_mamba,
     "FlexOlmoForCausalLM": flex_olmo,
+    "FlintForCausalLM": flint,
     "GPT2LMHeadModel": gpt2,
     "GPTJForCausalLM": gptj,
     "GPTNeoXForCausalLM": gpt_neox,
@@ -115,6 +117,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "HeliumForCausalLM": helium,
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "HunYuanMoEV1ForCausalLM": hunyuan_moe,
+    "HyperCLOVAXForCausalLM": hyperclova_x,
     "IQuestCoderForCausalLM": iquest_coder,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
@@ -122,6 +125,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "JambaForCausalLM": jamba,
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2_moe,
+    "Lfm3ForCausalLM": lfm3,
     "Llama4ForCausalLM": llama4,
     "LlamaForCausalLM": llama,
     "Mamba2ForCausalLM": mamba2,

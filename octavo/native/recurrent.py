@@ -167,9 +167,14 @@ def apply_delta_rule(b: ProgramBuilder, rule: Delta, buffer: int, group: int) ->
     _add(b, OpKind.DELTA_RULE, rule, buffer, buffer, Dtype.FLOAT, group)
 
 
-def gate_by_sigmoid(b: ProgramBuilder, gates: int, output: int, dtype: Dtype, columns: int) -> None:
-    """Add an operation: multiply rows of `dtype` by the sigmoid of float32 rows; the columns are a multiple of 16."""
-    b.add(OpKind.SIGMOID_GATE, dtype, gates, output, columns=columns)
+def gate_by_sigmoid(b: ProgramBuilder, gates: int, output: int, dtype: Dtype, columns: int, channels: int = 1) -> None:
+    """Add an operation: multiply rows of `dtype` by the sigmoid of float32 rows.
+
+    Args:
+        columns: of the gates; a multiple of 16 if `channels` is 1.
+        channels: that a gate multiplies; 1 or a multiple of 16.
+    """
+    b.add(OpKind.SIGMOID_GATE, dtype, gates, output, columns=columns, head_dim=channels)
 
 
 def scan_channels(b: ProgramBuilder, space: Scan, source: int, output: int, dtype: Dtype, group: int) -> None:

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.nn.ops.rope import apply_rope, apply_rope_joint
-from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from octavo.nn.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, plain, tensor_bytes
 
 FACTORS = "rope_freqs.weight"
@@ -115,6 +122,9 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
             return _llama3(1.0 / periods, scaling)
         case YarnScaling() as scaling:
             return _yarn(periods, scaling, spec)
+        case ProportionalScaling(pairs, factor):
+            rotates = torch.arange(spec.rotary_dim // 2) < pairs
+            return torch.where(rotates, 1.0 / periods / factor, 0.0)
         case LongRopeScaling() as scaling:
             return 1.0 / (torch.tensor(scaling.divisors) * periods)
 

@@ -50,7 +50,15 @@ class LongRopeScaling:
     attention_factor: float
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only the first `pairs` of a head's pairs of channels rotate, as fast as if all did, divided by `factor`."""
+
+    pairs: int
+    factor: float = 1.0
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True)

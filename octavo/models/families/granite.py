@@ -1,4 +1,5 @@
-"""Families that scale embeddings, residual sums, scores or logits by constants: Granite and MiniCPM."""
+"""Families that scale embeddings, residual sums, scores or logits by constants: Granite, MiniCPM and
+HyperCLOVA X."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec, SharedSpec
 from octavo.models.hf_config import Config, value_or, whole
 from octavo.models.hf_decoder import FULL, SLIDING, bias_set, decoder_spec, head_size, layer_types, sliding_windows
 from octavo.models.hf_rope import no_rope, rope_spec
-from octavo.models.spec import DecoderSpec, Multipliers, StoredModule, StoredNames, renamed
+from octavo.models.spec import PRE, DecoderSpec, LayerNorms, Multipliers, StoredModule, StoredNames, renamed
 from octavo.nn.experts_spec import RoutingSpec
 
 _EXPERTS = "layers.{}.block_sparse_moe"
@@ -27,6 +28,19 @@ def granite(config: Config) -> DecoderSpec:
     """Granite 3, the dense sizes (https://github.com/ibm-granite/granite-3.0-language-models)."""
     scale = float(value_or(config, "attention_multiplier", 1.0))
     return decoder_spec(config, multipliers=_multipliers(config), scale=scale, biases=bias_set(config))
+
+
+def hyperclova_x(config: Config) -> DecoderSpec:
+    """HyperCLOVA X SEED (https://huggingface.co/naver-hyperclovax/HyperCLOVAX-SEED-Think-14B): Granite's multipliers,
+    but logits are multiplied; norms on both sides of each part."""
+    spec = granite(config)
+    norms = LayerNorms(after_mixer="post_norm1", after_mlp="post_norm2")
+    return replace(
+        spec,
+        scale=float(value_or(config, "attention_multiplier", spec.head_dim**-0.5)),
+        multipliers=replace(spec.multipliers, logits=float(value_or(config, "logits_scaling", 1.0))),
+        norms=norms if value_or(config, "use_post_norm", True) else PRE,
+    )
 
 
 def granite_hybrid(config: Config) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions with some layers of attention."""
+"""LFM2 and LFM3: short convolutions with some layers of attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from octavo.models.families.experts import experts_of, separate, stacks
 from octavo.models.families.mamba import layer_mixers
 from octavo.models.feed_forwards.spec import FeedForwardSpec, MlpSpec
 from octavo.models.hf_config import Config, value_or, whole
-from octavo.models.hf_decoder import decoder_spec, head_size
+from octavo.models.hf_decoder import FULL, SLIDING, bias_set, decoder_spec, head_size, sliding_windows
 from octavo.models.hf_rope import rope_spec
-from octavo.models.mixers.spec import ShortConvSpec
-from octavo.models.spec import DecoderSpec, HeadNorms, NormSpec, StoredNames, renamed
+from octavo.models.mixers.spec import SelfAttention, ShortConvSpec
+from octavo.models.spec import PRE, DecoderSpec, HeadNorms, LayerNorms, NormSpec, StoredNames, renamed
 from octavo.nn.experts_spec import RoutingSpec
 
 _NAMES = {
@@ -27,6 +27,13 @@ _NAMES = {
     "layers.{}.feed_forward.expert_bias": "layers.{}.mlp.gate.e_score_correction_bias",
     **separate("layers.{}.feed_forward.experts", "w1", "w3", "w2"),
     "embedding_norm": "norm",
+}
+
+
+_LFM3_TYPES = {0: SLIDING, 2: FULL}
+_LFM3_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
 }
 
 
@@ -49,6 +56,36 @@ def lfm2_moe(config: Config) -> DecoderSpec:
     dense = MlpSpec(whole(config, "intermediate_size", 7168))
     first = int(value_or(config, "num_dense_layers", 2))
     return _lfm2(config, [dense if i < first else experts for i in range(whole(config, "num_hidden_layers"))])
+
+
+def lfm3(config: Config) -> DecoderSpec:
+    """LFM3 (https://huggingface.co/LiquidAI/LFM3-1.7B): short convolutions, and attention with and without a window,
+    whose heads have gates; norms on both sides of each part."""
+    layers, head_dim = whole(config, "num_hidden_layers"), head_size(config, 128)
+    norm = NormSpec(float(value_or(config, "norm_eps", 1e-5)))
+    kinds = value_or(config, "layer_types", ["conv" if i % 2 or not i else _LFM3_TYPES[i % 4] for i in range(layers)])
+    given = {"rope_parameters": value_or(config, "rope_parameters", _LFM3_ROPES)}
+    ropes = {kind: rope_spec({**config, **given}, head_dim, layer_type=kind) for kind in (SLIDING, FULL)}
+    conv = ShortConvSpec(
+        whole(config, "hidden_size"), whole(config, "conv_L_cache", 7), bool(value_or(config, "conv_bias", False))
+    )
+    gated = bool(value_or(config, "use_attention_gate", True))
+    attention = SelfAttention(gated=gated, gates_heads=True) if gated else SelfAttention()
+    norms = LayerNorms(after_mixer="post_operator_norm", after_mlp="post_ffn_norm")
+    return decoder_spec(
+        config,
+        head_dim=head_dim,
+        norm=norm,
+        norms=norms if value_or(config, "use_sandwich_norm", True) else PRE,
+        head_norms=HeadNorms(norm),
+        rope=ropes[FULL],
+        ropes=tuple(ropes.get(kind, ropes[FULL]) for kind in kinds),
+        windows=sliding_windows(kinds, whole(config, "sliding_window", 256)),
+        mixers=layer_mixers([FULL if kind == SLIDING else kind for kind in kinds], conv, attention),
+        biases=bias_set(config, mlp=""),
+        tied=True,
+        stored=StoredNames(modules=renamed(_NAMES | {"layers.{}.self_attn.g_proj": "layers.{}.self_attn.gate_proj"})),
+    )
 
 
 def _lfm2(config: Config, mlps: Sequence[FeedForwardSpec]) -> DecoderSpec:

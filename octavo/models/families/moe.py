@@ -32,7 +32,7 @@ from octavo.models.hf_decoder import (
     rms_norm,
     sliding_windows,
 )
-from octavo.models.hf_rope import rope_spec
+from octavo.models.hf_rope import no_rope, rope_spec
 from octavo.models.spec import POST, DecoderSpec, HeadNorms, StoredModule, StoredNames, StoredStack, renamed
 from octavo.nn.experts_spec import RoutingSpec
 
@@ -47,6 +47,7 @@ _MIXTRAL = StoredNames(
 )
 _GRANITE = StoredNames(modules=renamed(GRANITE_ROUTER), stacks=GRANITE_STACKS)
 PER_EXPERT = StoredNames(stacks=FUSED)
+_OFFSETS = {"layers.{}.self_attn.softmax_offset": "layers.{}.self_attn.sinks"}
 _MELLUM_BASES = {FULL: 500000.0, SLIDING: 10000.0}
 
 
@@ -103,6 +104,35 @@ def mellum(config: Config) -> DecoderSpec:
         mlps=by_type(config, experts),
         biases=bias_set(config, mlp=""),
         stored=replace(PER_EXPERT, foreign=("mtp.",)),
+    )
+
+
+def flint(config: Config) -> DecoderSpec:
+    """Flint (https://huggingface.co/RecursiveSI/flint): attention sinks; layers without a window have no rotary
+    positions."""
+    layers, head_dim = whole(config, "num_hidden_layers"), head_size(config, 128)
+    full = [FULL if i < 2 or i % 4 == 1 or i == layers - 1 else SLIDING for i in range(layers)]
+    types = layer_types({"layer_types": full, **config}, 0)
+    routing = RoutingSpec(
+        top_k=whole(config, "num_experts_per_tok", 6),
+        scores="sigmoid",
+        normalized=bool(value_or(config, "norm_topk_prob", True)),
+    )
+    shared = SharedSpec(whole(config, "shared_expert_intermediate_size", 1024), "shared_expert")
+    experts = experts_of(config, routing, "num_experts", "moe_intermediate_size", 256, shared)
+    norm, rope = rms_norm(config), rope_spec(config, head_dim)
+    return decoder_spec(
+        config,
+        head_dim=head_dim,
+        norm=norm,
+        head_norms=HeadNorms(norm),
+        windows=sliding_windows(types, whole(config, "sliding_window", 513)),
+        rope=rope,
+        ropes=tuple(rope if kind == SLIDING else no_rope(head_dim, rope.max_position) for kind in types),
+        sinks=True,
+        mlps=every_nth({"mlp_only_layers": [0, 1], **config}, experts),
+        biases=bias_set(config, mlp=""),
+        stored=replace(PER_EXPERT, modules=renamed(_OFFSETS)),
     )
 
 

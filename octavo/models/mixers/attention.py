@@ -75,9 +75,9 @@ class Attention(Mixer):
         kind = spec.mixer_of(layer)
         assert isinstance(kind, SelfAttention)
         self.temperature = kind.temperature
-        self.gate = (
-            b.linear("gate_proj", inputs=spec.hidden_size, outputs=heads.outputs[0], shard=COL) if kind.gated else None
-        )
+        gates = spec.num_heads if kind.gates_heads else heads.outputs[0]
+        self.gate = b.linear("gate_proj", inputs=spec.hidden_size, outputs=gates, shard=COL) if kind.gated else None
+        self._gated_channels = spec.head_dim if kind.gates_heads else 1
         self.q_norm = make_head_norm(b, 0, spec) if kind.normed else None
         self.k_norm = make_head_norm(b, 1, spec) if kind.normed else None
         self._fuses_norms = spec.fuses_head_norms
@@ -88,7 +88,13 @@ class Attention(Mixer):
         """Return attention over norm(stream), before the output projection: [T, num_heads * head_dim]."""
         gate = None if self.gate is None else self.gate.after_norm(stream, norm)
         attended = self._attended(stream, norm, step)
-        return attended if gate is None else attended.mul_(gate.sigmoid_())
+        if gate is None:
+            return attended
+        gates = gate.sigmoid_()
+        if self._gated_channels == 1:
+            return attended.mul_(gates)
+        attended.unflatten(-1, (-1, self._gated_channels)).mul_(gates[..., None])
+        return attended
 
     def activations(self, stream: Stream, norm: Norm, step: StepInput) -> Activations:
         rounded_by = self.out.rounds_by(stream.rows) if self.gate is None else None
@@ -134,9 +140,9 @@ class Attention(Mixer):
         norms = self._weights() if self._rotates_first else self._norms()
         self.attn.emit(b, heads, output, dtype, norms, self.rope.cos_sin, tempered, rotates_first=self._rotates_first)
         if self.gate is not None:
-            gates = b.scratch("attention gates", sum(self.gate.sizes) * 4)
+            gates = b.scratch("attention gates", self.gate.matrix.rows * 4)
             self.gate.emit_after_norm(b, norm, gates)
-            gate_by_sigmoid(b, gates, output, DTYPES[dtype], sum(self.gate.sizes))
+            gate_by_sigmoid(b, gates, output, DTYPES[dtype], sum(self.gate.sizes), self._gated_channels)
 
     def _rotate(self, heads: Tensor, step: StepInput) -> None:
         """Rotate queries and keys in place."""

@@ -61,11 +61,13 @@ class SelfAttention(MixerSpec):
 
     Attributes:
         gated: each head's output is multiplied by the sigmoid of a gate.
+        gates_heads: there is one gate for a head, instead of one for each of its channels.
         normed: queries and keys have `DecoderSpec.head_norms`, if there are any.
         temperature: None for none.
     """
 
     gated: bool = False
+    gates_heads: bool = False
     normed: bool = True
     temperature: Temperature | None = None
 

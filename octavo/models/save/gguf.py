@@ -27,7 +27,14 @@ from octavo.models.registry import spec_of
 from octavo.models.save.folder import OnProgress, Written
 from octavo.models.save.places import check_source, new_place
 from octavo.models.spec import DecoderSpec
-from octavo.nn.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from octavo.nn.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from octavo.nn.weights import TensorSpec
 
 _BLOCK = 32
@@ -269,6 +276,7 @@ def _check(spec: DecoderSpec, arch: str) -> None:
             else []
         ),
         *(["rotary positions scaled by LongRoPE"] if isinstance(scaling, LongRopeScaling) else []),
+        *(["proportional rotary positions"] if isinstance(scaling, ProportionalScaling) else []),
     ]
     if odd:
         raise ConfigError(

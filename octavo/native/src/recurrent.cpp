@@ -20,11 +20,19 @@ void run(Program& program, const OctavoOp& op, int64_t task, int thread) {
     (op.dtype == kBfloat ? Bfloats : Floats)(program, op, task, thread);
 }
 
-// The gate of attention beside such layers: rows of the output times the sigmoid of rows of the input.
+// The gate of attention beside such layers: rows of the output times the sigmoid of rows of the input, of which each
+// value is for one channel, or for all channels of a head.
 template <class T>
 void run_gate(Program& program, const OctavoOp& op, int64_t token, int) {
     const float* gate = program.at<float>(op.input, token);
     T* to = program.at<T>(op.output, token);
+    if (op.head_dim > 1) {
+        for (int h = 0; h < op.columns; h++, to += op.head_dim) {
+            const Vec factor = sigmoid(splat(gate[h]));
+            for (int c = 0; c < op.head_dim; c += W) store(to + c, load(to + c) * factor);
+        }
+        return;
+    }
     for (int c = 0; c < op.columns; c += W) store(to + c, load(to + c) * sigmoid(load(gate + c)));
 }
 

@@ -95,9 +95,9 @@ def test_yarn_stretches_the_context() -> None:
     assert rope.scaling.attention_factor == pytest.approx(1.1386294)
 
 
-@pytest.mark.parametrize("kind", ["proportional", "mrope"])
+@pytest.mark.parametrize("kind", ["axial", "mrope"])
 def test_an_unsupported_rope_type_is_named(kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{kind}'.*default, linear, dynamic, llama3, longrope, yarn"):
+    with pytest.raises(ConfigError, match=rf"'{kind}'.*default, linear, dynamic, llama3, longrope, yarn, proportional"):
         spec_of(config(rope_scaling={"rope_type": kind, "factor": 2.0}))
 
 
