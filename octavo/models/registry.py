@@ -54,6 +54,7 @@ from octavo.models.families.moe import (
     phi_moe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_vl_moe,
     solar_open,
 )
 from octavo.models.families.nanochat import nanochat
@@ -168,6 +169,10 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
 }
 
 
+TEXT_HALVES: Mapping[str, Callable[[Config], DecoderSpec]] = {"Qwen3VLMoeTextModel": qwen3_vl_moe}
+"""Architectures of text halves that have no checkpoints of their own."""
+
+
 WITH_IMAGES = (
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
@@ -187,6 +192,7 @@ WITH_IMAGES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 )
 WITH_AUDIO = (
@@ -195,7 +201,7 @@ WITH_AUDIO = (
     "Qwen3ASRForConditionalGeneration",
 )
 NESTED = (*WITH_IMAGES, *WITH_AUDIO)
-"""Architectures whose text half is one of `ARCHITECTURES`."""
+"""Architectures whose text half is one of `ARCHITECTURES` or `TEXT_HALVES`."""
 
 
 def is_own(config: Config) -> bool:
@@ -250,7 +256,9 @@ def stated_spec(config: Config) -> DecoderSpec:
         )
     if names[0] in NESTED:
         method_of(config)
-        spec = spec_of(text_half(config, ARCHITECTURES))
+        half = text_half(config, {**ARCHITECTURES, **TEXT_HALVES})
+        own = TEXT_HALVES.get(half["architectures"][0])
+        spec = spec_of(half) if own is None else own(half)
         return replace(spec, stored=replace(spec.stored, nested=True))
     name = _with_head(names[0])
     if name not in ARCHITECTURES:

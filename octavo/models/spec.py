@@ -116,6 +116,8 @@ class StoredStack:
         names: tensors of an expert that it holds, below "model."; "{}" are the numbers of layer and expert. Each has an
             equal number of rows.
         transposed: each expert's matrix is stored as [inputs, outputs].
+        inputs: of each matrix, if checkpoints have either form: those whose last dimension is another are transposed;
+            0 if all have the same.
         alternating: the rows of `names` alternate, instead of one name's following those of another.
     """
 
@@ -123,6 +125,7 @@ class StoredStack:
     names: tuple[str, ...]
     transposed: bool = False
     alternating: bool = False
+    inputs: int = 0
 
 
 def renamed(names: Mapping[str, str]) -> tuple[StoredModule, ...]:

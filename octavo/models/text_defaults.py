@@ -69,6 +69,14 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": _QWEN_VL,
     "qwen3": _sizes(4096, 22016, 32, 32, 32, 151936, 32768),
     "qwen3_moe": _sizes(2048, 6144, 24, 32, 4, 151936, 32768) | {"moe_intermediate_size": 768},
+    "qwen3_vl_moe_text": _sizes(2048, 5632, 24, 16, 16, 151936, 128000)
+    | {
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 60,  # newer files have this name of it, and older ones another, which comes first
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
     "qwen3_vl_text": _sizes(4096, 22016, 32, 32, 32, 151936, 128000) | {"rope_theta": 500000.0},
 }
 """`model_type` -> fields whose defaults differ from those that the families take."""

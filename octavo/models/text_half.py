@@ -37,6 +37,7 @@ _BY_TYPE = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_asr_text": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3VLMoeTextModel",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 """`model_type` of a text model -> its architecture."""

@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 from paged import PagedRunner
+from safetensors.torch import load_file, save_file
 from tiny import _COMMON, load_model, model_files, reference_of, vary_vectors
+from torch import Tensor
 
 PROMPT = torch.randint(1, 150, (30,), generator=torch.Generator().manual_seed(4)).tolist()
 _TEXT = {**_COMMON, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -110,6 +112,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 16, "rope_parameters": {**_AXES, "mrope_section": [3, 3, 2], "mrope_interleaved": True}},
         {**_TOKENS, "tie_word_embeddings": True},
     ),
+    "qwen3-vl-experts": (
+        "Qwen3VLMoe",
+        {**_QWEN, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "rope_parameters": {**_AXES, "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+            **_EXPERTS,
+        },
+        _TOKENS,
+    ),
     "gemma3": (
         "Gemma3",
         {"model_type": "siglip_vision_model", **_VISION},
@@ -142,8 +155,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 """Name -> beginning of the classes' names; fields of the vision model, of the text model, and of the whole."""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_same_logits_as_the_whole_model_for_text(case: str, tmp_path: Path) -> None:
+def saved(case: str, folder: Path) -> Tensor:
+    """Save a whole model; return its logits."""
     name, vision, text, whole = CASES[case]
     make = getattr(transformers, f"{name}Config")
     config = make(vision_config=vision, text_config={**_TEXT, **text}, **whole)
@@ -151,11 +164,30 @@ def test_the_same_logits_as_the_whole_model_for_text(case: str, tmp_path: Path) 
     torch.manual_seed(7)
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32).eval()
     vary_vectors(theirs)
+    theirs.save_pretrained(folder)
     with torch.no_grad():
         tokens = torch.tensor([PROMPT])
-        expected = theirs(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0]
-    theirs.save_pretrained(tmp_path)
-    files = model_files(tmp_path)
+        logits: Tensor = theirs(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0]
+    return logits
+
+
+def check(folder: Path, expected: Tensor) -> None:
+    files = model_files(folder)
     runner = PagedRunner(load_model(files, reference_of(files)), num_blocks=10, block_size=4)
     logits = runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True)
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_logits_as_the_whole_model_for_text(case: str, tmp_path: Path) -> None:
+    check(tmp_path, saved(case, tmp_path))
+
+
+def test_experts_that_are_stored_transposed(tmp_path: Path) -> None:
+    """As Qwen3-VL's authors publish them."""
+    expected, path = saved("qwen3-vl-experts", tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    stacks = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    assert len(stacks) == 4
+    save_file(tensors | stacks, path)
+    check(tmp_path, expected)

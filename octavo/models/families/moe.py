@@ -82,6 +82,14 @@ def qwen3_moe(config: Config) -> DecoderSpec:
     return replace(qwen3(windowed), mlps=every_nth(config, experts), stored=PER_EXPERT)
 
 
+def qwen3_vl_moe(config: Config) -> DecoderSpec:
+    """The text half of Qwen3-VL with experts (https://arxiv.org/abs/2511.21631), whose matrices are transposed in
+    published files, and not in those that transformers writes."""
+    inputs = whole(config, "hidden_size"), whole(config, "moe_intermediate_size", 768)
+    stacks = tuple(replace(stack, inputs=size) for stack, size in zip(FUSED, inputs, strict=True))
+    return replace(qwen3_moe(WithDefaults(config, norm_topk_prob=True)), stored=StoredNames(stacks=stacks))
+
+
 def mellum(config: Config) -> DecoderSpec:
     """Mellum 2 (https://huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base): Qwen3's experts; layers with a window have a
     rotary base of their own."""

@@ -216,13 +216,13 @@ def stored_stack(name: str, outputs: int, spec: DecoderSpec) -> tuple[str, int, 
 
 def _entries(name: str, layer: str, stack: StoredStack, shape: Sequence[int]) -> Iterator[tuple[str, _Selection]]:
     """Yield the tensors of each expert of a stack of this shape."""
-    parts = len(stack.names)
-    rows = shape[-1] if stack.transposed or len(shape) == 2 else shape[1]
+    parts, transposed = len(stack.names), stack.transposed or stack.inputs not in (0, shape[-1])
+    rows = shape[-1] if transposed or len(shape) == 2 else shape[1]
     each = 1 if stack.alternating else rows // parts
     for expert in range(shape[0]):
         for i, target in enumerate(stack.names):
             run = each * parts if parts > 1 else 0
-            own = _Selection(name, stack.transposed, i * each, (i + 1) * each, run, entry=expert)
+            own = _Selection(name, transposed, i * each, (i + 1) * each, run, entry=expert)
             yield f"{ROOT}.{target.format(layer, expert)}", own
 
 
