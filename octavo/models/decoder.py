@@ -176,7 +176,8 @@ class CausalLM(nn.Module):
         self.embedding_norm = (
             make_norm(model, "embed_norm", spec.hidden_size, spec.embedding_norm) if spec.embedding_norm else None
         )
-        self.ropes = nn.ModuleList(b.rope(rope) for rope in dict.fromkeys(spec.ropes or (spec.rope,)))
+        tables = dict.fromkeys(spec.ropes or (spec.rope,))
+        self.ropes = nn.ModuleList(b.rope(rope, rotates_first=spec.rotates_first) for rope in tables)
         self.layers = nn.ModuleList(
             DecoderLayer(model.for_layers().at("layers", i), spec, i, self.rope_of(i)) for i in range(spec.num_layers)
         )

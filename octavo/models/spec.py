@@ -286,6 +286,11 @@ class DecoderSpec:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def rotates_first(self) -> bool:
+        """Whether queries and keys are normalized after their rotation."""
+        return self.head_norms is not None and self.head_norms.rotated
+
+    @property
     def fuses_head_norms(self) -> bool:
         """Whether norms of queries and keys, if any, can be computed together with the rotation."""
         norms = self.head_norms

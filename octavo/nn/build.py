@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from octavo.core.errors import ConfigError
-from octavo.nn.attention.base import AttentionBackend, AttentionSpec
+from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend
 from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.sinks import HeadSinks
 from octavo.nn.divided_norm import DividedRMSNorm
@@ -166,8 +166,12 @@ class Build:
         path = self.at(name).path
         return TiedHead(path, embedding, self.schemes.at(path, [Part("", embedding.size, embedding.rows)]))
 
-    def rope(self, spec: RopeSpec) -> Rope:
-        return Rope(self.device, spec)
+    def rope(self, spec: RopeSpec, *, rotates_first: bool = False) -> Rope:
+        """
+        Args:
+            rotates_first: heads are normalized after their rotation, which fused kernels can't do.
+        """
+        return Rope(self.device, spec, still=rotates_first and isinstance(self.attention_backend, FusedBackend))
 
     def attention(self, spec: AttentionSpec) -> PagedAttention:
         backend = self._backend()

@@ -30,6 +30,7 @@ class Rope(WeightLayer):
     Attributes:
         cos_sin: [max_position, width] float32, cosines in the first half of each row, sines in the second. Channels
             that are not rotated have cosine 1 and sine 0.
+        still: a table of the same shape and angle 0, for kernels that get rotated heads; empty if there are none.
     """
 
     if TYPE_CHECKING:
@@ -38,14 +39,18 @@ class Rope(WeightLayer):
             self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None, /
         ) -> tuple[Tensor, Tensor]: ...
 
-    def __init__(self, device: torch.device, spec: RopeSpec) -> None:
+    def __init__(self, device: torch.device, spec: RopeSpec, *, still: bool = False) -> None:
+        """
+        Args:
+            still: make that table, too.
+        """
         super().__init__("rope", device)
         self.spec = spec
-        self.cos_sin = torch.empty(0)
+        self.cos_sin = self.still = torch.empty(0)
+        self._has_still = still
         axes = torch.arange(len(spec.sections)).repeat_interleave(torch.tensor(spec.sections, dtype=torch.int64))
         self._axes = axes.to(device)
         """The axis of each pair of channels."""
-        self._unrotated = torch.empty(0)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. `table`: in place of `cos_sin`."""
@@ -54,14 +59,6 @@ class Rope(WeightLayer):
     def joint(self, qk: Tensor, positions: Tensor, table: Tensor | None = None) -> Tensor:
         """Rotate concatenated queries and keys, [T, heads + kv_heads, head_dim], in place; likewise."""
         return apply_rope_joint(qk, self.cos_sin if table is None else table, positions)
-
-    @property
-    def unrotated(self) -> Tensor:
-        """A table like `cos_sin` of angle 0, for kernels that get rotated heads; made when it is first used."""
-        if self._unrotated.shape != self.cos_sin.shape:
-            self._unrotated = torch.ones_like(self.cos_sin)
-            self._unrotated[:, self.cos_sin.shape[1] // 2 :] = 0.0
-        return self._unrotated
 
     def along_axes(self, positions: Tensor, shifts: Tensor) -> Tensor:
         """Return a table with a row for each token, whose positions along the axes differ: [T, width] float32.
@@ -86,10 +83,13 @@ class Rope(WeightLayer):
     def place(self, tensors: Sequence[Stored | None]) -> None:
         divisors = tensors[0] if tensors else None
         self.cos_sin = cos_sin_table(self.spec, None if divisors is None else plain(divisors).cpu()).to(self.device)
+        if self._has_still:
+            self.still = torch.zeros_like(self.cos_sin)
+            self.still[:, : self.still.shape[1] // 2] = 1.0
 
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(self.cos_sin)
+        return tensor_bytes(self.cos_sin, self.still)
 
 
 def cos_sin_table(spec: RopeSpec, divisors: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from paged import PagedRunner
 from tiny import load_model, make_checkpoint, model_files
 
 from octavo.models.attention import attention_spec
+from octavo.models.load.weights import replace_weights
 from octavo.models.registry import spec_of
 from octavo.nn.attention.triton import TritonAttention
 
@@ -30,3 +31,16 @@ def test_logits_with_a_fused_backend(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = torch.cat([theirs(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in PROMPTS])
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_weights_are_replaced_where_they_are(tmp_path: Path) -> None:
+    """Recorded steps read them, and tables of rotations, at their addresses."""
+    make_checkpoint("hunyuan", tmp_path)
+    files = model_files(tmp_path)
+    backend = TritonAttention(torch.float32, attention_spec(spec_of(files.config), 0))
+    model, other = load_model(files, backend), load_model(files, backend)
+    (before,) = (rope.still.data_ptr() for rope in model.ropes)
+    replace_weights(model, other, in_place=True)
+    (rope,) = model.ropes
+    assert rope.still.data_ptr() == before
+    assert rope.still.shape == rope.cos_sin.shape

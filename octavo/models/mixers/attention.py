@@ -81,7 +81,7 @@ class Attention(Mixer):
         self.q_norm = make_head_norm(b, 0, spec) if kind.normed else None
         self.k_norm = make_head_norm(b, 1, spec) if kind.normed else None
         self._fuses_norms = spec.fuses_head_norms
-        self._rotates_first = kind.normed and spec.head_norms is not None and spec.head_norms.rotated
+        self._rotates_first = kind.normed and spec.rotates_first
         self.attn = b.attention(attention_spec(spec, layer, b.mesh))
 
     def forward(self, stream: Stream, norm: Norm, step: StepInput) -> Tensor:
@@ -117,7 +117,7 @@ class Attention(Mixer):
             queries.mul_(query_factors(step.positions, self.temperature)[:, None, None])
         if self.attn.fused:
             if self._rotates_first:
-                return self.attn.rotated(heads, None, self.rope.unrotated, step, rounded_by).flatten(1)
+                return self.attn.rotated(heads, None, self.rope.still, step, rounded_by).flatten(1)
             table = self.rope.cos_sin if step.rotations is None else step.rotations
             return self.attn.rotated(heads, self._norms(), table, step, rounded_by).flatten(1)
         q, k, v = heads.split(self.head_counts, dim=1)

@@ -306,7 +306,7 @@ class MtpModel(HeadModel):
         self.embedding_norm = make_norm(at, "enorm", size, own.norm)
         self.state_norm = make_norm(at, "hnorm", size, own.norm)
         self.fc = at.linear("eh_proj", inputs=2 * size, outputs=size, shard=NONE)
-        self.rope = b.rope(own.rope_of(last))
+        self.rope = b.rope(own.rope_of(last), rotates_first=own.rotates_first)
         self.layers = nn.ModuleList([DecoderLayer(at, own, last, self.rope)])
         self.norm = make_norm(at.at("shared_head"), "norm", size, own.norm) if spec.form.final_norm else None
         self._form = spec.form
