@@ -183,6 +183,8 @@ WITH_IMAGES = (
     "Idefics3ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",

@@ -15,6 +15,7 @@ from octavo.models.text_defaults import TEXT_DEFAULTS
 
 _BY_TYPE = {
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "exaone4_5_text": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -23,6 +24,7 @@ _BY_TYPE = {
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",

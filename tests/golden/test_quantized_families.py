@@ -121,6 +121,21 @@ def test_ministral_3_as_published(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_minimax_m2_as_published(tmp_path: Path) -> None:
+    """Experts in E4M3 under names of their own, with a scale per tile."""
+    make_checkpoint("minimax-m2", tmp_path)
+    path = tmp_path / "model.safetensors"
+    plain = load_file(path)
+    exact = quantize(tmp_path, "fp8-tiles", dict, ".experts.")
+    assert len(exact) == 2 * 6 * 3
+    found = logits_of(load_model(model_files(tmp_path), ReferenceAttention()))
+    save_file(plain | {name: values.float() for name, values in exact.items()}, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    expected = logits_of(load_model(model_files(tmp_path), ReferenceAttention()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def settings(folder: Path, quantization: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))

@@ -176,6 +176,14 @@ def nested_inside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ("qwen3-moe", "InternVLForConditionalGeneration", nested_inside, "text_config", "model.vision_tower.norm.bias"),
         ("gpt-oss", "InternVLForConditionalGeneration", nested_inside, "text_config", "model.vision_tower.norm.bias"),
         ("granite", "LlavaNextForConditionalGeneration", nested, "text_config", "image_newline"),
+        (
+            "deepseek-v3",
+            "KimiK25ForConditionalGeneration",
+            nested,
+            "text_config",
+            "vision_tower.patch_embed.proj.weight",
+        ),
+        ("moonlight", "KimiVLForConditionalGeneration", nested, "text_config", "multi_modal_projector.linear_1.weight"),
     ],
 )
 def test_the_text_half_of_a_model_with_images(
@@ -195,7 +203,8 @@ def test_the_text_half_of_a_model_with_images(
         text["architectures"] = [architecture]
     outer = {nesting: text} if nesting else text | {"model_type": "qwen2_vl"}
     (tmp_path / "config.json").write_text(json.dumps(outer | {"architectures": [architecture]}))
-    runner = PagedRunner(load_model(model_files(tmp_path), ReferenceAttention()), num_blocks=4, block_size=4)
+    files = model_files(tmp_path)
+    runner = PagedRunner(load_model(files, reference_of(files)), num_blocks=4, block_size=4)
     assert_like(runner.step([runner.row(PROMPT, len(PROMPT))], [len(PROMPT)], all_logits=True), theirs)
 
 
