@@ -41,6 +41,7 @@ STORED_ALIKE = {
     "DeepseekV3ForCausalLM",
     "FalconMambaForCausalLM",
     "Glm4MoeLiteForCausalLM",
+    "GraniteMoeSharedForCausalLM",
     "InternLM3ForCausalLM",
     "MixtralForCausalLM",
     "Olmo3ForCausalLM",

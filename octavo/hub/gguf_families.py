@@ -99,7 +99,10 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 
 def _granite_moe(keys: Keys) -> dict[str, Any]:
-    return _granite(keys) | experts.counts(keys)
+    """Models with a shared feed-forward are stored as those without."""
+    shared = keys.get("expert_shared_feed_forward_length", 0)
+    named = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"} if shared else {}
+    return _granite(keys) | experts.counts(keys) | named | {"shared_intermediate_size": shared}
 
 
 def _granite_hybrid(keys: Keys) -> dict[str, Any]:

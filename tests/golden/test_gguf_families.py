@@ -327,6 +327,19 @@ CASES |= {
         {},
         {**_COUNTS, "attention__scale": 0.2, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0},
     ),
+    "granitemoe-shared": (
+        "granite-moe-shared",
+        "granitemoe",
+        {},
+        {
+            **_COUNTS,
+            "expert_shared_feed_forward_length": 40,
+            "attention__scale": 0.1,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.3,
+            "logit_scale": 4.0,
+        },
+    ),
     "llama4": (
         "llama4",
         "llama4",
