@@ -154,7 +154,9 @@ def _apertus(keys: Keys) -> dict[str, Any]:
             f"{keys.file.path} lacks parameters of its activation: xielu.alpha_p, alpha_n, beta and eps for each of "
             f"{layers} layers."
         )
-    return {"xielu_parameters": [list(curve) for curve in zip(*lists, strict=True)]}
+    scaled = keys.has("rope_freqs.weight") or keys.get("rope.scaling.type", "none") != "none"
+    rope = {} if scaled else {"rope_scaling": {"rope_type": "default"}}  # the family's default is another
+    return {"xielu_parameters": [list(curve) for curve in zip(*lists, strict=True)], **rope}
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:

@@ -123,17 +123,20 @@ def layer_windows(config: Config) -> list[int | None]:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def layer_types(config: Config, pattern: int) -> list[str]:
+def layer_types(config: Config, pattern: int, default: Sequence[str] = ()) -> list[str]:
     """Return each layer's type.
 
     Args:
         pattern: every layer of this number has full attention if the configuration has no `layer_types`; 0 for all.
+        default: the types in that case, if they have no such pattern.
 
     Raises:
         ConfigError: a layer type is not supported.
         ModelFileError: `layer_types` has the wrong length.
     """
     layers, types = whole(config, "num_hidden_layers"), config.get("layer_types")
+    if types is None and default:
+        return list(default)
     if types is None:
         return [SLIDING if pattern and (i + 1) % pattern else FULL for i in range(layers)]
     if len(types) != layers:

@@ -30,7 +30,7 @@ def apertus(config: Config) -> DecoderSpec:
     curves = value_or(config, "xielu_parameters", [()] * layers)  # of GGUF files
     if len(curves) != layers:
         raise ModelFileError(f"The model's metadata has {len(curves)} parameters of xIELU for {layers} layers.")
-    scaled = "rope_parameters" in config or "rope_scaling" in config
+    scaled = config.get("rope_parameters") or config.get("rope_scaling")
     norm = rms_norm(config, default=1e-5)
     return decoder_spec(
         config,

@@ -53,7 +53,7 @@ def cohere2_moe(config: Config) -> DecoderSpec:
     first = whole(config, "prefix_dense_sliding_window_pattern", 1)
     period = whole(config, "sliding_window_pattern", 4)
     steps = [(i + 1) % first if i < dense else (i - dense + 1) % period for i in range(layers)]
-    types = layer_types({"layer_types": [SLIDING if step else FULL for step in steps], **config}, 0)
+    types = layer_types(config, 0, [SLIDING if step else FULL for step in steps])
     mlps = by_type(
         {**config, "intermediate_size": config.get("prefix_dense_intermediate_size")},
         _experts(config),

@@ -92,7 +92,7 @@ def with_windows(config: Config, spec: DecoderSpec) -> DecoderSpec:
         ModelFileError: a list has the wrong length.
     """
     layers, dim = spec.num_layers, spec.head_dim
-    types = layer_types({"layer_types": [SLIDING if i % 4 else FULL for i in range(layers)], **config}, 0)
+    types = layer_types(config, 0, [SLIDING if i % 4 else FULL for i in range(layers)])
     bases = value_or(config, "layer_rope_theta", [spec.rope.theta] * layers)
     if len(bases) != layers:
         raise ModelFileError(f"The model's config lists {len(bases)} values of layer_rope_theta for {layers} layers.")

@@ -120,7 +120,7 @@ def flint(config: Config) -> DecoderSpec:
     positions."""
     layers, head_dim = whole(config, "num_hidden_layers"), head_size(config, 128)
     full = [FULL if i < 2 or i % 4 == 1 or i == layers - 1 else SLIDING for i in range(layers)]
-    types = layer_types({"layer_types": full, **config}, 0)
+    types = layer_types(config, 0, full)
     routing = RoutingSpec(
         top_k=whole(config, "num_experts_per_tok", 6),
         scores="sigmoid",
@@ -138,7 +138,7 @@ def flint(config: Config) -> DecoderSpec:
         rope=rope,
         ropes=tuple(rope if kind == SLIDING else no_rope(head_dim, rope.max_position) for kind in types),
         sinks=True,
-        mlps=every_nth({"mlp_only_layers": [0, 1], **config}, experts),
+        mlps=every_nth({**config, "mlp_only_layers": value_or(config, "mlp_only_layers", [0, 1])}, experts),
         biases=bias_set(config, mlp=""),
         stored=replace(PER_EXPERT, modules=renamed(_OFFSETS)),
     )

@@ -38,6 +38,14 @@ def test_the_layers_of_lfm3() -> None:
     assert (spec.norms.after_mixer, spec.tied) == ("post_operator_norm", True)
 
 
+def test_null_is_no_list_of_layer_types() -> None:
+    fields = {"layer_types": None, "layer_rope_theta": None}
+    assert spec_of(config("GraniteSWAForCausalLM", **fields)).windows == (None, 128, 128, 128, None, 128)
+    assert spec_of(config("Lfm3ForCausalLM", layer_types=None)) == spec_of(config("Lfm3ForCausalLM"))
+    command = config("Cohere2MoeForCausalLM", layer_types=None, mlp_layer_types=None)
+    assert spec_of(command).windows == (4096, 4096, 4096, None, 4096, 4096)
+
+
 def test_lfm3_without_its_options() -> None:
     spec = spec_of(config("Lfm3ForCausalLM", use_sandwich_norm=False, use_attention_gate=False))
     assert spec.norms == PRE
@@ -60,8 +68,9 @@ def test_multipliers_of_hyperclova_x(fields: dict[str, Any], scale: float, logit
     assert spec_of(config("HyperCLOVAXForCausalLM", use_post_norm=False)).norms == PRE
 
 
-def test_the_layers_of_flint() -> None:
-    spec = spec_of(config("FlintForCausalLM", moe_intermediate_size=16))
+@pytest.mark.parametrize("fields", [{}, {"layer_types": None, "mlp_only_layers": None}], ids=["left out", "null"])
+def test_the_layers_of_flint(fields: dict[str, Any]) -> None:
+    spec = spec_of(config("FlintForCausalLM", moe_intermediate_size=16, **fields))
     assert spec.windows == (None, None, 513, 513, 513, None)
     assert [rope.rotary_dim for rope in spec.ropes] == [0, 0, 128, 128, 128, 0]
     assert [type(mlp).__name__ for mlp in spec.mlps[:3]] == ["MlpSpec", "MlpSpec", "ExpertsSpec"]
