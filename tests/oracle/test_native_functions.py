@@ -22,7 +22,18 @@ from octavo.nn.weights import QuantizedBlocks
 
 TORCH = {Dtype.FLOAT: torch.float32, Dtype.BFLOAT: torch.bfloat16}
 LIMIT, SCALE = 1.5, 0.75
+CURVE = torch.tensor([0.8, 1.3, 0.5, -1e-6])
+
+
+def xielu(x: Tensor) -> Tensor:
+    """`nn/ops/activation.py` in float64."""
+    positive, negative, slope, most = CURVE.double()
+    below = torch.expm1(torch.minimum(x, most)) - x
+    return torch.where(x > 0, positive * x * x, negative * below) + slope * x
+
+
 FUNCTIONS = {
+    Function.XIELU: xielu,
     Function.IDENTITY: lambda x: x,
     Function.CAP: lambda x: LIMIT * torch.tanh(x / LIMIT),
     Function.CLIP: lambda x: x.clamp(-LIMIT, LIMIT),
@@ -93,7 +104,7 @@ def test_functions_of_results(pool, generator, dtype, planes, epilogue, tokens, 
 
     plain = product(Results(), torch.empty(tokens, rows)).double()
     for function, of in FUNCTIONS.items():
-        results = Results(epilogue, Dtype.FLOAT, function, SCALE, LIMIT)
+        results = Results(epilogue, Dtype.FLOAT, function, SCALE, LIMIT, CURVE.data_ptr())
         if gated:
             gate, up = plain.unflatten(1, (-1, 2, 16)).unbind(2)
             expected = (of(SCALE * gate) * up).flatten(1)
@@ -115,7 +126,8 @@ def test_functions_from_very_small_to_very_large(pool, function):
     # The product of a row with NaN is NaN throughout, so that NaN has a row of its own.
     x = torch.where(x.isnan().any(1, keepdim=True) & ~x.isnan(), 0.0, x)
     b = ProgramBuilder.make(64, 64)
-    b.linear(0, 1, Dtype.FLOAT, 16, 16, eye.data_ptr(), results=Results(function=function, limit=LIMIT))
+    results = Results(function=function, limit=LIMIT, curve=CURVE.data_ptr())
+    b.linear(0, 1, Dtype.FLOAT, 16, 16, eye.data_ptr(), results=results)
     got = run(pool, b, x, torch.empty_like(x))
     expected = FUNCTIONS[function](x.double())
     flawed = x.isnan().any(1)

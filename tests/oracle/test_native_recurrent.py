@@ -307,12 +307,15 @@ def test_gated_norm(
     torch.testing.assert_close(result[:, :channels].double(), expected, rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize(("columns", "channels"), [(48, 1), (3, 16)], ids=["channels", "heads"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_gate_of_attention(pool: Pool, generator: torch.Generator, dtype: torch.dtype) -> None:
-    gates, rows = torch.randn(7, 48, generator=generator) * 4, torch.randn(7, 48, generator=generator).to(dtype)
-    expected = rows.double() * gates.double().sigmoid()
-    b = ProgramBuilder.make(48 * 4, 48 * rows.element_size())
-    gate_by_sigmoid(b, 0, 1, DTYPES[dtype], 48)
+def test_gate_of_attention(
+    pool: Pool, generator: torch.Generator, dtype: torch.dtype, columns: int, channels: int
+) -> None:
+    gates, rows = torch.randn(7, columns, generator=generator) * 4, torch.randn(7, 48, generator=generator).to(dtype)
+    expected = rows.double() * gates.double().sigmoid().repeat_interleave(channels, 1)
+    b = ProgramBuilder.make(columns * 4, 48 * rows.element_size())
+    gate_by_sigmoid(b, 0, 1, DTYPES[dtype], columns, channels)
     Rows([7], [0], [0], 1).run(pool, b, gates, rows)
     torch.testing.assert_close(rows.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
