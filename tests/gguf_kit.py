@@ -22,7 +22,7 @@ ARCHS = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in gguf.MODEL_ARCH}
 PAIRED = {"llama", "arcee", "granite", "granitehybrid", "granitemoe", "minicpm", "internlm2", "olmo", "smollm3"}
 """Architectures whose q and k the converter permutes."""
 MAMBA2 = {"mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe"}
-ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next"}
+ONE_MORE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe"}
 """Architectures to whose norms it adds one."""
 
 
@@ -224,7 +224,26 @@ def _write_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
+def _alternating(config: Any, name: str, tensor: Tensor) -> Tensor:
+    """Part of a gated delta net of Qwen3.5, whose heads of values are stored in turns: one of each head of keys."""
+    keys, module = config.linear_num_key_heads, name.split(".linear_attn.")[1]
+    sizes = [keys * config.linear_key_head_dim * 2, config.linear_num_value_heads * config.linear_value_head_dim]
+    if module.startswith("out_proj"):
+        return _in_turns(tensor.T, config).T
+    if module.startswith(("in_proj_qkv", "conv1d")):
+        before, values = tensor.split(sizes)
+        return torch.cat([before, _in_turns(values, config)])
+    return tensor if module.startswith("norm") else _in_turns(tensor, config)
+
+
+def _in_turns(rows: Tensor, config: Any) -> Tensor:
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    return rows.reshape(keys, heads // keys, len(rows) // heads, -1).transpose(0, 1).reshape(rows.shape)
+
+
 def _converted(arch: str, config: Any, name: str, tensor: Tensor) -> Tensor:
+    if arch.startswith("qwen35") and ".linear_attn." in name:
+        tensor = _alternating(config, name, tensor)
     if arch in PAIRED and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return interleaved(tensor, heads)

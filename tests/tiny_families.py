@@ -137,6 +137,19 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     **RECENT_DENSE,
 }
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_INTERLEAVED = {
+    "rope_type": "default",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [3, 3, 2],
+    "mrope_interleaved": True,
+}
 _SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
 _SMALL = {"expand": 2, "state_size": 8, "tie_word_embeddings": False}
 HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -204,6 +217,15 @@ HYBRID: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     **RECENT_HYBRID,
+    "qwen3.5": (
+        transformers.Qwen3_5TextConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 32,
+            "rope_parameters": _INTERLEAVED,
+            **_DELTA,
+        },
+    ),
 }
 """Families with recurrent layers, without experts."""
 
@@ -273,6 +295,18 @@ HYBRID_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 24,
+        },
+    ),
+    "qwen3.5-moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        {
+            **_TWO,
+            **_EXPERTS,
+            **_DELTA,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "head_dim": 32,
+            "rope_parameters": _INTERLEAVED,
         },
     ),
 }

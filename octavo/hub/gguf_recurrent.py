@@ -108,11 +108,32 @@ def granite_hybrid(keys: Keys) -> dict[str, Any]:
 
 
 def qwen3_next(keys: Keys) -> dict[str, Any]:
-    heads = keys.need("ssm.time_step_rank")
     return {
         **experts.qwen3(keys),
         "num_experts": keys.need("expert_count"),
         "full_attention_interval": keys.get("full_attention_interval", 4),
+        **_delta(keys),
+    }
+
+
+def qwen3_5(keys: Keys) -> dict[str, Any]:
+    """Layers that predict further tokens are counted, too."""
+    layers, period = (
+        keys.need("block_count") - keys.get("nextn_predict_layers", 0),
+        keys.get("full_attention_interval", 4),
+    )
+    recurrent = keys.each("attention.recurrent_layers") or [(i + 1) % period > 0 for i in range(layers)]
+    kinds = ["linear_attention" if one else "full_attention" for one in recurrent[:layers]]
+    return {"num_hidden_layers": layers, "layer_types": kinds, **_delta(keys)}
+
+
+def qwen3_5_moe(keys: Keys) -> dict[str, Any]:
+    return {**experts.qwen3(keys), **qwen3_5(keys)}
+
+
+def _delta(keys: Keys) -> dict[str, Any]:
+    heads = keys.need("ssm.time_step_rank")
+    return {
         "linear_num_key_heads": keys.need("ssm.group_count"),
         "linear_key_head_dim": keys.need("ssm.state_size"),
         "linear_num_value_heads": heads,

@@ -63,7 +63,7 @@ from octavo.models.families.phi import phi, phi3
 from octavo.models.families.qwen import qwen1
 from octavo.models.families.qwen2 import mimo, qwen2
 from octavo.models.families.qwen3 import qwen3
-from octavo.models.families.qwen3_next import qwen3_next
+from octavo.models.families.qwen3_next import qwen3_5, qwen3_5_moe, qwen3_next
 from octavo.models.families.stablelm import nemotron, stablelm, starcoder2
 from octavo.models.hf_config import CLASSIFIER, SCORE_TOKENS, Config, has_language_head, num_labels, value_or
 from octavo.models.load.quantized.table import method_of
@@ -159,6 +159,8 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
     "SolarOpenForCausalLM": solar_open,
@@ -195,6 +197,8 @@ WITH_IMAGES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 )
 WITH_AUDIO = (

@@ -145,6 +145,8 @@ class StoredNames:
         stacks: tensors that hold those of all experts of a layer.
         foreign: beginnings of names of tensors that the decoder does not use, such as an audio encoder's.
         nested: the checkpoint is of a model with images; this is its text half.
+        alternating_heads: in gated delta nets, a head of values belongs to another head of keys than its neighbour;
+            otherwise those of the same head of keys follow each other.
     """
 
     root: str = "model"
@@ -153,6 +155,7 @@ class StoredNames:
     stacks: tuple[StoredStack, ...] = ()
     foreign: tuple[str, ...] = ()
     nested: bool = False
+    alternating_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ _LLAMA: Mapping[str, Any] = {
 }
 _EXAONE4 = _sizes(4096, 16384, 32, 32, 32, 102400, 2048, 1e-5)
 _QWEN_VL = _sizes(8192, 29568, 80, 64, 8, 152064, 32768, 1e-5) | {"max_window_layers": 80, "rope_theta": 1000000.0}
+_QWEN3_5 = _sizes(4096, 12288, 32, 16, 4, 248320, 32768)
 _MINISTRAL_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -69,6 +70,9 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": _QWEN_VL,
     "qwen3": _sizes(4096, 22016, 32, 32, 32, 151936, 32768),
     "qwen3_moe": _sizes(2048, 6144, 24, 32, 4, 151936, 32768) | {"moe_intermediate_size": 768},
+    "qwen3_5_moe_text": _QWEN3_5
+    | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512},
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_vl_moe_text": _sizes(2048, 5632, 24, 16, 16, 151936, 128000)
     | {
         "moe_intermediate_size": 1408,

@@ -126,6 +126,16 @@ class QuantizedBlocks:
         minima = None if self.minima is None else self.minima[outputs, groups]
         return replace(self, values=self.values[outputs, begin:end], scales=self.scales[outputs, groups], minima=minima)
 
+    def with_columns(self, columns: Sequence[int]) -> QuantizedBlocks | None:
+        """Return the matrix of these columns, a permutation of all; None if that would take blocks apart."""
+        size = self._size
+        wanted = torch.tensor(columns).view(-1, size)
+        blocks = wanted[:, 0] // size
+        if self.order is not None or not torch.equal(wanted, blocks[:, None] * size + torch.arange(size)):
+            return None
+        minima = None if self.minima is None else self.minima[:, blocks]
+        return replace(self, values=self.values[:, wanted.flatten()], scales=self.scales[:, blocks], minima=minima)
+
 
 def part_of(blocks: QuantizedBlocks | None, index: Index | None) -> QuantizedBlocks | None:
     """Return the part of a matrix; None if there is none, or it can't be divided there."""

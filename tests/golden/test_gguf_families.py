@@ -129,6 +129,14 @@ _NEXT = {
     "ssm__time_step_rank": 4,
     "ssm__group_count": 2,
 }
+_DELTA = {
+    "ssm__conv_kernel": 4,
+    "ssm__inner_size": 192,
+    "ssm__state_size": 16,
+    "ssm__time_step_rank": 6,
+    "ssm__group_count": 2,
+    "rope__dimension_sections": [3, 3, 2, 0],
+}
 CASES |= {
     "deepseek2-lite": (
         "deepseek-v2-lite",
@@ -373,8 +381,27 @@ CASES |= {
         {**_NEXT, "full_attention_interval": 2},
     ),
     "qwen3next-older": ("qwen3-next-moe", "qwen3next", {"layer_types": ["linear_attention"] * 2}, _NEXT),
+    "qwen35": (
+        "qwen3.5",
+        "qwen35",
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_value_head_dim": 32},
+        {**_DELTA, "full_attention_interval": 3},
+    ),
+    "qwen35moe": (
+        "qwen3.5-moe",
+        "qwen35moe",
+        {},
+        {
+            **_SMALLER,
+            **_DELTA,
+            "ssm__inner_size": 144,
+            "expert_shared_feed_forward_length": 40,
+            "attention__recurrent_layers": [True, False],
+        },
+    ),
     "qwen2vl": ("qwen2", "qwen2vl", {}, {"rope__dimension_sections": [2, 3, 3, 0]}),
     "qwen3vl": ("qwen3", "qwen3vl", {}, {"rope__dimension_sections": [6, 5, 5, 0]}),
+    "qwen3vlmoe": ("qwen3-moe", "qwen3vlmoe", {}, {**_SMALLER, "rope__dimension_sections": [6, 5, 5, 0]}),
 }
 """Name -> tiny configuration, architecture of the file, changed fields, and metadata that only this family has."""
 
@@ -417,7 +444,7 @@ def test_experts_stay_quantized_in_a_native_program(case: str, kind: Kind, dtype
     torch.testing.assert_close(*rows, rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("case", ["lfm2", "mamba2", "qwen3next", "jamba"])
+@pytest.mark.parametrize("case", ["lfm2", "mamba2", "qwen3next", "qwen35", "jamba"])
 def test_recurrent_layers_stay_quantized_in_a_native_program(case: str, tmp_path: Path) -> None:
     family, arch, changes, metadata = CASES[case]
     files = write_model(

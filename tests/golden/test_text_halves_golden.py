@@ -30,6 +30,13 @@ _QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
 _TOKENS = {"image_token_id": 198, "video_token_id": 197, "vision_start_token_id": 196, "vision_end_token_id": 195}
 _LLAMA4 = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
 _AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}
+_PARTIAL = {**_AXES, "mrope_section": [3, 3, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.3}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 _COHERE = {"model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0}
@@ -111,6 +118,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**_QWEN, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         {"head_dim": 16, "rope_parameters": {**_AXES, "mrope_section": [3, 3, 2], "mrope_interleaved": True}},
         {**_TOKENS, "tie_word_embeddings": True},
+    ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {**_QWEN, "out_hidden_size": 64, "num_position_embeddings": 16},
+        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32, "rope_parameters": _PARTIAL, **_DELTA},
+        {**_TOKENS, "tie_word_embeddings": True},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {**_QWEN, "out_hidden_size": 64, "num_position_embeddings": 16},
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 32,
+            "rope_parameters": _PARTIAL,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            **_EXPERTS,
+            **_DELTA,
+        },
+        _TOKENS,
     ),
     "qwen3-vl-experts": (
         "Qwen3VLMoe",

@@ -81,8 +81,13 @@ _LACKING = {
     "InternVLChatModel": "its tensors have names that are not read; use a checkpoint of "
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration": "its tower is not supported",
-    "Qwen3VLForConditionalGeneration": "its decoder's first layers add states of the tower (DeepStack), which the "
-    "decoders here do not",
+    **dict.fromkeys(
+        ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        "its decoder's first layers add states of the tower (DeepStack), which the decoders here do not",
+    ),
+    **dict.fromkeys(
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), "its tower is not supported"
+    ),
 }
 """Architectures with images that only the text half is served of -> what is missing."""
 

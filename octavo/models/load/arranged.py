@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.hub.gguf_names import is_gguf
+from octavo.models.load.alternating_heads import head_order
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.gguf_latents import with_joined_latents
 from octavo.models.load.gguf_layout import gguf_names
@@ -35,6 +36,7 @@ class _Selection:
         begin, end, run: rows [begin, end) of each `run` rows; run 0 takes all.
         order: order of each head's rows; None keeps it.
         elementwise: `order` is that of each head's elements, not rows.
+        columns: the stored column of each column; None keeps them.
         shift: added to all elements.
         entry: the part of the first dimension that holds the decoder's tensor; None for all. It comes before all else.
         form: as in `StoredModule`.
@@ -50,6 +52,7 @@ class _Selection:
     shift: float = 0.0
     entry: int | None = None
     form: str = ""
+    columns: tuple[int, ...] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -58,7 +61,7 @@ class _Selection:
     @property
     def changes_rows(self) -> bool:
         """Whether the stored matrix is another than the decoder's."""
-        return bool(self.transposed or self.run or self.order or self.shift or self.form)
+        return bool(self.transposed or self.run or self.order or self.shift or self.form or self.columns)
 
     def read(self, source: Checkpoint, spec: TensorSpec) -> Tensor:
         """Return the stored tensor, or its entry."""
@@ -86,6 +89,8 @@ class _Selection:
         if self.order is not None:
             rest = () if self.elementwise else tensor.shape[1:]
             tensor = tensor.reshape(-1, len(self.order), *rest)[:, list(self.order)].reshape(tensor.shape)
+        if self.columns is not None and tensor.dim() == 2:
+            tensor = tensor[:, list(self.columns)]
         return tensor + self.shift if self.shift else tensor
 
 
@@ -124,7 +129,7 @@ class ArrangedCheckpoint:
         rows = self._of(name, torch.arange(len(blocks.values)))
         minima = None if blocks.minima is None else blocks.minima[rows]
         ordered = replace(blocks, values=blocks.values[rows], scales=blocks.scales[rows], minima=minima)
-        return part_of(ordered, index)
+        return part_of(ordered if selection.columns is None else ordered.with_columns(selection.columns), index)
 
     def tensor(self, name: str, spec: TensorSpec, index: Index | None = None) -> Tensor:
         selection = self._selections[name]
@@ -176,10 +181,18 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
             begin = sum(rule.sizes[:i])
             end = begin + rule.sizes[i] if rule.sizes else 0
             shift = rule.shift if suffix == "weight" else 0.0
-            order = rotated_order(full, spec)
+            order, elementwise = rotated_order(full, spec)
+            columns = None
+            if stored.alternating_heads and order is None:
+                order, columns = head_order(full, spec)
             run = sum(rule.sizes)
             transposed = rule.transposed and name not in quantized
-            yield full, _Selection(name, transposed, begin, end, run, *order, shift, form=rule.form)
+            yield (
+                full,
+                _Selection(
+                    name, transposed, begin, end, run, order, elementwise, shift, form=rule.form, columns=columns
+                ),
+            )
 
 
 def stored_module(name: str, spec: DecoderSpec) -> tuple[str, tuple[int, int, int]]:

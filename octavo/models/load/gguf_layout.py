@@ -61,7 +61,8 @@ def gguf_names(spec: DecoderSpec, names: Set[str]) -> StoredNames:
         *_gated(spec, names),
     )
     further = f"blk.{spec.num_layers}."  # layers that predict further tokens
-    return StoredNames("", modules, _FACTORS, _STACKS, (further,))
+    alternating = any(name.endswith(".ssm_beta.weight") for name in names)  # Qwen3.5's, unlike Qwen3-Next's
+    return StoredNames("", modules, _FACTORS, _STACKS, (further,), alternating_heads=alternating)
 
 
 def _root(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
@@ -127,7 +128,7 @@ def _recurrent(spec: DecoderSpec) -> Iterator[StoredModule]:
 
 
 def _gated(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
-    """Yield gates of attention, which Trinity stores apart and Qwen3-Next beside queries, and the projections of gated
+    """Yield gates of attention, which Trinity stores apart, and Qwen3-Next and Qwen3.5 beside queries, and the projections of gated
     delta nets, which older files have as the original checkpoint does."""
     delta = next((mixer for mixer in spec.mixers if isinstance(mixer, GatedDeltaSpec)), None)
     gated = any(isinstance(mixer, SelfAttention) and mixer.gated for mixer in spec.mixers)
@@ -145,6 +146,8 @@ def _gated(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
     yield StoredModule("blk.{}.attn_gate", qkvz[3:])
     yield StoredModule("blk.{}.ssm_in", qkvz, (delta.key_dim,) * 2 + (share * delta.head_dim,) * 2)
     yield StoredModule("blk.{}.ssm_ba", (f"{own}b_proj", f"{own}a_proj"), (share, share))
+    yield StoredModule("blk.{}.ssm_beta", (f"{own}b_proj",))
+    yield StoredModule("blk.{}.ssm_alpha", (f"{own}a_proj",))
     yield StoredModule("blk.{}.ssm_conv1d", (f"{own}conv1d",), form="taps")
     yield StoredModule("blk.{}.ssm_a", (f"{own}A_log",), form="decay")
     yield StoredModule("blk.{}.ssm_dt.bias", (f"{own}dt_bias",))

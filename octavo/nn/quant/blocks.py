@@ -13,7 +13,7 @@ from octavo.native.builder import BLOCK
 from octavo.nn.quant.base import Part
 from octavo.nn.quant.codes import pack_codes, unified
 from octavo.nn.quant.none import Unquantized
-from octavo.nn.quant.panels import FOUR, pack_blocks
+from octavo.nn.quant.panels import FOUR, PANEL, pack_blocks
 from octavo.nn.weights import Keep, QuantizedBlocks, Stored, TensorSpec, fused, plain, tensor_bytes
 
 _INTEGERS = {4: Dtype.INT4, 8: Dtype.INT8}
@@ -72,6 +72,7 @@ class BlockQuantized(Unquantized):
             self._pack([weight])
 
     def _pack(self, blocks: list[QuantizedBlocks]) -> None:
+        blocks = joined(blocks)
         first = blocks[0]
         self.shape = (sum(part.values.shape[0] for part in blocks), first.values.shape[1])
         self.zero_point, self.order, self.has_minima = first.zero_point, first.order, first.minima is not None
@@ -132,6 +133,20 @@ def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks] | None:
         )
         for part in parts
     ]
+
+
+def joined(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
+    """Return the parts as one if some would end within a panel, which would leave gaps between their outputs.
+
+    Two of one size stay apart: they are a gate and its operand, of which each has whole panels.
+    """
+    rows = [len(part.values) for part in parts]
+    if not any(count % PANEL for count in rows[:-1]) or (len(rows) == 2 and rows[0] == rows[1]):
+        return parts
+    first = parts[0]
+    minima = None if first.minima is None else torch.cat([plain(part.minima) for part in parts])
+    values, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales"))
+    return [replace(first, values=values, scales=scales, minima=minima)]
 
 
 def same_order(parts: list[QuantizedBlocks]) -> bool:

@@ -294,6 +294,40 @@ def test_text_halves_of_models_with_audio(name: str, text: dict[str, Any], sizes
         assert spec.stored.nested
 
 
+def test_qwen3_5_as_published() -> None:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    }
+    text = {
+        "model_type": "qwen3_5_moe_text",
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "max_position_embeddings": 262144,
+        "rope_parameters": rope,
+    }
+    spec = spec_of({"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text})
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (16, 2, 256, 248320)
+    assert spec.attention_layers == list(range(3, 40, 4))
+    assert (spec.rope.rotary_dim, spec.rope.theta, spec.max_position) == (64, 1e7, 262144)
+    experts = spec.mlps[0]
+    assert isinstance(experts, ExpertsSpec)
+    assert (experts.num_experts, experts.size, experts.routing.top_k) == (256, 512, 8)
+    assert experts.shared is not None
+    assert spec.norm.offset == 1.0
+    with pytest.raises(ConfigError, match="attn_output_gate=False"):
+        spec_of(config("Qwen3_5ForCausalLM", attn_output_gate=False))
+
+
 def test_an_unknown_text_half_is_named() -> None:
     outer = {"architectures": ["LlavaForConditionalGeneration"], "text_config": config("OlmoForCausalLM")}
     assert spec_of(outer).stored.nested

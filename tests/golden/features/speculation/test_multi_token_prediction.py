@@ -25,10 +25,18 @@ from octavo.hub.resolve import resolve
 from octavo.worker.drafts import Drafting, Drafts
 
 LAYERS = 2
-QWEN, MIMO, ERNIE = "qwen3-next-moe", "mimo", "ernie-moe"
-FAMILIES = {**tiny_families.MOE, **tiny_families.HYBRID_MOE, MIMO: (transformers.Qwen2Config, {})}
+QWEN, QWEN35, MIMO, ERNIE = "qwen3-next-moe", "qwen3.5", "mimo", "ernie-moe"
+QWENS = (QWEN, QWEN35)
+FAMILIES = {
+    **tiny_families.MOE,
+    **tiny_families.HYBRID_MOE,
+    QWEN35: tiny_families.HYBRID[QWEN35],
+    MIMO: (transformers.Qwen2Config, {}),
+}
+_THREE = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 CHANGES: dict[str, dict[str, Any]] = {
-    QWEN: {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    QWEN: _THREE,
+    QWEN35: _THREE,
     MIMO: {"head_dim": 8, "intermediate_size": 48},
 }
 
@@ -64,10 +72,13 @@ def saved(family: str, folder: Path) -> tuple[Any, Any, dict[str, Tensor]]:
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:LAYERS]
     config.pop("mlp_layer_types", None)  # published ones have numbers of layers instead
-    if family != QWEN:
+    if family not in QWENS:
         config["num_nextn_predict_layers"] = 1
     if family == MIMO:
         config["architectures"] = ["MiMoForCausalLM"]
+    if family == QWEN35:  # the text half of a model with images, as published
+        tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
     save_file(tensors, file)
     path.write_text(json.dumps(config))
     return short, long, own
@@ -95,6 +106,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "": "model.mtp_block.0",
     },
 }
+PUBLISHED[QWEN35] = PUBLISHED[QWEN]
 """Family -> the names in its checkpoints of the modules that DeepSeek's have in `model.layers.N`."""
 
 
@@ -115,12 +127,12 @@ def reference(family: str, short: Any, long: Any, own: dict[str, Tensor], tokens
     an embedding in the first pair; MiMo projects state and embedding in this order.
     """
     at, eps = f"model.layers.{LAYERS}", long.config.rms_norm_eps
-    own = {name: weight + 1 if family == QWEN and "norm" in name else weight for name, weight in own.items()}
+    own = {name: weight + 1 if family in QWENS and "norm" in name else weight for name, weight in own.items()}
     h = short(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0][:-1]
     following, drafts = tokens[1:], []
     for _ in range(count):
         embedded = long.model.embed_tokens.weight[torch.tensor(following)].clone()
-        if family != QWEN:
+        if family not in QWENS:
             embedded[0] = 0
         pair = [rms(embedded, own[f"{at}.enorm.weight"], eps), rms(h, own[f"{at}.hnorm.weight"], eps)]
         joined = torch.cat(pair[::-1] if family == MIMO else pair, -1)
@@ -134,11 +146,11 @@ def reference(family: str, short: Any, long: Any, own: dict[str, Tensor], tokens
         normed = out if family == ERNIE else rms(out, own[f"{at}.shared_head.norm.weight"], eps)
         drafts.append(int(F.linear(normed, long.lm_head.weight)[0].argmax()))
         following.append(drafts[-1])
-        h = torch.cat([h, normed if family in (QWEN, MIMO) else out])
+        h = torch.cat([h, normed if family in (*QWENS, MIMO) else out])
     return drafts
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", QWEN, MIMO, ERNIE])
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "glm4-moe-lite", QWEN, QWEN35, MIMO, ERNIE])
 def test_drafts_are_the_references(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long, own = saved(family, tmp_path)
     proposed: list[tuple[list[int], list[int]]] = []
@@ -155,7 +167,7 @@ def test_drafts_are_the_references(family: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(HeadDrafter, "propose", noting)
     config = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False, "prompt_lookup_min": 0}
     settings = {"load_format": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 3}
-    settings |= {"device": "cpu"} if family == QWEN else {}  # a GPU has no drafts beside recurrent layers
+    settings |= {"device": "cpu"} if family in QWENS else {}  # a GPU has no drafts beside recurrent layers
     loop, _ = build_core(tiny_config(**settings, speculative_config=config), resolve(str(tmp_path)))
     proposed.clear()  # those of the warm-up
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
