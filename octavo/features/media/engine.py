@@ -174,7 +174,8 @@ class MediaEngine(EngineHook):
         asked, self._asked = self._asked, {}  # those that still wait ask again in the next plan
         if self._pending is None and self._pages.awake:
             if self._under_way:
-                self._pending = self._pages.call("encode", {"keep": list(self._encoded), "items": []})
+                kept = [*self._encoded, *self._ended]  # the latter are not encoded on all ranks yet
+                self._pending = self._pages.call("encode", {"keep": kept, "items": []})
             elif asked:
                 self._encode(asked)
             self._take_in()

@@ -134,6 +134,33 @@ def test_some_between_two_steps() -> None:
     assert engine.admit(one, 30) == 30
 
 
+def test_what_some_ranks_have_encoded_is_kept() -> None:
+    one = asked(item("a", 3))
+    engine = MediaEngine(MediaInfo(), axes=False)
+    calls: list[tuple[dict[str, Any], Future[list[Any]]]] = []
+
+    def call(method: str, args: dict[str, Any]) -> Future[list[Any]]:
+        future: Future[list[Any]] = Future()
+        if method == "describe":
+            future.set_result([{"capacity": 8, "budget": 4}])
+        else:
+            calls.append((args, future))
+        return future
+
+    engine.attach(SimpleNamespace(awake=True, call=call))  # type: ignore[arg-type]
+    engine.on_add(one)
+    engine.admit(one, 30)
+    engine.turn()
+    done, working = ({"done": [[b"a", ""]], "left": 0, "seconds": 0.0}, {"done": [], "left": 1, "seconds": 0.0})
+    calls[0][1].set_result([done, working])
+    assert engine.admit(one, 30) == 0
+    engine.turn()
+    assert calls[1][0]["keep"] == [b"a"], "which the first rank has"
+    calls[1][1].set_result([{**done, "done": []}, done])
+    engine.turn()
+    assert engine.admit(one, 30) == 30
+
+
 def test_what_is_under_way_goes_on_between_steps() -> None:
     one = asked(item("a", 0), item("b", 10))
     engine, worker = started(12, one, budget=8)
