@@ -201,9 +201,9 @@ def _tiles() -> Any:
     return transformers.Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 28})
 
 
-def _in_own_shape() -> Any:
+def _in_own_shape(**more: Any) -> Any:
     size = {"shortest_edge": 14 * 14 * 4, "longest_edge": 14 * 14 * 40}
-    return transformers.Qwen2VLImageProcessorPil(size=size, patch_size=7)
+    return transformers.Qwen2VLImageProcessorPil(size=size, patch_size=7, **more)
 
 
 def cases() -> dict[str, Case]:
@@ -220,6 +220,24 @@ def cases() -> dict[str, Case]:
         "patch_size": 7,
         "hidden_size": 64,
     }
+    qwen3 = {
+        **_QWEN,
+        "depth": 3,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    alternating = {**_AXES, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    half = {"partial_rotary_factor": 0.5}
+    delta = {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    centered = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     plain = transformers.SiglipImageProcessorPil(size={"height": 28, "width": 28}, resample=3)
     return {
         "llava": Case(
@@ -308,6 +326,50 @@ def cases() -> dict[str, Case]:
             {"rope_parameters": _AXES},
             {**_qwen_tokens(), "tie_word_embeddings": True},
             _in_own_shape(),
+            _Qwen,
+        ),
+        "qwen3-vl": Case(
+            "Qwen3VL",
+            qwen,
+            {**qwen3, "deepstack_visual_indexes": [0, 2]},
+            {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": alternating},
+            {**_qwen_tokens(), "tie_word_embeddings": True},
+            _in_own_shape(**centered),
+            _Qwen,
+        ),
+        "qwen3-vl-moe": Case(
+            "Qwen3VLMoe",
+            qwen,
+            {**qwen3, "deepstack_visual_indexes": [0, 2]},  # as many as layers
+            {"head_dim": 16, "rope_parameters": alternating, "moe_intermediate_size": 24, **experts},
+            {**_qwen_tokens(), "tie_word_embeddings": False},
+            _in_own_shape(**centered),
+            _Qwen,
+        ),
+        "qwen3.5": Case(
+            "Qwen3_5",
+            qwen,
+            qwen3,
+            {"num_hidden_layers": 3, "head_dim": 32, "rope_parameters": {**alternating, **half}, **delta},
+            {**_qwen_tokens(), "tie_word_embeddings": False},
+            _in_own_shape(**centered),
+            _Qwen,
+        ),
+        "qwen3.5-moe": Case(
+            "Qwen3_5Moe",
+            qwen,
+            qwen3,
+            {
+                "head_dim": 32,
+                "rope_parameters": {**alternating, **half},
+                "moe_intermediate_size": 24,
+                "shared_expert_intermediate_size": 40,
+                **experts,
+                **delta,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            {**_qwen_tokens(), "tie_word_embeddings": False},
+            _in_own_shape(**centered),
             _Qwen,
         ),
     }

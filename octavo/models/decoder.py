@@ -284,16 +284,24 @@ class CausalLM(nn.Module):
         Reads and writes the KV caches. Does not modify x.
         """
         stream, last, taps = Stream(self.entering(x, step)), self.layer_range.stop - 1, self.taps
-        if step.axis_shifts is not None:
-            step = step.rotated_by(self.rotations(step.positions, step.axis_shifts))
+        step = self.rotated(step)
         for i, layer in self._running:
             if taps is not None and i in taps.places:
                 taps.keep(i, stream.total())
-            layer(stream, step, step.hidden_rows if i == last else None)
+            rows = step.hidden_rows if i == last else None
+            layer(stream, step, rows)
+            if step.additions and (added := step.addition(i, rows)) is not None:
+                stream.add_later(added)
         hidden = stream.total()
         if taps is not None and taps.last:
             taps.keep(last + 1, hidden)
         return hidden
+
+    def rotated(self, step: StepInput) -> StepInput:
+        """Return the step with the rotations of its tokens, if their positions differ along several axes."""
+        if step.axis_shifts is None:
+            return step
+        return step.rotated_by(self.rotations(step.positions, step.axis_shifts))
 
     def rotations(self, positions: Tensor, shifts: Tensor) -> Tensor:
         """Return the rotations of tokens whose positions differ along several axes; see `StepInput.rotations`."""

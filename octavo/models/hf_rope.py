@@ -30,6 +30,7 @@ def rope_spec(
     backwards: bool = False,
     layer_type: str | None = None,
     stretched: bool = False,
+    sections: Sequence[int] = (),
 ) -> RopeSpec:
     """Return rotary settings, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones).
 
@@ -39,6 +40,7 @@ def rope_spec(
         backwards: the family rotates by negative angles.
         layer_type: whose parameters to read, if they are given per layer type.
         stretched: the family's `max_position_embeddings` is the context after linear scaling, not before.
+        sections: the family's default of `mrope_section`, whose axes alternate.
 
     Raises:
         ConfigError: an unsupported rope type.
@@ -65,26 +67,32 @@ def rope_spec(
     limit = whole(config, "max_position_embeddings")
     if proportional:
         slower = ProportionalScaling(int(fraction * head_dim // 2), float(params.get("factor") or 1.0))
-        return RopeSpec(width, limit, base, slower, 0, interleaved, _sections(params, width), backwards)
+        return RopeSpec(width, limit, base, slower, 0, interleaved, _axes(params, width // 2, sections), backwards)
     scaling, limit = _scaling(params, config, limit, stretched)
     head = 0 if width == head_dim else head_dim
-    return RopeSpec(width, limit, base, scaling, head, interleaved, _sections(params, width), backwards)
+    return RopeSpec(width, limit, base, scaling, head, interleaved, _axes(params, width // 2, sections), backwards)
 
 
-def _sections(params: Config, width: int) -> tuple[int, ...]:
-    """Return the sections of several axes (Qwen2-VL, https://arxiv.org/abs/2409.12191), if they are consecutive.
+def _axes(params: Config, pairs: int, default: Sequence[int]) -> tuple[int, ...]:
+    """Return the axis of each pair of channels: sections of consecutive pairs (Qwen2-VL,
+    https://arxiv.org/abs/2409.12191), or alternating ones (Qwen3-VL, https://arxiv.org/abs/2511.21631), of which the
+    first axis has what the others leave.
 
     Raises:
-        ModelFileError: they are not of all pairs of channels.
+        ModelFileError: the sections are not of all pairs.
     """
-    stated = params.get("mrope_section")
-    if not stated or params.get("mrope_interleaved"):
+    sections = params.get("mrope_section") or default
+    if not sections:
         return ()
-    if not isinstance(stated, Sequence) or sum(stated) != width // 2:
+    whole_numbers = isinstance(sections, Sequence) and all(type(one) is int and one >= 0 for one in sections)
+    if not whole_numbers or (sections is not default and sum(sections) != pairs):
         raise ModelFileError(
-            f"The model's config has mrope_section={stated!r}; its sum should be {width // 2}, half of the channels."
+            f"The model's config has mrope_section={sections!r}; its sum should be {pairs}, half of the channels."
         )
-    return tuple(stated)
+    if not (default or params.get("mrope_interleaved")):
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    turns = len(sections)
+    return tuple(i % turns if i // turns < sections[i % turns] else 0 for i in range(pairs))
 
 
 def local_rope(config: Config, head_dim: int, base: str, limit: int, theta: float = 10000.0) -> RopeSpec:

@@ -234,15 +234,17 @@ class NativeDecoder:
         compiled, rows = self._program, step.hidden_rows
         if self._attended.shape[0] < hidden.shape[0]:
             self._attended = torch.empty(hidden.shape[0], self._mixed_width)
-        begin = self._run_taps(compiled, step.attn, hidden)
+        begin = self._run_interrupted(compiled, step, hidden)
         if rows is None:
             self._run(begin, compiled.head_from, step.attn, hidden)
-            return hidden
-        self._run(begin, compiled.rest_from, step.attn, hidden)
-        hidden = hidden[rows]
-        if len(rows):
-            self._attended[: len(rows)] = self._attended[rows]
-            self._run(compiled.rest_from, compiled.head_from, StepArgs(tokens=len(rows), of_logits=1), hidden)
+        else:
+            self._run(begin, compiled.rest_from, step.attn, hidden)
+            hidden = hidden[rows]
+            if len(rows):
+                self._attended[: len(rows)] = self._attended[rows]
+                self._run(compiled.rest_from, compiled.head_from, StepArgs(tokens=len(rows), of_logits=1), hidden)
+        if step.additions and (added := step.addition(self.source.layer_range.stop - 1, rows)) is not None:
+            hidden += added
         return hidden
 
     def _rotate(self, step: StepInput) -> None:
@@ -254,16 +256,20 @@ class NativeDecoder:
         step.rotations = self.source.rotations(step.positions, shifts)  # kept here, since the kernels read it
         step.attn.rotations = step.rotations.data_ptr()
 
-    def _run_taps(self, compiled: _CompiledProgram, batch: StepArgs, hidden: Tensor) -> int:
-        """Run the layers up to the last place of `taps`, and keep the states there; return the next operation."""
-        begin, taps = compiled.layers_from, self.taps
-        if taps is None:
-            return begin
-        for place in taps.places:
-            number = place - self.source.layer_range.start
+    def _run_interrupted(self, compiled: _CompiledProgram, step: StepInput, hidden: Tensor) -> int:
+        """Run the layers up to the last place of `taps` and of additions between layers, and keep and add states there;
+        return the next operation."""
+        begin, own = compiled.layers_from, self.source.layer_range
+        kept = () if self.taps is None else self.taps.places
+        added = range(own.start + 1, min(own.stop, len(step.additions) + 1)) if step.additions else ()
+        for place in sorted({*kept, *added}):
+            number = place - own.start
             end = compiled.layers[number] if number < len(compiled.layers) else compiled.head_from
-            self._run(begin, end, batch, hidden)
-            taps.keep(place, hidden)
+            self._run(begin, end, step.attn, hidden)
+            if place in added:
+                hidden += step.additions[place - 1]
+            if self.taps is not None and place in kept:
+                self.taps.keep(place, hidden)
             begin = end
         return begin
 

@@ -48,9 +48,9 @@ class Rope(WeightLayer):
         self.spec = spec
         self.cos_sin = self.still = torch.empty(0)
         self._has_still = still
-        axes = torch.arange(len(spec.sections)).repeat_interleave(torch.tensor(spec.sections, dtype=torch.int64))
-        self._axes = axes.to(device)
-        """The axis of each pair of channels."""
+        rest = spec.width // 2 - len(spec.axes) if spec.axes else 0
+        self._axes = torch.tensor([*spec.axes, *[0] * rest], dtype=torch.int64).to(device)
+        """The axis of each pair of channels; any for those that are not rotated."""
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. `table`: in place of `cos_sin`."""
@@ -65,7 +65,7 @@ class Rope(WeightLayer):
 
         Args:
             positions: [T] int64.
-            shifts: [T, axes] int32, added to them; an axis for each section.
+            shifts: [T, axes] int32, added to them.
         """
         half = self.cos_sin.shape[1] // 2
         # Padding of a recorded step has any position.

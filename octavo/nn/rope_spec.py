@@ -70,8 +70,8 @@ class RopeSpec:
         head_dim: 0 for `rotary_dim`. If larger, the other channels are left as they are.
         interleaved: the model pairs channel 2 i with 2 i + 1, not i with i + rotary_dim / 2.
         backwards: the model rotates by negative angles.
-        sections: how many consecutive pairs of channels are rotated by the position along the first axis, the second
-            and so on, if positions have several. Empty if there is one axis.
+        axes: for each pair of channels, the axis along which positions rotate it, if positions have several. Empty if
+            there is one axis.
     """
 
     rotary_dim: int
@@ -80,7 +80,7 @@ class RopeSpec:
     scaling: Scaling | None = None
     head_dim: int = 0
     interleaved: bool = False
-    sections: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
     backwards: bool = False
 
     @property

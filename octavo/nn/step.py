@@ -60,9 +60,11 @@ class StepInput:
             which is a draft on another path. None: all attend to all keys before them. Without windows and linear
             biases only, since positions then differ from places in the cache.
         axis_shifts: [T, axes] int32, added to each token's position for its positions along several axes, if the
-            model's rotations have them (`RopeSpec.sections`); None adds nothing.
+            model's rotations have them (`RopeSpec.axes`); None adds nothing.
         rotations: [T, width] float32, each token's cosines and sines, in place of the rows of `Rope.cos_sin` at its
             position; `positions` are then rows of this table. None without `axis_shifts`.
+        additions: for each of the first layers, [T, hidden_size] that is added to the residual stream after it, and may
+            be overwritten then; empty for none. Only of the step, not of `others`.
         shared: common prefixes of rows with one token each; None if there are none worth sharing. Backends may ignore
             it.
         exchange: with the ranks that have the other tokens of the step; None if this one has all.
@@ -87,6 +89,7 @@ class StepInput:
     unseen: Tensor | None = None
     axis_shifts: Tensor | None = None
     rotations: Tensor | None = None
+    additions: Sequence[Tensor] = ()
     shared: SharedContexts | None = None
     exchange: TokenExchange | None = None
     others: Sequence[StepInput] = ()
@@ -139,6 +142,7 @@ class StepInput:
             token_types=None if self.token_types is None else _at(self.token_types, tokens),
             unseen=None if self.unseen is None else _at(self.unseen, tokens),
             axis_shifts=None if self.axis_shifts is None else _at(self.axis_shifts, tokens),
+            additions=[_at(one, tokens) for one in self.additions],
             hidden_rows=None,
             shared=None,
             attn=None,
@@ -150,6 +154,13 @@ class StepInput:
         places = torch.arange(self.num_tokens, device=self.device)
         others = [replace(one, rotations=table, positions=places) for one in self.others]
         return replace(self, rotations=table, positions=places, others=others)
+
+    def addition(self, layer: int, rows: Tensor | None = None) -> Tensor | None:
+        """Return what is added to the residual stream after this layer, [T, hidden_size], or for `rows` [S] of it; None
+        for nothing."""
+        if layer >= len(self.additions):
+            return None
+        return self.additions[layer] if rows is None else self.additions[layer].index_select(0, rows)
 
     @property
     def group_strides(self) -> tuple[int, int]:

@@ -100,8 +100,8 @@ class WorkerHook:
     a payload for a hook with `embed` or `after_forward`, or if its variant is not recorded; a payload for a hook with
     `apply` only makes its sampling unrecorded.
 
-    Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `embed`, `after_forward`, `allowed`, `apply`,
-    `drawn`, `propose`, `after_sample`.
+    Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `additions`, `embed`, `after_forward`, `allowed`,
+    `apply`, `drawn`, `propose`, `after_sample`.
     """
 
     name: str = ""
@@ -177,6 +177,11 @@ class WorkerHook:
 
     def embed(self, x: Tensor, payload: Any) -> None:
         """Overwrite embeddings in `x` [T, H], the input of the first layer. Called only with a payload."""
+
+    def additions(self, count: int, payload: Any) -> Sequence[Tensor]:
+        """Return `StepInput.additions` of a step of `count` tokens; on every stage of a pipeline. Called only with a
+        payload, for one feature at most."""
+        return ()
 
     def after_forward(self, hidden: Tensor, payload: Any) -> Findings | None:
         """Read `hidden` [T, H], the output of `Model.forward`. Called only with a payload.
@@ -286,6 +291,7 @@ class Hooks:
         self._varying = _with_own(hooks, "variant")
         self._narrowing = _with_own(hooks, "only_row")
         self._embedding = _with_own(hooks, "embed")
+        self._adding = _with_own(hooks, "additions")
         self._reading = _with_own(hooks, "after_forward")
         self._allowing = _with_own(hooks, "allowed")
         self._changing = _with_own(hooks, "apply")
@@ -365,6 +371,14 @@ class Hooks:
     def embed(self, x: Tensor, payload: Mapping[str, Any]) -> None:
         for hook in _concerned(self._embedding, payload):
             hook.embed(x, payload[hook.name])
+
+    def additions(self, count: int, payload: Mapping[str, Any]) -> Sequence[Tensor]:
+        """Return what the hooks with a payload add to the residual stream after the first layers."""
+        found = [
+            one for hook in _concerned(self._adding, payload) if (one := hook.additions(count, payload[hook.name]))
+        ]
+        assert len(found) < 2, "two features add to the residual stream"
+        return found[0] if found else ()
 
     def after_forward(self, hidden: Tensor, payload: Mapping[str, Any]) -> dict[str, Findings]:
         """Return name -> results of the hooks with a payload."""

@@ -56,12 +56,14 @@ class MicroBatches:
         for part in parts:
             for one in (part, *part.others):
                 one.attn = self._attention.prepare(one, self._block_size)
+        first, second = parts
+        parts = model.rotated(first), model.rotated(second)
         streams = [
             Stream(model.entering(rows, part), waits=True)
             for rows, part in zip(x.split([cut, len(x) - cut]), parts, strict=True)
         ]
-        last = len(model.layers) - 1
-        for i, layer in enumerate(model.layers):
+        last = model.layer_range.stop - 1
+        for i, layer in enumerate(model.layers, model.layer_range.start):
             assert isinstance(layer, DecoderLayer)
             inner = [
                 layer.mix(stream, part, part.hidden_rows if i == last else None)
@@ -69,10 +71,13 @@ class MicroBatches:
             ]
             for stream, kept in zip(streams, inner, strict=True):
                 layer.feed(stream, kept)
-        first, second = (stream.total() for stream in streams)
+            for stream, part in zip(streams, parts, strict=True) if step.additions else ():
+                if (added := part.addition(i, part.hidden_rows if i == last else None)) is not None:
+                    stream.add_later(added)
+        before, after = (stream.total() for stream in streams)
         if step.hidden_rows is None:
-            return torch.cat([first, second])
-        return torch.where((step.hidden_rows < cut)[:, None], first, second)
+            return torch.cat([before, after])
+        return torch.where((step.hidden_rows < cut)[:, None], before, after)
 
 
 def divided(step: StepInput, cut: int) -> tuple[StepInput, StepInput]:

@@ -157,6 +157,8 @@ class Runner:
         fewer = len(batch.logit_rows) < batch.num_tokens and relay.last
         if fewer and not step.prompts and not self.hooks.read_hidden(payload):
             batch.hidden_rows = batch.logit_rows
+        if payload:
+            batch.additions = self.hooks.additions(batch.num_tokens, payload)
         relay.receive(batch.num_tokens)
         hidden = compute(self._model, batch, self.hooks, payload if relay.first else None, forward)
         if not relay.last:

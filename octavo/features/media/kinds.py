@@ -52,6 +52,12 @@ _NATIVE = ("native", "NativeProcessor")
 _PIXTRAL = Kind(("rows", "RowsProcessor"), "pixtral", ("pixtral",))
 _WHISPER = ("speech", "WhisperProcessor")
 _ASR_ENCODERS = ("qwen3_asr_encoder", "qwen3_asr_audio_encoder")
+
+
+def _qwen3(name: str) -> Kind:
+    return Kind(_NATIVE, "qwen3_vl", (name, f"{name}_vision"), axes=True)
+
+
 KINDS: Mapping[str, tuple[Kind, ...]] = {
     "AudioFlamingo3ForConditionalGeneration": (
         Kind(("speech", "FlamingoProcessor"), "whisper", ("audioflamingo3_encoder",), modality="audio"),
@@ -73,6 +79,10 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     "Qwen3ASRForConditionalGeneration": (
         Kind(("speech", "QwenAsrProcessor"), "qwen3_asr", _ASR_ENCODERS, modality="audio"),
     ),
+    "Qwen3VLForConditionalGeneration": (_qwen3("qwen3_vl"),),
+    "Qwen3VLMoeForConditionalGeneration": (_qwen3("qwen3_vl_moe"),),
+    "Qwen3_5ForConditionalGeneration": (_qwen3("qwen3_5"),),
+    "Qwen3_5MoeForConditionalGeneration": (_qwen3("qwen3_5_moe"),),
     "SmolVLMForConditionalGeneration": (Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm")),),
 }
 """Architecture -> its kinds, by their towers."""
@@ -81,13 +91,6 @@ _LACKING = {
     "InternVLChatModel": "its tensors have names that are not read; use a checkpoint of "
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration": "its tower is not supported",
-    **dict.fromkeys(
-        ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-        "its decoder's first layers add states of the tower (DeepStack), which the decoders here do not",
-    ),
-    **dict.fromkeys(
-        ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), "its tower is not supported"
-    ),
 }
 """Architectures with images that only the text half is served of -> what is missing."""
 

@@ -25,7 +25,8 @@ from octavo.features.media.settings import MediaSettings
 from octavo.features.media.towers.tower import Encoding, Tower, load_tower
 from octavo.hub.files import ModelFiles
 from octavo.models.load.checkpoint import Checkpoint
-from octavo.models.model import EncoderModel, Model
+from octavo.models.model import EncoderModel, Model, ModelSpec
+from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
@@ -89,13 +90,24 @@ class MediaWorker(WorkerHook):
                 f"The tower of {self._files.name} makes embeddings of {size} numbers, and its decoder has "
                 f"{worker.spec.hidden_size}. Get the files that belong together."
             )
-        each = size * worker.dtype.itemsize
+        self._check_axes(worker.spec)
+        self._hidden = size
+        each = (1 + tower.additions) * size * worker.dtype.itemsize
         longest = worker.spec.max_position  # larger items are refused with their prompts
         most = min(tower.most, longest)
         self._capacity = max(most, int(self._settings.mm_encoder_cache_gb * 2**30) // each)
         patches = tower.most_patches * most // tower.most
         workspace = tower.workspace_bytes(max(patches, _WORKSPACE_PATCHES))
-        return Reserved(weights=tower.nbytes, workspace=workspace + self._capacity * each)
+        added = tower.additions * limits[1] * size * worker.dtype.itemsize
+        return Reserved(weights=tower.nbytes, workspace=workspace + added + self._capacity * each)
+
+    def _check_axes(self, spec: ModelSpec) -> None:
+        if self._axes and isinstance(spec, DecoderSpec) and not spec.rope.axes:
+            raise ConfigError(
+                f"{self._files.name}: positions of its images are along rows and columns, but its config has no "
+                "mrope_section. Get the config.json that belongs to the model, or set --limit-mm-per-prompt "
+                "'{\"image\": 0}' to serve it for text only."
+            )
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         if self._tower is None:  # after a sleep
@@ -230,7 +242,22 @@ class MediaWorker(WorkerHook):
             self._shifts[: self._used].zero_()
             self._used = 0
 
+    def additions(self, count: int, payload: MediaStep) -> Sequence[Tensor]:
+        assert self._tower is not None
+        found = [
+            torch.zeros(count, self._hidden, dtype=self._tower.dtype, device=self._device)
+            for _ in range(self._tower.additions if payload.pieces else 0)
+        ]
+        for i, added in enumerate(found, 1):
+            self._write(added, payload, i)
+        return found
+
     def embed(self, x: Tensor, payload: MediaStep) -> None:
+        self._write(x, payload, 0)
+
+    def _write(self, x: Tensor, payload: MediaStep, part: int) -> None:
+        """Write a part of the embeddings of a step's images to the rows of their tokens."""
+        columns = slice(part * self._hidden, (part + 1) * self._hidden)
         for piece in payload.pieces:
             encoded = self._encoded.get(piece.digest)
             if encoded is None:  # a recorded step, which is computed again without the calls in between
@@ -238,7 +265,7 @@ class MediaWorker(WorkerHook):
                     "The images or audio of this step are not encoded here, so it can't be computed."
                 )
             rows = encoded[piece.first : piece.first + piece.count]
-            x[piece.start : piece.start + piece.count] = rows
+            x[piece.start : piece.start + piece.count] = rows[:, columns]
 
 
 class ShiftingWorker(MediaWorker):

@@ -14,6 +14,7 @@ from octavo.models.mixers.spec import GatedDeltaSpec, SelfAttention
 from octavo.models.spec import DecoderSpec, HeadNorms, StoredModule, StoredNames, renamed
 
 _ATTENTION, _DELTA = "layers.{}.self_attn.", "layers.{}.linear_attn."
+_SECTIONS = (11, 11, 10)
 
 
 def qwen3_next(config: Config) -> DecoderSpec:
@@ -29,7 +30,7 @@ def qwen3_next(config: Config) -> DecoderSpec:
 def qwen3_5(config: Config) -> DecoderSpec:
     """Qwen3.5, the dense sizes (https://huggingface.co/Qwen/Qwen3.5-27B): gated delta nets and attention."""
     only(config, "attn_output_gate", True)
-    return _hybrid(config, (mlp_spec(config, "silu"),) * whole(config, "num_hidden_layers"), _separate)
+    return _hybrid(config, (mlp_spec(config, "silu"),) * whole(config, "num_hidden_layers"), _separate, _SECTIONS)
 
 
 def qwen3_5_moe(config: Config) -> DecoderSpec:
@@ -37,16 +38,20 @@ def qwen3_5_moe(config: Config) -> DecoderSpec:
     for name, supported in (("attn_output_gate", True), ("norm_topk_prob", True), ("mlp_only_layers", [])):
         only(config, name, supported)
     experts = _experts({**config, "norm_topk_prob": True}, 256, 8)
-    return _hybrid(config, (experts,) * whole(config, "num_hidden_layers"), _separate)
+    return _hybrid(config, (experts,) * whole(config, "num_hidden_layers"), _separate, _SECTIONS)
 
 
 def _hybrid(
-    config: Config, mlps: Sequence[FeedForwardSpec], projections: Callable[[GatedDeltaSpec], tuple[StoredModule, ...]]
+    config: Config,
+    mlps: Sequence[FeedForwardSpec],
+    projections: Callable[[GatedDeltaSpec], tuple[StoredModule, ...]],
+    sections: Sequence[int] = (),
 ) -> DecoderSpec:
     """Return the spec with these feed-forwards.
 
     Args:
         projections: returns how the checkpoint stores a delta net's projections.
+        sections: see `rope_spec`.
     """
     only(config, "hidden_act", "silu")
     only(config, "attention_bias", False)
@@ -68,7 +73,7 @@ def _hybrid(
         head_dim=head_dim,
         norm=norm,
         head_norms=HeadNorms(norm),
-        rope=rope_spec(config, head_dim, rotated=0.25),
+        rope=rope_spec(config, head_dim, rotated=0.25, sections=sections),
         mixers=layer_mixers(kinds, delta, SelfAttention(gated=True)),
         mlps=mlps,
         stored=StoredNames(modules=(queries, *projections(delta)), stacks=FUSED, foreign=("mtp.",)),

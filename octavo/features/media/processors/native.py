@@ -1,5 +1,5 @@
-"""Images in their own shape: Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL
-(https://arxiv.org/abs/2502.13923)."""
+"""Images in their own shape: Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (https://arxiv.org/abs/2502.13923),
+Qwen3-VL (https://arxiv.org/abs/2511.21631) and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class NativeProcessor(Processor):
         begin, end = config.get("vision_start_token_id", 151652), config.get("vision_end_token_id", 151653)
         self.around = [int(begin)], [int(end)]
         patch, merged = digits(processor, "patch_size", 14), digits(processor, "merge_size", 2)
-        own = digits(vision, "patch_size", 14), digits(vision, "spatial_merge_size", 2)
+        usual = 16 if config["architectures"][0].startswith("Qwen3") else 14
+        own = digits(vision, "patch_size", usual), digits(vision, "spatial_merge_size", 2)
         if (patch, merged) != own:
             raise ConfigError(
                 f"The model's preprocessor has patch_size={patch} and merge_size={merged}, and its vision_config "

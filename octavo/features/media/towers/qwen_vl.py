@@ -27,10 +27,11 @@ _THETA = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """What differs between both families.
+class Form:
+    """What differs between the families.
 
     Attributes:
+        up, down: names of the feed-forward's products.
         gated: the feed-forwards have a gate, and the norms are RMSNorms.
         whole_layers: layers that attend within the whole image; None for all.
         window: merged patches along the edge of a window.
@@ -40,9 +41,11 @@ class _Form:
     heads: int
     inner: int
     activation: Activation
-    gated: bool
-    whole_layers: frozenset[int] | None
-    window: int
+    up: tuple[str, ...]
+    down: str
+    gated: bool = False
+    whole_layers: frozenset[int] | None = None
+    window: int = 0
 
     def norm(self, b: Build, name: str) -> nn.Module:
         make = b.norm if self.gated else b.layer_norm
@@ -50,7 +53,7 @@ class _Form:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class Places:
     """Where the patches of an image are: their angles, and which of them attend to each other."""
 
     table: Tensor
@@ -59,12 +62,12 @@ class _Places:
     windows: Sequence[LengthGroup]
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, places: _Places, /) -> Tensor: ...
+        def __call__(self, x: Tensor, places: Places, /) -> Tensor: ...
 
-    def __init__(self, b: Build, form: _Form, *, windows: bool) -> None:
+    def __init__(self, b: Build, form: Form, *, windows: bool) -> None:
         super().__init__()
         size = form.hidden_size
         self.form, self.windows = form, windows
@@ -72,12 +75,10 @@ class _Block(nn.Module):
         attention, mlp = b.at("attn"), b.at("mlp")
         self.qkv = attention.linear("qkv", inputs=size, outputs=3 * size, shard=NONE, bias=True)
         self.out = attention.linear("proj", inputs=size, outputs=size, shard=NONE, bias=True)
-        names = ("gate_proj", "up_proj") if form.gated else ("fc1",)
-        down = "down_proj" if form.gated else "fc2"
-        self.up = mlp.linear(*names, inputs=size, outputs=form.inner, shard=NONE, bias=True)
-        self.down = mlp.linear(down, inputs=form.inner, outputs=size, shard=NONE, bias=True)
+        self.up = mlp.linear(*form.up, inputs=size, outputs=form.inner, shard=NONE, bias=True)
+        self.down = mlp.linear(form.down, inputs=form.inner, outputs=size, shard=NONE, bias=True)
 
-    def forward(self, x: Tensor, places: _Places) -> Tensor:
+    def forward(self, x: Tensor, places: Places) -> Tensor:
         """[T, hidden_size] to the same."""
         heads = self.qkv(self.norm1(x)).unflatten(-1, (3 * self.form.heads, -1))
         apply_rope_joint(heads[:, : 2 * self.form.heads], places.table, places.rows)
@@ -90,9 +91,58 @@ class _Block(nn.Module):
         return x + self.down(self.form.activation(gate) * value)
 
 
-class QwenTower(Tower):
-    names = ((r"(model\.)?visual\.", "visual."),)
+class PatchTower(Tower):
+    """A tower of such patches.
 
+    Attributes:
+        merge: patches along the edge of a square that becomes one embedding.
+        frames: of a video, in a patch; of an image they are the same.
+        kernel: of the patches' embedding.
+        bias: of that; None for none.
+    """
+
+    names = ((r"(model\.)?visual\.", "visual."),)
+    merge: int
+    frames: int
+    head_dim: int
+    kernel: Table
+    bias: Table | None
+
+    def patches(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Embed the patches, those that are merged after each other: [1, 3, height, width] to [T, hidden_size]."""
+        rows, columns = grid
+        edge, patch = self.merge, self.patch_size
+        parts = pixels[0].reshape(3, rows, edge, patch, columns, edge, patch).permute(1, 4, 2, 5, 0, 3, 6)
+        frames = parts.flatten(0, 3).unsqueeze(2).expand(-1, -1, self.frames, -1, -1)
+        bias = None if self.bias is None else self.bias.weight
+        return F.linear(frames.flatten(1), self.kernel.weight.flatten(1), bias)
+
+    def axes(self, order: np.ndarray, columns: int) -> np.ndarray:
+        """Return the row and the column of each patch, [T, 2], with the merged ones in this order."""
+        inner = np.arange(self.merge**2)
+        down = (order // columns * self.merge)[:, None] + inner // self.merge
+        across = (order % columns * self.merge)[:, None] + inner % self.merge
+        return np.stack([down.ravel(), across.ravel()], axis=1)
+
+    def places(self, axes: np.ndarray, windows: Sequence[int]) -> Places:
+        """Return where patches are, from their rows and columns.
+
+        Args:
+            windows: merged patches of each window, in their order.
+        """
+        device, each = self.kernel.weight.device, self.merge**2
+        quarter = self.head_dim // 4
+        frequencies = 1.0 / (_THETA ** (torch.arange(0, 2 * quarter, 2, dtype=torch.float) / (2 * quarter)))
+        angles = (torch.from_numpy(axes).float()[:, :, None] * frequencies).flatten(1)
+        return Places(
+            torch.cat([angles.cos(), angles.sin()], dim=1).to(device),
+            torch.arange(len(axes), device=device),
+            groups_of([len(axes)], device),
+            groups_of([window * each for window in windows], device),
+        )
+
+
+class QwenTower(PatchTower):
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], b: Build) -> None:
         super().__init__()
         vision = config["vision_config"]
@@ -101,23 +151,26 @@ class QwenTower(Tower):
         self.dtype = b.dtype
         self.patch_size = whole(vision, "patch_size", 14)
         self.merge = whole(vision, "spatial_merge_size", 2)
-        self._frames = whole(vision, "temporal_patch_size", 2)
+        self.frames = whole(vision, "temporal_patch_size", 2)
         depth = whole(vision, "depth", 32)
-        self._form = _Form(
+        self._form = Form(
             size,
             whole(vision, "num_heads", 16),
             whole(vision, "intermediate_size", 3420) if gated else int(size * value_or(vision, "mlp_ratio", 4)),
             activation(vision, "hidden_act", "silu" if gated else "quick_gelu"),
+            ("gate_proj", "up_proj") if gated else ("fc1",),
+            "down_proj" if gated else "fc2",
             gated,
             frozenset(value_or(vision, "fullatt_block_indexes", [7, 15, 23, 31])) if gated else None,
             whole(vision, "window_size", 112) // self.merge // self.patch_size if gated else 0,
         )
         self._pixels = Pixels(processor, b, standard=False)
         v = b.at("visual")
-        self._head_dim = size // self._form.heads
-        self.kernel = Table(v, "patch_embed.proj.weight", size, 3, self._frames, self.patch_size, self.patch_size)
+        self.head_dim = size // self._form.heads
+        self.kernel = Table(v, "patch_embed.proj.weight", size, 3, self.frames, self.patch_size, self.patch_size)
+        self.bias = None
         self.blocks = nn.ModuleList(
-            _Block(
+            Block(
                 v.at("blocks", i),
                 self._form,
                 windows=self._form.whole_layers is not None and i not in self._form.whole_layers,
@@ -130,9 +183,7 @@ class QwenTower(Tower):
         self.hidden_size = whole(vision, "out_hidden_size" if gated else "hidden_size", 3584)
         self.first = merger.at("mlp").linear("0", inputs=merged, outputs=merged, shard=NONE, bias=True)
         self.second = merger.at("mlp").linear("2", inputs=merged, outputs=self.hidden_size, shard=NONE, bias=True)
-        edge = self.patch_size * self.merge
-        pixels = int(processor.get("max_pixels") or _largest(processor.get("size") or {}) or 28 * 28 * 1280)
-        self.most = max(pixels, int(processor.get("min_pixels") or 0)) // edge**2 + 1
+        self.most = largest(processor, self.patch_size * self.merge)
         self.most_patches = self.most * self.merge**2
         self.num_layers = len(self.blocks)
         self.width = 8 * size + 3 * self._form.inner
@@ -140,12 +191,11 @@ class QwenTower(Tower):
     def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         """Compute in the order of windows: patches of a window, and the four that are merged, follow each other."""
         rows, columns = layout
-        grid = rows, columns
         order, windows = self._order(rows, columns)
-        places = self._places(order, windows, grid)
+        places = self.places(self.axes(order, columns), windows)
         device = images.device
         groups = upload(order, device)
-        x = self._patches(self._pixels(images), grid)
+        x = self.patches(self._pixels(images), (rows, columns))
         x = x.unflatten(0, (-1, self.merge**2))[groups].flatten(0, 1)
         for block in self.blocks:
             x = block(x, places)
@@ -154,15 +204,6 @@ class QwenTower(Tower):
         found = torch.empty_like(merged)
         found[groups] = merged
         return found
-
-    def _patches(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Embed the patches, those that are merged after each other: [1, 3, height, width] to [T, hidden_size]."""
-        rows, columns = grid
-        edge, patch = self.merge, self.patch_size
-        parts = pixels[0].reshape(3, rows, edge, patch, columns, edge, patch).permute(1, 4, 2, 5, 0, 3, 6)
-        # Two frames of a video are a patch; of an image they are the same.
-        frames = parts.flatten(0, 3).unsqueeze(2).expand(-1, -1, self._frames, -1, -1)
-        return F.linear(frames.flatten(1), self.kernel.weight.flatten(1))
 
     def _order(self, rows: int, columns: int) -> tuple[np.ndarray, list[int]]:
         """Return the merged patches in the order of windows, and how many each window has."""
@@ -175,26 +216,12 @@ class QwenTower(Tower):
         ]
         return np.concatenate(windows), [len(window) for window in windows]
 
-    def _places(self, order: np.ndarray, windows: Sequence[int], grid: tuple[int, int]) -> _Places:
-        device, each = self.kernel.weight.device, self.merge**2
-        inner = np.arange(each)
-        rows = (order // grid[1] * self.merge)[:, None] + inner // self.merge
-        columns = (order % grid[1] * self.merge)[:, None] + inner % self.merge
-        quarter = self._head_dim // 4
-        frequencies = 1.0 / (_THETA ** (torch.arange(0, 2 * quarter, 2, dtype=torch.float) / (2 * quarter)))
-        axes = torch.from_numpy(np.stack([rows.ravel(), columns.ravel()], axis=1)).float()
-        angles = (axes[:, :, None] * frequencies).flatten(1)
-        count = len(order) * each
-        return _Places(
-            torch.cat([angles.cos(), angles.sin()], dim=1).to(device),
-            torch.arange(count, device=device),
-            groups_of([count], device),
-            groups_of([window * each for window in windows], device),
-        )
 
-
-def _largest(size: Mapping[str, Any]) -> int:
-    return int(size.get("max_pixels") or size.get("longest_edge") or 0)
+def largest(processor: Mapping[str, Any], edge: int) -> int:
+    """Return the most embeddings of an image, each of a square of pixels with this edge."""
+    size = processor.get("size") or {}
+    pixels = int(processor.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280)
+    return max(pixels, int(processor.get("min_pixels") or 0)) // edge**2 + 1
 
 
 def build_tower(config: Mapping[str, Any], processor: Mapping[str, Any], b: Build) -> QwenTower:

@@ -72,7 +72,8 @@ class Tower(nn.Module):
     """A tower with its projector.
 
     Attributes:
-        hidden_size: numbers of an embedding.
+        hidden_size: numbers of an embedding for the decoder's input.
+        additions: of the decoder's first layers whose outputs embeddings of images are added to, too.
         patch_size: pixels of a patch's edge; of images only.
         most: embeddings of the largest item.
         most_patches: patches of the largest item.
@@ -83,6 +84,7 @@ class Tower(nn.Module):
     """
 
     hidden_size: int
+    additions: int = 0
     patch_size: int
     most: int
     most_patches: int
@@ -95,8 +97,8 @@ class Tower(nn.Module):
 
     @abstractmethod
     def encoding(self, data: Tensor, layout: tuple[int, ...], /) -> Encoding:
-        """Return an item's embeddings, [count, hidden_size] of the model's dtype; yield after each layer, so that steps
-        can be computed in between.
+        """Return an item's embeddings, [count, (1 + additions) * hidden_size] of the model's dtype: those for the
+        decoder's input, then those of each addition. Yield after each layer, so that steps can be computed in between.
 
         Args:
             data: as in `MediaItem`, on the tower's device.

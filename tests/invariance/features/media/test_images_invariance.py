@@ -13,6 +13,7 @@ from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_models import behind
 
 from octavo import LLM, SamplingParams
+from octavo.features.media.worker import MediaWorker, ShiftingWorker
 
 BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -22,8 +23,8 @@ BASE: dict[str, Any] = {
     "block_size": 16,
     "max_num_seqs": 8,
 }
-SMALL = {"kv_cache_memory_bytes": 17 * 16 * 512}
-"""Bytes of 17 blocks: one request of the longest, and little more."""
+SMALL = {"kv_cache_memory_bytes": 17 * 16}
+"""17 blocks with a byte a token: one request of the longest, and little more."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "overlap": {"async_scheduling": True},
     "chunked prefill": {"max_num_batched_tokens": 8},
@@ -34,15 +35,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "torch attention": {"attention_backend": "torch", "device": "cpu"},
     "a process of its own": {"distributed_executor_backend": "mp"},
     "two ranks": TWO_RANKS,
+    "two ranks, steps in parts": TWO_RANKS
+    | {"attention_backend": "torch", "enable_dbo": True, "dbo_prefill_token_threshold": 32},
     "two stages": PIPELINE,
     "two ranks that divide prompts": CONTEXTS,
 }
-KINDS = ("smolvlm", "qwen2.5-vl")
+TOKEN_BYTES = {"smolvlm": 512, "qwen2.5-vl": 512, "qwen3-vl": 768, "qwen3.5": 1024}
+"""Kind of model -> bytes of a token in the KV cache; of a hybrid one, as its blocks are."""
+RECURRENT = "qwen3.5"
+"""Its decoder has recurrent layers."""
+DIVIDED = ("two ranks, steps in parts", "two ranks that divide prompts")
+"""Settings with which tokens of a step are computed apart."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: make(kind, tmp_path_factory.mktemp(kind)).folder for kind in KINDS}
+    return {kind: make(kind, tmp_path_factory.mktemp(kind)).folder for kind in TOKEN_BYTES}
 
 
 def prompts(kind: str) -> list[Any]:
@@ -89,6 +97,13 @@ def plain(folder: Path, kind: str, device: str) -> list[list[list[int]]]:
 
 
 QUICK = {
+    ("overlap + chunked prefill + preemption", "qwen3-vl"),
+    ("torch attention", "qwen3-vl"),
+    ("two ranks, steps in parts", "qwen3-vl"),
+    ("two stages", "qwen3-vl"),
+    ("two ranks that divide prompts", "qwen3-vl"),
+    ("overlap + chunked prefill + preemption", RECURRENT),
+    ("torch attention", RECURRENT),
     ("preemption", "qwen2.5-vl"),
     ("overlap + chunked prefill + preemption", "smolvlm"),
     ("overlap + chunked prefill + preemption", "qwen2.5-vl"),
@@ -105,29 +120,38 @@ QUICK = {
     [
         pytest.param(settings, kind, marks=() if (settings, kind) in QUICK else pytest.mark.slow)
         for settings in SETTINGS
-        for kind in KINDS
+        for kind in TOKEN_BYTES
+        if kind != RECURRENT or settings not in DIVIDED
     ],
 )
 def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
-    chosen = SETTINGS[settings]
+    chosen = dict(SETTINGS[settings])
+    expected = plain(folders[kind], kind, chosen.get("device", "auto"))
+    if settings in DIVIDED:  # as on a GPU
+        monkeypatch.setattr(ShiftingWorker, "variant", MediaWorker.variant)
+    if "kv_cache_memory_bytes" in chosen:
+        chosen["kv_cache_memory_bytes"] *= TOKEN_BYTES[kind]
     tokens, preempted = answers(folders[kind], kind, **chosen)
-    assert tokens == plain(folders[kind], kind, chosen.get("device", "auto"))
+    assert tokens == expected
     assert preempted or settings != "preemption"
 
 
-def test_a_gpus_runner_replays_what_follows_an_image(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", pytest.param("qwen3-vl", marks=pytest.mark.slow), RECURRENT])
+def test_a_gpus_runner_replays_what_follows_an_image(
+    kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Graphs read positions that an image has shifted. Without a GPU, in Triton's interpreter."""
     pytest.importorskip("triton")
     from toy_graphs import recorded_graphs
 
     asked = prompts("qwen2.5-vl")[0] | {"prompt": "<|image_pad|>?"}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    with LLM(str(folders["qwen2.5-vl"]), **BASE | {"device": "cpu"}) as llm:
+    with LLM(str(folders[kind]), **BASE | {"device": "cpu"}) as llm:
         expected = llm.generate([asked, "The"], params)
     replayed = recorded_graphs(monkeypatch)
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 24}
-    with LLM(str(folders["qwen2.5-vl"]), **BASE | behind(monkeypatch) | small) as llm:
+    with LLM(str(folders[kind]), **BASE | behind(monkeypatch) | small) as llm:
         found = llm.generate([asked, "The"], params)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
     assert replayed["forward"] > 1, "the tokens that follow"
