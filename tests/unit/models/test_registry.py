@@ -319,6 +319,7 @@ def test_qwen3_5_as_published() -> None:
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (16, 2, 256, 248320)
     assert spec.attention_layers == list(range(3, 40, 4))
     assert (spec.rope.rotary_dim, spec.rope.theta, spec.max_position) == (64, 1e7, 262144)
+    assert spec.rope.axes == (0, 1, 2) * 10 + (0, 1)
     experts = spec.mlps[0]
     assert isinstance(experts, ExpertsSpec)
     assert (experts.num_experts, experts.size, experts.routing.top_k) == (256, 512, 8)
@@ -326,6 +327,20 @@ def test_qwen3_5_as_published() -> None:
     assert spec.norm.offset == 1.0
     with pytest.raises(ConfigError, match="attn_output_gate=False"):
         spec_of(config("Qwen3_5ForCausalLM", attn_output_gate=False))
+
+
+def test_axes_of_positions() -> None:
+    """Of images: consecutive pairs of channels, or alternating ones, of which the first axis has the rest."""
+
+    def axes(**rope: Any) -> tuple[int, ...]:
+        stated = {"rope_type": "default", "rope_theta": 1e6, **rope}
+        return spec_of(config("Qwen3ForCausalLM", head_dim=16, rope_parameters=stated)).rope.axes
+
+    assert axes() == ()
+    assert axes(mrope_section=[2, 3, 3]) == (0, 0, 1, 1, 1, 2, 2, 2)
+    assert axes(mrope_section=[4, 2, 2], mrope_interleaved=True) == (0, 1, 2, 0, 1, 2, 0, 0)
+    with pytest.raises(ModelFileError, match=r"mrope_section=\[2, 3, 4\]; its sum should be 8"):
+        axes(mrope_section=[2, 3, 4])
 
 
 def test_an_unknown_text_half_is_named() -> None:

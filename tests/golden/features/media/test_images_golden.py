@@ -20,7 +20,7 @@ PROMPTS = {
 }
 
 
-ALIKE = {"llava-siglip", "idefics3", "internvl-norms", "pixtral", "qwen2-vl"}
+ALIKE = {"llava-siglip", "idefics3", "internvl-norms", "pixtral", "qwen2-vl", "qwen3.5-moe"}
 
 
 @pytest.fixture(
