@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from octavo.core.errors import ConfigError
 from octavo.features.media.towers.layers import Table, activation
 from octavo.features.media.towers.qwen_vl import Block, Form, PatchTower, largest
 from octavo.features.media.towers.tower import Encoding, Pixels
@@ -93,7 +94,10 @@ class Qwen3Tower(PatchTower):
             return ()
         stated = tuple(value_or(vision, "deepstack_visual_indexes", _DEEPSTACK))
         if stated != tuple(sorted(set(stated))) or any(layer not in range(depth) for layer in stated):
-            raise ValueError(f"deepstack_visual_indexes={list(stated)} of {depth} layers")
+            raise ConfigError(
+                f"The model's vision_config has deepstack_visual_indexes={list(stated)}; they should be "
+                f"ascending numbers of its {depth} layers."
+            )
         return stated
 
     def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
@@ -119,12 +123,12 @@ class Qwen3Tower(PatchTower):
         low = np.minimum(at.astype(np.int64), side - 1)
         high = np.minimum(low + 1, side - 1)
         above = at - low
-        total = torch.zeros(1, device=weight.device)
+        total = torch.zeros(len(axes), weight.shape[1], device=weight.device)
         for down, of_row in ((low[:, 0], 1 - above[:, 0]), (high[:, 0], above[:, 0])):
             for across, of_column in ((low[:, 1], 1 - above[:, 1]), (high[:, 1], above[:, 1])):
                 index = torch.from_numpy(down * side + across).to(weight.device)
                 share = torch.from_numpy(of_row * of_column).to(weight.device)
-                total = total + weight.index_select(0, index).float() * share[:, None]
+                total += weight.index_select(0, index).float() * share[:, None]
         return total.to(weight.dtype)
 
 
