@@ -128,8 +128,8 @@ def _recurrent(spec: DecoderSpec) -> Iterator[StoredModule]:
 
 
 def _gated(spec: DecoderSpec, names: Set[str]) -> Iterator[StoredModule]:
-    """Yield gates of attention, which Trinity stores apart, and Qwen3-Next and Qwen3.5 beside queries, and the projections of gated
-    delta nets, which older files have as the original checkpoint does."""
+    """Yield gates of attention, which Trinity stores apart, Qwen3-Next and Qwen3.5 beside queries, and the projections
+    of gated delta nets, which older files have as the original checkpoint does."""
     delta = next((mixer for mixer in spec.mixers if isinstance(mixer, GatedDeltaSpec)), None)
     gated = any(isinstance(mixer, SelfAttention) and mixer.gated for mixer in spec.mixers)
     if gated and delta is None and "blk.0.attn_gate.weight" in names:
