@@ -79,9 +79,9 @@ def answers(folder: Path, kind: str, **settings: Any) -> tuple[list[list[list[in
 
 
 @cache
-def plain(folder: Path, kind: str) -> list[list[list[int]]]:
-    """Each request alone, and without a cache of prefixes."""
-    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False)[0]
+def plain(folder: Path, kind: str, device: str) -> list[list[list[int]]]:
+    """Each request alone, and without a cache of prefixes. Devices draw differently."""
+    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False, device=device)[0]
 
 
 QUICK = {
@@ -102,8 +102,9 @@ QUICK = {
 )
 def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
-    tokens, preempted = answers(folders[kind], kind, **SETTINGS[settings])
-    assert tokens == plain(folders[kind], kind)
+    chosen = SETTINGS[settings]
+    tokens, preempted = answers(folders[kind], kind, **chosen)
+    assert tokens == plain(folders[kind], kind, chosen.get("device", "auto"))
     assert preempted or settings != "preemption"
 
 
