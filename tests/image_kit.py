@@ -55,6 +55,9 @@ MARKS = [
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
 ]
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
@@ -173,6 +176,14 @@ class _Onevision:
         return {**self._own(text.replace("<none>", "<image>"), return_tensors="pt"), **found}
 
 
+def _gemma(images: Any, own: Any) -> Any:
+    names = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
+    for name, text in names.items():
+        setattr(own, f"{name}_token", text)
+        setattr(own, f"{name}_token_id", token(text))
+    return transformers.Gemma3Processor(images, own, image_seq_length=16)
+
+
 _CLIP = {"model_type": "clip_vision_model", **_VISION}
 _SIGLIP = {"model_type": "siglip_vision_model", **_VISION}
 _LLAMA = {"model_type": "llama"}
@@ -279,6 +290,30 @@ def cases() -> dict[str, Case]:
                 size={"height": 28, "width": 28}, image_grid_pinpoints=_MANY_SIZES
             ),
             _Onevision,
+        ),
+        "gemma3": Case(
+            "Gemma3",
+            "<start_of_image>",
+            {**_SIGLIP, "image_size": 56},
+            {
+                "model_type": "gemma3_text",
+                "head_dim": 32,
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "sliding_window": 5,
+                "query_pre_attn_scalar": 32,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+            },
+            {
+                "mm_tokens_per_image": 16,
+                "image_token_index": token("<image_soft_token>"),
+                "boi_token_index": token("<start_of_image>"),
+                "eoi_token_index": token("<end_of_image>"),
+                "tie_word_embeddings": True,
+            },
+            transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+            _gemma,
         ),
         "idefics3": Case("Idefics3", "<image>", _VISION, _LLAMA, idefics, _tiles(), _idefics),
         "smolvlm": Case("SmolVLM", "<image>", _VISION, _LLAMA, idefics, _tiles(), _idefics),
@@ -413,6 +448,10 @@ def make(name: str, folder: Path) -> Made:
     model = getattr(transformers, f"{case.name}ForConditionalGeneration")._from_config(config, dtype=torch.float32)
     model = model.eval()
     vary_vectors(model)
+    with torch.no_grad():
+        for matrix in model.parameters():  # Gemma 3's projector begins with zeros
+            if matrix.dim() > 1 and not matrix.any():
+                matrix.normal_(std=0.15)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     own = tokenizer()

@@ -37,6 +37,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         options: feature name -> that feature's struct, encoded; the core passes it on undecoded.
         prompt_only: end the request once its prompt is computed, without sampling.
         added_tokens: how many token ids beyond the model's vocabulary it may use. The scheduler sets it.
+        unbroken: [start, end) ranges of prompt positions, ascending and disjoint, each computed in one step. The
+            scheduler sets it.
         reads_cache: it may use KV that others computed; False if a result is needed for every token of the prompt.
     """
 
@@ -50,4 +52,5 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     prompt_only: bool = False
     added_tokens: int = 0
+    unbroken: list[tuple[int, int]] = msgspec.field(default_factory=list)
     reads_cache: bool = True

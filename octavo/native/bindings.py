@@ -135,6 +135,7 @@ class StepArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_ids", "positions", "slots", "query_start", "seq_lens", "block_tables")),
         ("unseen", c_void_p),
+        ("ahead", c_void_p),
         ("rotations", c_void_p),
         ("external", c_void_p * EXTERNALS),
         *((name, c_int64) for name in ("table_stride", "group_tables", "group_slots")),

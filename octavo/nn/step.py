@@ -59,6 +59,8 @@ class StepInput:
         unseen: [T] int32, not negative: if bit b is set, the token does not attend to the key b places before its own,
             which is a draft on another path. None: all attend to all keys before them. Without windows and linear
             biases only, since positions then differ from places in the cache.
+        ahead: [T] int32, not negative: each token also attends to this many keys of its row after its own, which are of
+            this step. Windows end there, too, and begin as for other tokens. None: no token attends to later ones.
         axis_shifts: [T, axes] int32, added to each token's position for its positions along several axes, if the
             model's rotations have them (`RopeSpec.axes`); None adds nothing.
         rotations: [T, width] float32, each token's cosines and sines, in place of the rows of `Rope.cos_sin` at its
@@ -87,6 +89,7 @@ class StepInput:
     token_types: Tensor | None = None
     hidden_rows: Tensor | None = None
     unseen: Tensor | None = None
+    ahead: Tensor | None = None
     axis_shifts: Tensor | None = None
     rotations: Tensor | None = None
     additions: Sequence[Tensor] = ()
@@ -141,6 +144,7 @@ class StepInput:
             max_query_len=max(query_lens),
             token_types=None if self.token_types is None else _at(self.token_types, tokens),
             unseen=None if self.unseen is None else _at(self.unseen, tokens),
+            ahead=None if self.ahead is None else _at(self.ahead, tokens),
             axis_shifts=None if self.axis_shifts is None else _at(self.axis_shifts, tokens),
             additions=[_at(one, tokens) for one in self.additions],
             hidden_rows=None,

@@ -178,6 +178,14 @@ class EngineHook:
         no others. Called likewise. The worker half declares the most (`WorkerHook.added_tokens`)."""
         return 0
 
+    def unbroken(self, spec: GenerateRequest) -> Sequence[tuple[int, int]]:
+        """Return [start, end) ranges of prompt positions, ascending and disjoint, each computed in one step: none ends
+        between them, whose tokens may so attend to each other. A step may begin there, after a cached prefix.
+
+        A request with a range longer than a step is refused. Called likewise.
+        """
+        return ()
+
     def on_add(self, request: Request) -> None:
         """A sequence with options for this feature was accepted and waits. `on_release` is its end."""
 
@@ -309,9 +317,11 @@ def namespaced(spec: GenerateRequest, hooks: Sequence[EngineHook], life: str) ->
 
 
 def extended(spec: GenerateRequest, hooks: Sequence[EngineHook]) -> GenerateRequest:
-    """Return the request with the `added_tokens` of its features."""
-    added = max((hook.added_tokens(spec) for hook in hooks if hook.name in spec.options), default=0)
-    return structs.replace(spec, added_tokens=added) if added else spec
+    """Return the request with the `added_tokens` and the `unbroken` ranges of its features."""
+    own = [hook for hook in hooks if hook.name in spec.options]
+    added = max((hook.added_tokens(spec) for hook in own), default=0)
+    ranges = sorted(each for hook in own for each in hook.unbroken(spec))
+    return structs.replace(spec, added_tokens=added, unbroken=ranges) if added or ranges else spec
 
 
 def revised(request: Request, hooks: Sequence[EngineHook]) -> str:

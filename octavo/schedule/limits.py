@@ -47,6 +47,7 @@ def checked_max_tokens(
     """
     if not spec.tokens:
         raise InvalidRequestError("The prompt has no tokens; send at least one.", param="prompt", value=[])
+    _check_unbroken(spec, limits)
     room = limits.max_model_len - len(spec.tokens)
     if spec.prompt_only:
         return _checked_prompt(spec, room, cache, limits, held)
@@ -69,6 +70,18 @@ def checked_max_tokens(
             value=max_tokens,
         )
     return max_tokens
+
+
+def _check_unbroken(spec: GenerateRequest, limits: Limits) -> None:
+    longest = max((end - start for start, end in spec.unbroken), default=0)
+    if longest > limits.max_num_batched_tokens:
+        raise InvalidRequestError(
+            f"The prompt has {longest} tokens that must be computed in one step, such as those of an image, and a step "
+            f"has at most {limits.max_num_batched_tokens}. Start the server with --max-num-batched-tokens {longest} or "
+            "more.",
+            param="prompt",
+            value=longest,
+        )
 
 
 def _checked_width(lockstep: Lockstep, limits: Limits) -> int:

@@ -22,6 +22,9 @@ from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import yielding
 from octavo.schedule.step_builder import AdmitResult, StepBuilder
 
+_NO_BUDGET = NO_ROOM - 1
+"""The step lacks budget for tokens that are computed together, so no other request may take it."""
+
 
 class Planner:
     """Lays out steps, and admits and preempts requests for them.
@@ -136,6 +139,8 @@ class Planner:
         self.at = request
         num_tokens = self._allowed(step, request)
         if num_tokens <= 0:
+            if num_tokens == _NO_BUDGET:  # others would take what the next steps have left, too
+                step.starved = self._policy.rank(request)
             return
         while not self._add_row(step, request, num_tokens):
             certain = request.uncomputed - request.num_drafts
@@ -208,15 +213,35 @@ class Planner:
         return step.pace.allowed(request, step.num_tokens, step.budget)
 
     def _allowed(self, step: StepBuilder, request: Request) -> int:
-        """Return how many tokens the request computes in this step. Drafts that do not fit the budget are dropped."""
+        """Return how many tokens the request computes in this step. Drafts that do not fit the budget are dropped.
+
+        `_NO_BUDGET` if the step lacks budget for tokens that must be computed together.
+        """
         num_tokens = min(request.uncomputed, self._budget(step, request), step.left_for(request))
         num_tokens = self._cache.chunk(request.num_computed, num_tokens)
         if self._limits.whole_prompts and num_tokens < request.uncomputed:
             return 0
+        if request.spec.unbroken:
+            num_tokens = self._unbroken(step, request, num_tokens)
+            if num_tokens == _NO_BUDGET:
+                return num_tokens
+        asked = num_tokens
         num_tokens, error = admitted(self._hooks, request, num_tokens)
         if error is not None:
             self.refused.append((request, error))
+        elif 0 < num_tokens < asked and (cut := request.unbroken_at(request.num_computed + num_tokens)) is not None:
+            num_tokens = max(0, cut[0] - request.num_computed)
         return num_tokens
+
+    def _unbroken(self, step: StepBuilder, request: Request, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` of a request to compute without cutting a range of them that belongs
+        together. If they begin with one, it is all of it, if the step has as much budget left."""
+        start = request.num_computed
+        cut = request.unbroken_at(start + num_tokens)
+        if cut is None or cut[0] > start:
+            return num_tokens if cut is None else cut[0] - start
+        rest = cut[1] - start
+        return rest if rest <= min(step.budget, step.left_for(request)) else _NO_BUDGET
 
     def _add_row(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
         """Add a row for a request with a slot; return False, with nothing changed, if too few blocks are free."""

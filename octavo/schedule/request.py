@@ -97,6 +97,10 @@ class Request:
         """Whether it may use KV that other requests computed."""
         return self.spec.reads_cache and self.params.prompt_logprobs is None
 
+    def unbroken_at(self, end: int) -> tuple[int, int] | None:
+        """Return the range of its prompt that a step which ends at position `end` would cut, though it must not."""
+        return next((each for each in self.spec.unbroken if each[0] < end < each[1]), None)
+
     @property
     def uncomputed(self) -> int:
         """The one number that drives scheduling: prefill, chunk, decode, draft check, resume and prefix hit alike."""

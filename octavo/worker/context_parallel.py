@@ -74,8 +74,8 @@ class ContextParallel:
         self._least = max(least, 2 * mesh.size)
 
     def takes(self, step: StepInput) -> bool:
-        """Return whether a step has enough tokens to be divided."""
-        return step.num_tokens >= self._least
+        """Return whether a step has enough tokens to be divided, none of which attends to later ones."""
+        return step.num_tokens >= self._least and step.ahead is None
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """See `CausalLM.forward`. Every rank returns the states of all tokens, with the same bits."""

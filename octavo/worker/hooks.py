@@ -100,8 +100,8 @@ class WorkerHook:
     a payload for a hook with `embed` or `after_forward`, or if its variant is not recorded; a payload for a hook with
     `apply` only makes its sampling unrecorded.
 
-    Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `additions`, `embed`, `after_forward`, `allowed`,
-    `apply`, `drawn`, `propose`, `after_sample`.
+    Order of calls in a step: `add`, `lay_out`, `variant`, `select`, `inputs`, `additions`, `embed`, `after_forward`,
+    `allowed`, `apply`, `drawn`, `propose`, `after_sample`.
     """
 
     name: str = ""
@@ -177,6 +177,13 @@ class WorkerHook:
 
     def embed(self, x: Tensor, payload: Any) -> None:
         """Overwrite embeddings in `x` [T, H], the input of the first layer. Called only with a payload."""
+
+    def inputs(self, num_tokens: int, payload: Any) -> Mapping[str, Tensor]:
+        """Return optional fields of `StepInput` for a step with embeddings of `embed`, whose other steps lack them.
+
+        Called only with a payload, before the attention backend prepares the step; on all stages of a pipeline.
+        """
+        return {}
 
     def additions(self, count: int, payload: Any) -> Sequence[Tensor]:
         """Return `StepInput.additions` of a step of `count` tokens; on every stage of a pipeline. Called only with a
@@ -292,6 +299,7 @@ class Hooks:
         self._narrowing = _with_own(hooks, "only_row")
         self._embedding = _with_own(hooks, "embed")
         self._adding = _with_own(hooks, "additions")
+        self._stating = _with_own(hooks, "inputs")
         self._reading = _with_own(hooks, "after_forward")
         self._allowing = _with_own(hooks, "allowed")
         self._changing = _with_own(hooks, "apply")
@@ -336,6 +344,13 @@ class Hooks:
         """Set the hooks' buffers as fields of a step's input."""
         for name, buffer in self._inputs.items():
             setattr(step, name, buffer[: step.num_tokens])
+
+    def add_inputs(self, step: StepInput, payload: Mapping[str, Any]) -> None:
+        """Set the fields that hooks with a payload have for this step, in the steps of its other cache groups, too."""
+        for hook in _concerned(self._stating, payload):
+            for name, value in hook.inputs(step.num_tokens, payload[hook.name]).items():
+                for one in (step, *step.others):
+                    setattr(one, name, value)
 
     @property
     def varies(self) -> bool:

@@ -44,7 +44,7 @@ class MicroBatches:
         self._least, self._most = max(least, 2 * _ALIGNED), most
 
     def takes(self, step: StepInput) -> bool:
-        return step.num_tokens >= self._least and self._model.taps is None
+        return step.num_tokens >= self._least and self._model.taps is None and step.ahead is None
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """See `CausalLM.forward`."""

@@ -151,6 +151,7 @@ class Runner:
         plan, payload = step.plan, step.plan.payload
         layout = self.slots.lay_out(plan)
         batch = layout.input
+        self.hooks.add_inputs(batch, payload)
         for one in (batch, *batch.others):
             one.attn = self._attention.prepare(one, self._blocks.size)
         relay = self._relay

@@ -54,6 +54,7 @@ class Case:
     label: str
     sinks: Tensor | None = None
     unseen: Tensor | None = None
+    ahead: Tensor | None = None
 
     def q(self, seed: int) -> Tensor:
         count = sum(s.queries for s in self.sequences)
@@ -66,7 +67,8 @@ class Case:
             k, v = (unpack(pack(x), torch.float64) if int8 else x for x in (s.k, s.v))
             mine = slice(start, start + s.queries)
             unseen = None if self.unseen is None else self.unseen[mine]
-            outs.append(attend_dense(q[mine], k, v, self.spec, self.sinks, unseen))
+            ahead = None if self.ahead is None else self.ahead[mine]
+            outs.append(attend_dense(q[mine], k, v, self.spec, self.sinks, unseen, ahead))
             start += s.queries
         return torch.cat(outs)
 
@@ -85,9 +87,11 @@ def make_case(
     chunked: bool = False,
     sinks: bool = False,
     branched: bool = False,
+    mutual: bool = False,
 ) -> Case:
     """A case drawn from `seed`, with what is given held fixed. `rows` are (length, queries) pairs; `biased`: heads have
-    linear biases; `chunked`, `sinks`: as in `AttentionSpec`; `branched`: rows end with trees of drafts."""
+    linear biases; `chunked`, `sinks`: as in `AttentionSpec`; `branched`: rows end with trees of drafts; `mutual`:
+    runs of tokens attend to each other."""
     rng = random.Random(seed)
     kv_heads, group = heads or rng.choice([(3, 3), (1, 8), (4, 1), (2, 4), (1, 1)])
     head_dim = head_dim or rng.choice([32, 64, 96, 128, 256])
@@ -100,8 +104,19 @@ def make_case(
     label = f"seed={seed} {dtype} {spec} block_size={block_size} rows={rows}"
     scores = torch.tensor([rng.choice([-200.0, -3.0, 0.0, 4.0, 30.0, 200.0]) for _ in range(spec.num_heads)])
     unseen = torch.cat([_unseen(rng, s.queries) for s in sequences]) if branched else None
+    ahead = torch.cat([_ahead(rng, s.queries) for s in sequences]) if mutual else None
     count = needed + rng.randint(0, 3)
-    return Case(spec, dtype, block_size, count, sequences, label, scores if sinks else None, unseen)
+    return Case(spec, dtype, block_size, count, sequences, label, scores if sinks else None, unseen, ahead)
+
+
+def _ahead(rng: random.Random, queries: int) -> Tensor:
+    """`StepInput.ahead` of a row with up to three runs of tokens that attend to each other; it may begin within one, as
+    after a cached prefix."""
+    words = torch.zeros(queries, dtype=torch.int32)
+    cuts = sorted(rng.sample(range(queries + 1), min(6, (queries + 1) // 2 * 2)))
+    for begin, end in zip(cuts[::2], cuts[1::2], strict=True):
+        words[begin:end] = torch.arange(end - begin - 1, -1, -1)
+    return words
 
 
 def _unseen(rng: random.Random, queries: int) -> Tensor:
@@ -200,6 +215,7 @@ def prepared(
         device,
     )
     step.unseen = None if case.unseen is None else case.unseen.to(device)
+    step.ahead = None if case.ahead is None else case.ahead.to(device)
     step.attn = backend.prepare(step, case.block_size)
     # As in a model, q, k and v are strided views of one fused projection's output.
     k = torch.cat([s.k[s.length - s.queries :] for s in case.sequences])

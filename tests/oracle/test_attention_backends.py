@@ -181,6 +181,27 @@ def test_int8_drafts_that_branch(int8_backend):
     )
 
 
+MUTUAL = [(1, 1), (9, 9), (40, 8), (600, 5), (700, 300), (300, 40), (530, 530)]
+"""Also rows with few queries whose contexts are divided."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 37}, {"window": 90, "soft_cap": 20.0, "sinks": True}, {"window": 64, "chunked": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_that_attend_to_later_ones(backend, dtype, options):
+    size = block_size(backend)
+    check(ragged.make_case(fresh_seed(), dtype, rows=MUTUAL, block_size=size, mutual=True, **options), backend)
+
+
+def test_int8_tokens_that_attend_to_later_ones(int8_backend):
+    size = block_size(int8_backend)
+    case = ragged.make_case(fresh_seed(), torch.float32, rows=MUTUAL, block_size=size, mutual=True, window=300)
+    check(case, int8_backend)
+
+
 def test_a_backend_that_sees_all_drafts_is_found():
     class Blind(TorchAttention):
         def attend(self, q, cache, step, spec, sinks=None):

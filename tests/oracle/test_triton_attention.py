@@ -113,6 +113,23 @@ def test_from_the_projection(options, kind, rows):
     check_fused(ragged.make_case(fresh_seed(), HALF, heads=(2, 2), block_size=16, **rows, **options), kind)
 
 
+@pytest.mark.parametrize("rows", [MANY, DRAFTS], ids=["many", "drafts"])
+@pytest.mark.parametrize("options", [{}, {"window": 37}, {"window": 90, "soft_cap": 20.0, "sinks": True}], ids=str)
+def test_tokens_that_attend_to_later_ones(options, rows):
+    check(
+        ragged.make_case(fresh_seed(), HALF, heads=(1, 2), head_dim=32, block_size=16, mutual=True, **rows, **options)
+    )
+
+
+@pytest.mark.parametrize("rows", [MANY, DRAFTS], ids=["many", "drafts"])
+@pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn], ids=str)
+def test_tokens_that_attend_to_later_ones_from_the_projection(kind, rows):
+    case = ragged.make_case(
+        fresh_seed(), HALF, heads=(2, 2), head_dim=64, block_size=16, window=64, mutual=True, **rows
+    )
+    check_fused(case, kind)
+
+
 def check_fused(
     case: ragged.Case,
     kind: torch.dtype | None,
@@ -130,7 +147,7 @@ def check_fused(
         scales = torch.rand(2, spec.num_kv_heads, generator=generator) / (32 if kind == torch.float8_e4m3fn else 4096)
         scales += scales.max() / 2
         cache = (plain.float() / scales.to(DEVICE)[:, :, None, None]).to(kind)
-        few = max(s.queries for s in case.sequences) <= backend.most_few
+        few = max(s.queries for s in case.sequences) <= backend.most_few and case.ahead is None
         for s in case.sequences:
             rounded = s.length - (0 if few or s.queries == 1 else s.queries)
             for part, x in enumerate((s.k, s.v)):

@@ -13,6 +13,7 @@ import msgspec
 
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError
 from octavo.core.plan import PlanDraft
+from octavo.core.request import GenerateRequest
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
 from octavo.features.media.kinds import PLURALS, has_media, kind_of, modality_of, processor_config, refusal
@@ -83,10 +84,14 @@ class MediaEngine(EngineHook):
     sends_options = False
     admits_for_good = True
 
-    def __init__(self, info: MediaInfo, *, axes: bool) -> None:
+    def __init__(self, info: MediaInfo, *, axes: bool = False, mutual: bool = False) -> None:
+        """
+        Args:
+            axes, mutual: see `Kind`.
+        """
         self.info = msgspec.Raw(msgspec.msgpack.encode(info))
         self._modality, self._some = info.modality, PLURALS[info.modality]
-        self._axes = axes
+        self._axes, self._mutual = axes, mutual
         self._pages: Pages
         self._capacity = self._budget = 0
         self._requests: dict[Request, _Media] = {}
@@ -109,6 +114,10 @@ class MediaEngine(EngineHook):
         self._capacity, self._budget = facts["capacity"], facts["budget"]
 
     # Requests
+
+    def unbroken(self, spec: GenerateRequest) -> Sequence[tuple[int, int]]:
+        items = self._decode(spec.options[self.name]) if self._mutual else []
+        return [(start, start + count) for item in items for start, _, count in item.runs]
 
     def on_add(self, request: Request) -> None:
         items = self._decode(request.spec.options[self.name])
@@ -349,4 +358,4 @@ def build_engine(context: FeatureContext) -> EngineHook | None:
         max_pixels=settings.max_image_pixels,
         max_seconds=settings.max_audio_seconds,
     )
-    return MediaEngine(info, axes=kind.axes)
+    return MediaEngine(info, axes=kind.axes, mutual=kind.mutual)

@@ -32,6 +32,7 @@ class Kind:
         tower: module of its tower, which has `build_tower`.
         types: values of `model_type` that the tower's configuration may have; a missing one is the first.
         axes: positions of an image's tokens follow its rows and columns (M-RoPE).
+        mutual: an image's tokens attend to each other, also to later ones.
         modality: what it reads besides text.
     """
 
@@ -39,6 +40,7 @@ class Kind:
     tower: str
     types: tuple[str, ...]
     axes: bool = False
+    mutual: bool = False
     modality: Literal["image", "audio"] = "image"
 
     @property
@@ -61,6 +63,9 @@ def _qwen3(name: str) -> Kind:
 KINDS: Mapping[str, tuple[Kind, ...]] = {
     "AudioFlamingo3ForConditionalGeneration": (
         Kind(("speech", "FlamingoProcessor"), "whisper", ("audioflamingo3_encoder",), modality="audio"),
+    ),
+    "Gemma3ForConditionalGeneration": (
+        Kind(("pooled", "PooledProcessor"), "gemma3", ("siglip_vision_model",), mutual=True),
     ),
     "Idefics3ForConditionalGeneration": (Kind(_TILED, "idefics3", ("idefics3_vision", "idefics3")),),
     "InternVLForConditionalGeneration": (Kind(("grid", "GridProcessor"), "internvl", ("internvl_vision",)),),
@@ -87,7 +92,6 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 }
 """Architecture -> its kinds, by their towers."""
 _LACKING = {
-    "Gemma3ForConditionalGeneration": "its image tokens attend to later ones, which the decoders here do not",
     "InternVLChatModel": "its tensors have names that are not read; use a checkpoint of "
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration": "its tower is not supported",

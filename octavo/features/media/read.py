@@ -17,6 +17,7 @@ from octavo.features.media.processors.base import Item, Run, TooOddError
 from octavo.text.hooks import ReadPrompt, encoded
 from octavo.text.prompts.message_parts import GivenPart, Mixture
 from octavo.text.prompts.prompt import Prompt
+from octavo.text.tokenizers.literal import framed
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 _PARAM = "multi_modal_data"
@@ -77,6 +78,7 @@ class Reader:
                 tokens += [*before, token, *after]
                 media.append(piece)
                 continue
+            piece = self._framed(piece)
             found = (
                 self._tokenizer.encode_after(piece)
                 if place
@@ -124,10 +126,11 @@ class Reader:
             for number, one in enumerate([] if found is None else self._opener.listed(found))
         ]
         tokens, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        given_ids = tokens is not None
         if tokens is None:
             if not isinstance(text, str):
                 raise InvalidRequestError("A prompt must have 'prompt' or 'prompt_token_ids'.", param="prompt")
-            tokens = self._tokenizer.encode(text)
+            tokens = self._tokenizer.encode(self._framed(text))
         elif not isinstance(tokens, list):
             raise InvalidRequestError("prompt_token_ids must be a list of integers.", param="prompt_token_ids")
         if (places := tokens.count(self._processor.token)) != len(parts):
@@ -138,7 +141,17 @@ class Reader:
                 param=_PARAM,
                 value=len(parts),
             )
+        if given_ids and any(self._processor.frame):
+            before, after = self._processor.around
+            place = self._processor.token
+            tokens = [one for token in tokens for one in ([*before, place, *after] if token == place else [token])]
         return tokens, parts
+
+    def _framed(self, text: str) -> str:
+        before, after = self._processor.frame
+        if not before and not after:
+            return text
+        return framed(text, self._tokenizer.token_text(self._processor.token), before, after)
 
     def _check_count(self, count: int, param: str) -> None:
         if count > self._own.limit:

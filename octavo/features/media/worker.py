@@ -71,7 +71,8 @@ class MediaWorker(WorkerHook):
         self._capacity = self._hidden = 0
         self._device = torch.device("cpu")
         self._timed: list[tuple[Any, Any]] = []
-        self._axes = kind_of(files.config).axes
+        kind = kind_of(files.config)
+        self._axes, self._mutual = kind.axes, kind.mutual
         self._after: dict[int, int] = {}
         """Slot -> what is added to the positions of all tokens after its prompt, if it has images."""
         self._shifts = torch.empty(0)
@@ -251,6 +252,14 @@ class MediaWorker(WorkerHook):
         for i, added in enumerate(found, 1):
             self._write(added, payload, i)
         return found
+
+    def inputs(self, num_tokens: int, payload: MediaStep) -> Mapping[str, Tensor]:
+        if not self._mutual:
+            return {}
+        ahead = np.zeros(num_tokens, dtype=np.int32)
+        for piece in payload.pieces:  # each goes to the end of its image
+            ahead[piece.start : piece.start + piece.count] = np.arange(piece.count - 1, -1, -1)
+        return {"ahead": upload(ahead, self._device)}
 
     def embed(self, x: Tensor, payload: MediaStep) -> None:
         self._write(x, payload, 0)

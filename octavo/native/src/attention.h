@@ -53,10 +53,20 @@ inline int queries_of(const OctavoStep& step, int row) { return step.query_start
 
 inline int parts_of(const OctavoStep& step, int row) { return (step.seq_lens[row] + kPart - 1) / kPart; }
 
+// The number of keys up to that of a task's last query, which is of one row.
+inline int causal_end(const OctavoStep& step, const AttentionTask& task) {
+    return step.seq_lens[task.row] - queries_of(step, task.row) + task.begin + task.count;
+}
+
 // The end of a task's context, or of the part that its rows share.
 inline int end_of(const OctavoStep& step, const AttentionTask& task) {
     if (task.sharers >= 0) return (task.part + 1) * kPart;
-    return step.seq_lens[task.row] - queries_of(step, task.row) + task.begin + task.count;
+    int end = causal_end(step, task);
+    if (step.ahead != nullptr) {
+        const int32_t* const ahead = step.ahead + step.query_start[task.row] + task.begin;
+        for (int i = 0, own = end - task.count; i < task.count; i++) end = std::max(end, own + i + 1 + ahead[i]);
+    }
+    return end;
 }
 
 // A task's rows, which are its queries times the heads that share the key-value head, and their running sums.
@@ -69,6 +79,7 @@ struct Work {
     const int dim, group, rows;
     const int room;               // rows of scratch: whole blocks
     const int end;                // of the context
+    const int last_end;           // `visible_end` of the last query, if all are of one row
     // The panel of 16 tokens with the first key that any row attends to. What precedes it may lie in blocks that have
     // left the window and hold other data by now, such as a recurrent state: even its product with 0 may be NaN.
     const int first_panel;
@@ -92,6 +103,7 @@ struct Work {
           rows(task.count * group),
           room((rows + kBlockRows - 1) / kBlockRows * kBlockRows),
           end(end_of(step, task)),
+          last_end(sharers ? end : causal_end(step, task)),
           first_panel(op.window > 0 ? first_visible() / kPanel * kPanel : 0) {
         constexpr int kPieces = 16;
         const int64_t floats = (int64_t)room * (2 * dim + kTile + W + 4 + more) + once + kPieces * kPanel;
@@ -113,8 +125,13 @@ struct Work {
     int64_t token(int query) const {
         return sharers ? step.query_start[sharers[query].row] : step.query_start[task.row] + task.begin + query;
     }
+    // The number of keys up to row m's own.
     int visible_end(int m) const {
-        return sharers ? step.seq_lens[sharers[m / group].row] : end - task.count + m / group + 1;
+        return sharers ? step.seq_lens[sharers[m / group].row] : last_end - task.count + m / group + 1;
+    }
+    // The end of the keys that row m attends to.
+    int attended_end(int m) const {
+        return visible_end(m) + (step.ahead == nullptr ? 0 : step.ahead[token(m / group)]);
     }
     int visible_begin(int m) const {
         if (op.window <= 0) return 0;
@@ -145,7 +162,7 @@ struct Work {
     // or 6.
     template <int D, class T>
     void weigh(int m, int begin, int end, float* s, T* to) {
-        const int low = std::max(visible_begin(m) - begin, 0), high = std::min(visible_end(m), end) - begin;
+        const int low = std::max(visible_begin(m) - begin, 0), high = std::min(attended_end(m), end) - begin;
         if (high <= low) {
             for (int j = 0; j < kTile; j += W) store(to + j, Vec{});
             return;

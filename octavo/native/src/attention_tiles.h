@@ -129,6 +129,7 @@ struct TileReader : Reader<bf16, TileReader> {
     // Number of leading keys of a tile that a block's rows attend to.
     int seen(int first, int begin, int end) const {
         if (!sharers && visible_begin(first) >= end) return 0;
+        if (step.ahead != nullptr) return std::max(std::min(end, this->end) - begin, 0);
         return std::max(std::min(end, visible_end(std::min(first + block_rows, rows) - 1)) - begin, 0);
     }
 

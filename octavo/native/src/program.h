@@ -55,7 +55,7 @@ struct OctavoOp {
 struct OctavoStep {
     const int64_t *input_ids, *positions, *slots;
     const int32_t *query_start, *seq_lens, *block_tables;
-    const int32_t* unseen;   // or null
+    const int32_t *unseen, *ahead;  // or null
     const float* rotations;  // a row of cosines and sines for each token, or null: those at its position
     void* external[3];
     int64_t table_stride;

@@ -69,8 +69,8 @@ class TorchAttention:
     def attend(
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        if spec.slopes is not None or spec.chunked or step.unseen is not None:
-            return _attend_rows(q, cache, step.attn, spec, sinks, step.unseen)
+        if spec.slopes is not None or spec.chunked or step.unseen is not None or step.ahead is not None:
+            return _attend_rows(q, cache, step, spec, sinks)
         plan = step.attn.plan(spec.window)
         out = torch.empty_like(q)
         if plan.decode is not None:
@@ -80,18 +80,17 @@ class TorchAttention:
         return out
 
 
-def _attend_rows(
-    q: Tensor, cache: Tensor, layout: HostLayout, spec: AttentionSpec, sinks: Tensor | None, unseen: Tensor | None
-) -> Tensor:
+def _attend_rows(q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """Attend with what the fused kernel lacks."""
+    layout: HostLayout = step.attn
     out = torch.empty_like(q)
     starts = layout.query_start
     for row, length in enumerate(layout.seq_lens):
         blocks = layout.tables[row, : -(-length // layout.block_size)].astype("int64")
         cells = _plain(cache[torch.from_numpy(blocks)].flatten(0, 1)[:length], q.dtype)
         rows = slice(starts[row], starts[row + 1])
-        hidden = None if unseen is None else unseen[rows]
-        out[rows] = attend_row(q[rows], cells[:, 0], cells[:, 1], spec, sinks, hidden).to(q.dtype)
+        unseen, ahead = (None if one is None else one[rows] for one in (step.unseen, step.ahead))
+        out[rows] = attend_row(q[rows], cells[:, 0], cells[:, 1], spec, sinks, unseen, ahead).to(q.dtype)
     return out
 
 

@@ -203,6 +203,7 @@ def native_step(step: StepInput, block_size: int) -> StepArgs:
         seq_lens=step.seq_lens.data_ptr(),
         block_tables=step.block_tables.data_ptr(),
         unseen=None if step.unseen is None else step.unseen.data_ptr(),
+        ahead=None if step.ahead is None else step.ahead.data_ptr(),
         table_stride=step.block_tables.stride(0),
         group_tables=group_tables,
         group_slots=group_slots,
@@ -234,6 +235,7 @@ def _require_layout(step: StepInput) -> None:
         ("block_tables", step.block_tables, torch.int32),
         ("slot_mapping", step.slot_mapping, torch.int64),
         *([] if step.unseen is None else [("unseen", step.unseen, torch.int32)]),
+        *([] if step.ahead is None else [("ahead", step.ahead, torch.int32)]),
     ):
         if tensor.dtype != dtype or tensor.stride(-1) != 1 or tensor.device.type != "cpu":
             raise TypeError(f"StepInput.{name} must be {dtype} on cpu with adjacent entries, not {tensor.dtype}.")

@@ -67,7 +67,7 @@ def serves(q: Tensor, fresh: Tensor | None, cache: Tensor, step: StepInput, spec
     """Return whether `attend` computes a layer's rows with many queries."""
     if spec.window is not None or spec.soft_cap is not None or spec.slopes is not None or spec.sinks:
         return False
-    if fresh is None or step.unseen is not None or spec.scale <= 0:
+    if fresh is None or step.unseen is not None or step.ahead is not None or spec.scale <= 0:
         return False
     dim, page = cache.shape[4], cache.shape[3]
     if dim % _PART or dim > _MOST_CHANNELS or page % 8 or _keys_of(dim) % page:

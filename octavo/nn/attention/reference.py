@@ -54,7 +54,9 @@ class ReferenceAttention:
                 context = unpack(context, torch.float64)
             queries = slice(starts[row], starts[row + 1])
             unseen = None if step.unseen is None else step.unseen[queries]
-            out[queries] = attend_dense(q[queries], context[:, 0], context[:, 1], spec, sinks, unseen).to(q.dtype)
+            ahead = None if step.ahead is None else step.ahead[queries]
+            own = attend_dense(q[queries], context[:, 0], context[:, 1], spec, sinks, unseen, ahead)
+            out[queries] = own.to(q.dtype)
         return out
 
 
@@ -65,6 +67,7 @@ def attend_dense(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     unseen: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(mask(cap(scale · q kᵀ) + bias)) v of one sequence, in float64.
 
@@ -72,7 +75,7 @@ def attend_dense(
         q: [n, num_heads, head_dim], the queries of the sequence's last n positions.
         k, v: [length, num_kv_heads, head_dim], the whole sequence.
         sinks: [num_heads], scores of a last key, whose value is 0.
-        unseen: [n], as `StepInput.unseen`.
+        unseen, ahead: [n], as in `StepInput`.
 
     Returns:
         [n, num_heads, head_dim] float64.
@@ -81,7 +84,7 @@ def attend_dense(
     group = spec.num_heads // spec.num_kv_heads
     keys = torch.arange(length, device=q.device)
     positions = torch.arange(length - count, length, device=q.device)[:, None]
-    visible = keys <= positions
+    visible = keys <= (positions if ahead is None else positions + ahead[:, None])
     if spec.window is not None:
         visible &= keys >= spec.first_visible(positions)
     if unseen is not None:

@@ -1,5 +1,6 @@
 """Attention on a CPU row by row, with what fused kernels lack: linear biases (ALiBi, Press et al. 2022,
-https://arxiv.org/abs/2108.12409), windows that begin at multiples of their size, and drafts that branch."""
+https://arxiv.org/abs/2108.12409), windows that begin at multiples of their size, drafts that branch, and tokens that
+attend to later ones."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ def attend_row(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     unseen: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention of one sequence, in float32.
+    """Return attention of one sequence, causal except for `ahead`, in float32.
 
     Args:
         q: [n, num_heads, head_dim], the queries of the sequence's last n positions.
         k, v: [length, num_kv_heads, head_dim], the whole sequence.
         sinks: [num_heads], scores of a last key, whose value is 0.
-        unseen: [n], as `StepInput.unseen`.
+        unseen, ahead: [n], as in `StepInput`.
 
     Returns:
         [n, num_heads, head_dim] float32.
@@ -42,7 +44,8 @@ def attend_row(
     for begin in range(0, count, _QUERIES):
         queries = q[begin : begin + _QUERIES].float().transpose(0, 1) * spec.scale
         positions = torch.arange(length - count + begin, length - count + begin + queries.shape[1])[:, None]
-        visible = places <= positions
+        last = positions if ahead is None else positions + ahead[begin : begin + _QUERIES, None]
+        visible = places <= last
         if spec.window is not None:
             visible &= places >= spec.first_visible(positions)
         if unseen is not None:

@@ -106,7 +106,7 @@ class TritonAttention:
     def all_few(self, step: StepInput) -> Few | None:
         """Return the step's rows if none has many queries, else None."""
         longest = step.max_query_len
-        if longest > self._most_few:
+        if longest > self._most_few or (step.ahead is not None and longest > 1):
             return None
         queries = next(most for most in (1, _MAX_FEW, self._most_few) if longest <= most)
         return Few(None, step.num_rows, queries, step.shared)
@@ -356,6 +356,7 @@ def _attend_many(
         *scales_of(spec),
         *head_terms(spec, sinks, step.seq_lens),
         step.seq_lens if step.unseen is None else step.unseen,
+        step.seq_lens if step.ahead is None else step.ahead,
         *two_strides(q),
         *cells.stride()[:4],
         step.block_tables.stride(0),
@@ -372,6 +373,7 @@ def _attend_many(
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=spec.slopes is not None,
         BRANCHES=step.unseen is not None,
+        AHEAD=step.ahead is not None,
         HAS_TABLE_ROWS=step.table_rows is not None,
         HAS_FRESH=fresh is not None,
         BULK=bulk,

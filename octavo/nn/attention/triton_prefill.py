@@ -65,6 +65,7 @@ def prefill_kernel(
     sinks,
     slopes,
     unseen,
+    ahead,
     q_token_stride,
     q_head_stride,
     block_stride,
@@ -85,6 +86,7 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     BRANCHES: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr,
     HAS_FRESH: tl.constexpr,
     BULK: tl.constexpr,
@@ -95,7 +97,8 @@ def prefill_kernel(
     """Attend with one query head of one tile. `tiles`: (row, first query in the row) pairs.
 
     `fresh` [T, KV_HEADS + KV_HEADS, D]: this step's keys and values, in rows of q's stride. An FP8 cache (FORM,
-    `triton_fp8.py`) is given as 16-bit words, with strides in words. BRANCHES, ROUNDED: see `decode_kernel`.
+    `triton_fp8.py`) is given as 16-bit words, with strides in words.
+    BRANCHES, ROUNDED: see `decode_kernel`. AHEAD: see `StepInput.ahead`.
     """
     head = tl.program_id(0)
     heads = tl.num_programs(0)
@@ -124,6 +127,10 @@ def prefill_kernel(
         words = tl.load(unseen + token, mask=query < count, other=0)
         visible_end = seen_end(past + first_query, words, query - first_query)
     end = tl.minimum(seq_len, past + first_query + BLOCK_M)
+    last = query
+    if AHEAD:
+        last = query + tl.load(ahead + token, mask=query < count, other=0)
+        end = past + tl.max(tl.where(query < count, last + 1, 0), 0)
     begin = 0
     if WINDOW > 0:
         visible_end = 0
@@ -179,7 +186,7 @@ def prefill_kernel(
                 k_even, k_odd = widen(k_tile, FORM, MEANS)
                 scores = tl.dot(q_even, tl.trans(k_even))
                 scores = tl.dot(q_odd, tl.trans(k_odd), scores)
-            visible = (key[None, :] < paged_end) & (key[None, :] <= position[:, None])
+            visible = (key[None, :] < paged_end) & (key[None, :] <= (past + last)[:, None])
             if WINDOW > 0:
                 visible = visible & (key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
             distance = key[None, :] - position[:, None]
@@ -220,7 +227,7 @@ def prefill_kernel(
                     k_tile = tl.load(place, mask=read, other=0.0)
                     v_tile = tl.load(place + KV_HEADS * D, mask=read, other=0.0)
                 scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                visible = key[None, :] <= query[:, None]
+                visible = key[None, :] <= last[:, None]
                 if WINDOW > 0:
                     visible = visible & (past + key[None, :] >= first_visible(position, WINDOW, CHUNKED)[:, None])
                 distance = key[None, :] - query[:, None]

@@ -9,6 +9,7 @@ tokens) is unchanged.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -48,6 +49,25 @@ def part_of(text: str, begin: int, end: int) -> str:
         return text[begin:end]
     inside = [(low - begin, high - begin) for low, high in text.literal if begin <= low and high <= end]
     return LiteralText(text[begin:end], inside) if inside else str(text)[begin:end]
+
+
+def framed(text: str, name: str, before: str, after: str) -> str:
+    """Return a text with `before` and `after` around each special token `name`, except for literal ones."""
+    literal = text.literal if isinstance(text, LiteralText) else ()
+    pieces: list[str] = []
+    spans: list[CharSpan] = []
+    at = shift = 0
+    for part in re.finditer(re.escape(name), text):
+        begin, end = part.span()
+        if (begin, end) in literal:
+            continue
+        pieces += [text[at:begin], before, name, after]
+        spans += [(low + shift, high + shift) for low, high in literal if at <= low and high <= begin]
+        shift += len(before) + len(after)
+        at = end
+    spans += [(low + shift, high + shift) for low, high in literal if at <= low]
+    made = "".join([*pieces, text[at:]])
+    return LiteralText(made, spans) if spans else made
 
 
 class SpecialTokens:

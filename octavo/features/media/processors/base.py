@@ -67,12 +67,17 @@ class Processor(ABC):
     Attributes:
         token: the token that a chat template writes for an image or a piece of audio.
         around: tokens before and after it, where a template knows only texts.
+        frame: texts before and after it, which the model's own processor writes before it tokenizes a prompt.
         fields: of preprocessor_config.json that are read.
     """
 
     fields: ClassVar[frozenset[str]] = frozenset()
     token: int
     around: tuple[list[int], list[int]] = ([], [])
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        return "", ""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> None:

@@ -49,8 +49,8 @@ class LibraryAttention:
         """Divide the rows. Reads nothing from the device if `step` has `query_lens` and `past_lens`."""
         if (few := self.own.all_few(step)) is not None:
             return SplitPlan(few, None)
-        if step.unseen is not None:
-            return self.own.prepare(step, block_size)  # libraries see all keys before a query
+        if step.unseen is not None or step.ahead is not None:
+            return self.own.prepare(step, block_size)  # libraries see all keys before a query, and none after it
         counts = np.asarray(step.query_lens or step.query_start.diff().tolist(), dtype=np.int32)
         if step.past_lens is not None:
             lengths = counts + np.asarray(step.past_lens, dtype=np.int32)

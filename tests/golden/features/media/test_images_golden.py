@@ -16,7 +16,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 4 << 20
 PROMPTS = {
     "one": ("look: IMAGE what is it?", [(40, 31)]),
     "wide": ("IMAGE\nand?", [(90, 30)]),
-    "several": ("a IMAGE b IMAGE c IMAGE", [(30, 60), (28, 28), (64, 61)]),
+    "several": ("a\nIMAGE\nb IMAGE c IMAGE", [(30, 60), (28, 28), (64, 61)]),
 }
 
 

@@ -114,10 +114,10 @@ def test_fields_in_place_of_the_preprocessors(made: Made) -> None:
 def test_architectures_whose_images_are_not_supported(made: Made, tmp_path: Path) -> None:
     folder = copied(made, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["Gemma3ForConditionalGeneration"]
+    config["architectures"] = ["Llama4ForConditionalGeneration"]
     (folder / "config.json").write_text(json.dumps(config))
     with LLM(str(folder), **SETTINGS) as llm:
-        assert "images of Gemma3ForConditionalGeneration are not supported: its image tokens" in refusal(llm)
+        assert "images of Llama4ForConditionalGeneration are not supported: its tower" in refusal(llm)
 
 
 def test_after_a_sleep(made: Made) -> None:

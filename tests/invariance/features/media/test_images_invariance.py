@@ -13,6 +13,7 @@ from rank_kit import CONTEXTS, PIPELINE, TWO_RANKS, ranks_in_threads
 from toy_models import behind
 
 from octavo import LLM, SamplingParams
+from octavo.core.errors import InvalidRequestError
 from octavo.features.media.worker import MediaWorker, ShiftingWorker
 
 BASE: dict[str, Any] = {
@@ -40,12 +41,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two stages": PIPELINE,
     "two ranks that divide prompts": CONTEXTS,
 }
-TOKEN_BYTES = {"smolvlm": 512, "qwen2.5-vl": 512, "qwen3-vl": 768, "qwen3.5": 1024}
+TOKEN_BYTES = {"smolvlm": 512, "qwen2.5-vl": 512, "qwen3-vl": 768, "qwen3.5": 1024, "gemma3": 512}
 """Kind of model -> bytes of a token in the KV cache; of a hybrid one, as its blocks are."""
 RECURRENT = "qwen3.5"
 """Its decoder has recurrent layers."""
 DIVIDED = ("two ranks, steps in parts", "two ranks that divide prompts")
 """Settings with which tokens of a step are computed apart."""
+MARKS = {"smolvlm": "<image>", "gemma3": "<start_of_image>"}
+_FEW = {"max_model_len": 128, "kv_cache_memory_bytes": 28 * 16}
+OWN: dict[tuple[str, str], dict[str, Any]] = {
+    ("chunked prefill", "gemma3"): {"max_num_batched_tokens": 20},
+    ("preemption", "gemma3"): _FEW,
+    ("overlap + chunked prefill + preemption", "gemma3"): {
+        "async_scheduling": True,
+        "max_num_batched_tokens": 20,
+        **_FEW,
+    },
+}
+"""What other settings a kind needs: a step has room for an image of Gemma's, of 16 tokens, and layers differ."""
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +68,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def prompts(kind: str) -> list[Any]:
     """Some with images, which they share, as they share texts before and after them; some without."""
-    mark = "<|vision_start|><|image_pad|><|vision_end|>" if kind.startswith("qwen") else "<image>"
+    mark = MARKS.get(kind, "<|vision_start|><|image_pad|><|vision_end|>")
     first, second, third = picture(40, 31, seed=1), picture(60, 90, seed=2), picture(28, 28, seed=3)
 
     # Tiles are many tokens; other images need as many of text, for too few blocks.
-    more = " The quick brown fox jumps over the lazy dog." * 3 if kind.startswith("qwen") else ""
+    more = "" if kind == "smolvlm" else " The quick brown fox jumps over the lazy dog." * 3
 
     def one(text: str, *images: Any) -> Any:
         text += more
@@ -112,6 +125,8 @@ QUICK = {
     ("two ranks", "smolvlm"),
     ("two stages", "qwen2.5-vl"),
     ("two ranks that divide prompts", "qwen2.5-vl"),
+    ("overlap + chunked prefill + preemption", "gemma3"),
+    ("two stages", "gemma3"),
 }
 
 
@@ -126,7 +141,7 @@ QUICK = {
 )
 def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
-    chosen = dict(SETTINGS[settings])
+    chosen = dict(OWN.get((settings, kind), SETTINGS[settings]))
     expected = plain(folders[kind], kind, chosen.get("device", "auto"))
     if settings in DIVIDED:  # as on a GPU
         monkeypatch.setattr(ShiftingWorker, "variant", MediaWorker.variant)
@@ -155,3 +170,25 @@ def test_a_gpus_runner_replays_what_follows_an_image(
         found = llm.generate([asked, "The"], params)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
     assert replayed["forward"] > 1, "the tokens that follow"
+
+
+def test_a_cached_prefix_that_ends_inside_an_image(folders: dict[str, Path]) -> None:
+    """Its later tokens attend to the cached ones, whose states have seen all of the image."""
+    asked = {"prompt": "a <start_of_image>?", "multi_modal_data": {"image": picture(40, 31)}}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    with LLM(str(folders["gemma3"]), **BASE) as llm:
+        first, second = (llm.generate(asked, params)[0] for _ in range(2))
+    assert (
+        first.prompt_token_ids.index(-1) < second.num_cached_tokens == 16 < first.prompt_token_ids[::-1].index(-1) + 16
+    )
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert first.outputs[0].logprobs[0] == second.outputs[0].logprobs[0]
+
+
+def test_an_image_larger_than_a_step(folders: dict[str, Path]) -> None:
+    asked = {"prompt": "a <start_of_image>?", "multi_modal_data": {"image": picture(40, 31)}}
+    with (
+        LLM(str(folders["gemma3"]), **BASE, max_num_batched_tokens=15) as llm,
+        pytest.raises(InvalidRequestError, match=r"16 tokens that must be computed in one step.*at most 15"),
+    ):
+        llm.generate(asked)

@@ -30,6 +30,9 @@ class Words:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(tokenizer().encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def token_text(self, number: int) -> str:
+        return str(tokenizer().id_to_token(number))
+
 
 def config_of(name: str) -> dict[str, Any]:
     case = cases()[name]
@@ -59,6 +62,39 @@ def test_the_same_pictures(name: str, size: tuple[int, int]) -> None:
     theirs = cases()[name].images(images=[image], return_tensors="pt")["pixel_values"].flatten(0, -4)
     ours = torch.cat([normalized(stated, item) for item in items_of(processor, image)])
     torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_same_square_pictures(size: tuple[int, int]) -> None:
+    processor, stated = processor_of("gemma3")
+    image = picture(*size)
+    theirs = cases()["gemma3"].images(images=[image], return_tensors="pt")["pixel_values"]
+    (item,) = items_of(processor, image)
+    torch.testing.assert_close(normalized(stated, item, standard=True), theirs.float(), rtol=0, atol=1e-6)
+    lines = Words().encode("\n\n", add_special_tokens=False)
+    assert (item.count, processor.most) == (16, 16)
+    assert processor.pieces(image, coarse=True)[0] == [token("<start_of_image>")]
+    assert processor.around == (lines, [token("<end_of_image>"), *lines])
+    assert processor.frame == ("\n\n", "<end_of_image>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("stated", "found"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan=true, which adds crops"),
+        ({"do_resize": False}, "do_resize=false"),
+        ({"size": {"height": 28, "width": 28}}, "image_size=56"),
+    ],
+)
+def test_square_pictures_that_are_refused(stated: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        processor_of("gemma3", **stated)
+
+
+def test_squares_of_patches_for_each_token() -> None:
+    config = config_of("gemma3") | {"mm_tokens_per_image": 9}
+    with pytest.raises(ConfigError, match=r"mm_tokens_per_image=9.*image_size=56 and patch_size=7"):
+        make_processor(config, dict(cases()["gemma3"].images.to_dict()), Words)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", SIZES)

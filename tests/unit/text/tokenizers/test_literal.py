@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toy_gguf import write_gguf
 from toy_tokenizers import byte_level, sentencepiece
 
-from octavo.text.tokenizers.literal import LiteralText, SpecialTokens, part_of
+from octavo.text.tokenizers.literal import LiteralText, SpecialTokens, framed, part_of
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -131,3 +131,15 @@ def test_a_special_token_that_merges_would_make() -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     backend.add_special_tokens(["ab"])
     assert Tokenizer(backend).encode(LiteralText("abab", [(2, 4)]), add_special_tokens=False) == [2, 0, 1]
+
+
+def test_texts_around_a_special_token() -> None:
+    """Not around what only spells it; what is literal stays literal."""
+    text = LiteralText("a<s>b<s>c<s></s>", [(5, 8), (12, 16)])
+    found = framed(text, "<s>", "[", "]]")
+    assert str(found) == "a[<s>]]b<s>c[<s>]]</s>"
+    assert isinstance(found, LiteralText)
+    assert [found[begin:end] for begin, end in found.literal] == ["<s>", "</s>"]
+    assert found.literal == ((8, 11), (18, 22))
+    assert framed("a<s>", "<s>", "", "!") == "a<s>!"
+    assert not isinstance(framed("a<s>", "<s>", "", "!"), LiteralText)
