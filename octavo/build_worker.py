@@ -40,7 +40,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.resolve import eos_token_ids
 from octavo.hub.sentence_transformers import is_sentence_transformer
 from octavo.models.encoders.registry import is_encoder
-from octavo.models.feed_forwards.spec import ExpertsSpec
+from octavo.models.feed_forwards.spec import experts_in
 from octavo.models.hf_config import has_language_head
 from octavo.models.implementation import OWN, Implementation
 from octavo.models.overrides import blamed
@@ -274,7 +274,7 @@ def _check_experts(config: EngineConfig, files: ModelFiles) -> None:
             "--enable-expert-parallel divides experts over the ranks of --tensor-parallel-size, which is 1. Raise it, "
             "or --data-parallel-size, or leave the flag out."
         )
-    if not any(isinstance(one, ExpertsSpec) for one in getattr(OWN.spec_of(files.config), "mlps", ())):
+    if not any(experts_in(one) for one in getattr(OWN.spec_of(files.config), "mlps", ())):
         raise ConfigError(f"--enable-expert-parallel: {files.name} has no experts. Leave it out.")
 
 
@@ -327,7 +327,7 @@ def offline_tokens(worker: Worker | EncoderWorker) -> int:
     better.
     """
     tokens = worker.device.default_limits[1]
-    mixtures = [one for one in getattr(worker.spec, "mlps", ()) if isinstance(one, ExpertsSpec)]
+    mixtures = [found for one in getattr(worker.spec, "mlps", ()) if (found := experts_in(one))]
     filling = max((_EXPERT_ROWS * one.num_experts // one.routing.top_k for one in mixtures), default=0)
     return min(worker.device.largest_step, max(tokens, filling // tokens * tokens))
 

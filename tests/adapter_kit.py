@@ -28,6 +28,7 @@ from octavo.nn.attention.base import AttentionBackend
 from octavo.nn.build import Build
 from octavo.nn.quant.base import everywhere
 from octavo.nn.quant.none import Unquantized
+from octavo.worker.attention import common_page, own_shapes
 from octavo.worker.blocks import Blocks
 from octavo.worker.hooks import Site
 
@@ -92,8 +93,11 @@ class Adapted:
         layers, device = self.model.cached_layers, CpuDevice()
         groups = [CacheGroup(layers=tuple(range(len(layers))))]  # rows have one block table here
         self.runner = PagedRunner(self.model, self.num_blocks, self.block_size, self.seed)
-        shape = layers[0].backend.cache_shape(layers[0].spec, self.num_blocks, self.block_size)
-        self.blocks = Blocks(layers, groups, shape, self.block_size, self.kv_dtype, device)
+        backend, own = layers[0].backend, []
+        shape = backend.cache_shape(layers[0].spec, self.num_blocks, self.block_size)
+        if page := common_page(layers, backend, self.block_size):
+            shape, own = (self.num_blocks, page), own_shapes(layers, backend, self.num_blocks, self.block_size)
+        self.blocks = Blocks(layers, groups, shape, self.block_size, self.kv_dtype, device, own)
         self.blocks.memory.fill_(255)  # NaN, if it is read as floating point
         make = everywhere(Unquantized, self.dtype, device.torch_device)
         build = Build(self.dtype, device.torch_device, layers[0].backend, make)

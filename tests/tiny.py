@@ -130,6 +130,10 @@ def _saved(kind: Any, config: Any, folder: Path, seed: int, **save: Any) -> Any:
                 tensor.normal_().mul_(0.3)
             elif tensor.dim() > 1 and not tensor.any():  # routers of some families start at zero
                 tensor.normal_().mul_(0.15)
+            if name.endswith("layer_scalar"):
+                tensor.uniform_(0.4, 1.2)
+                # Such models do not scale scores, which norms at one would make so large that rounding shows.
+                model.get_parameter(name.replace("layer_scalar", "self_attn.q_norm.weight")).mul_(0.2)
     model.save_pretrained(folder, **save)
     return model
 

@@ -23,6 +23,21 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
 }
 
+_GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_key_value_heads": 4,
+    "sliding_window": 7,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+_UNIFIED = {name: value for name, value in _GEMMA4.items() if name != "hidden_size_per_layer_input"}
+_GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0, "factor": 2.0},
+}
+
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 48,
@@ -85,6 +100,25 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "gemma4": (
+        transformers.Gemma4TextConfig,
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+    ),
+    "gemma4-small": (
+        transformers.Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": None,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 199,
+        },
+    ),
+    "gemma4-unified": (transformers.Gemma4UnifiedTextConfig, {**_UNIFIED, "rope_parameters": _GEMMA4_ROPES}),
     "glm": (transformers.GlmConfig, {"head_dim": 16}),
     "glm4": (transformers.Glm4Config, {"head_dim": 16}),
     "gpt-neox": (transformers.GPTNeoXConfig, {"hidden_act": "gelu"}),
@@ -243,6 +277,19 @@ _SIGMOID = {
 _TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 HYBRID_MOE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gemma4-experts": (
+        transformers.Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+            "initializer_range": 0.1,
+        },
+    ),
     "granite-hybrid-moe": (
         transformers.GraniteMoeHybridConfig,
         {**_SSM, **_EXPERTS, **_TWO, "intermediate_size": 24, "shared_intermediate_size": 40},

@@ -29,6 +29,8 @@ class CacheGroup:
 
     Attributes:
         layers: indices of the model's layers, in order. Layer i of every group shares the i-th cache tensor.
+        together: layers that share a cache tensor beside each other, since each needs only a part of its blocks. With
+            k of them, it is tensor i / k, rounded down.
         window: positions that a token of a WINDOW group reads, its own included.
         snapshot_tokens: a STATE is kept for other requests at multiples of this many positions; a multiple of the
             block size. 0 keeps none, so prompts with a common prefix share nothing.
@@ -38,10 +40,16 @@ class CacheGroup:
     layers: tuple[int, ...] = ()
     window: int = 0
     snapshot_tokens: int = 0
+    together: int = 1
 
     def __post_init__(self) -> None:
         if (self.kind is GroupKind.WINDOW) != (self.window > 0):
             raise ValueError(f"a group of kind {self.kind} can't have a window of {self.window}")
+
+    @property
+    def num_tensors(self) -> int:
+        """Cache tensors that its layers take."""
+        return -(-len(self.layers) // self.together)
 
     @property
     def grows(self) -> bool:
@@ -89,11 +97,12 @@ def groups_of(kinds: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
         kinds: what each layer keeps: a group without layers.
     """
     alike = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in kinds}
-    size = max(min(map(len, alike.values()), default=1), -(-len(kinds) // _MOST_GROUPS))
+    tensors = [-(-len(layers) // kind.together) for kind, layers in alike.items()]
+    size = max(min(tensors, default=1), -(-sum(tensors) // _MOST_GROUPS))
     return tuple(
-        replace(kind, layers=tuple(layers[first : first + size]))
+        replace(kind, layers=tuple(layers[first : first + size * kind.together]))
         for kind, layers in alike.items()
-        for first in range(0, len(layers), size)
+        for first in range(0, len(layers), size * kind.together)
     )
 
 

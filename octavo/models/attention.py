@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.spec import DecoderSpec
@@ -14,13 +15,14 @@ from octavo.parallel.mesh import ALONE, Mesh
 
 def attention_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> AttentionSpec:
     """Return the parameters of a layer's attention on this rank."""
-    own = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim).local(mesh)
+    heads = Heads(*spec.heads_of(layer))
+    own = heads.local(mesh)
     slopes = alibi_slopes(spec.num_heads)[mesh.rank * own.heads : (mesh.rank + 1) * own.heads]
     return AttentionSpec(
         num_heads=own.heads,
         num_kv_heads=own.kv_heads,
-        head_dim=spec.head_dim,
-        scale=spec.attention_scale,
+        head_dim=heads.head_dim,
+        scale=heads.head_dim**-0.5 if spec.scale is None else spec.scale,
         window=spec.windows[layer],
         chunked=spec.chunked and spec.windows[layer] is not None,
         sinks=spec.sinks,
@@ -44,13 +46,17 @@ def latent_spec(spec: DecoderSpec, layer: int, mesh: Mesh = ALONE) -> LatentSpec
 
 
 def widest_attention(spec: DecoderSpec, mesh: Mesh = ALONE) -> AttentionSpec | LatentSpec:
-    """Return the parameters of a layer with a window, if any has one: those that ask most of a backend. A
-    model without attention has parameters all the same, which need not be divisible by the ranks."""
+    """Return the parameters of a layer with the largest heads, and of these one with a window, if any has one: those
+    that ask most of a backend. A model without attention has parameters all the same, which need not be divisible by
+    the ranks."""
     latent = (i for i in range(spec.num_layers) if isinstance(spec.mixer_of(i), LatentSelfAttention))
     if (first := next(latent, None)) is not None:
         return latent_spec(spec, first, mesh)
-    windows = (layer for layer in spec.attention_layers if spec.windows[layer] is not None)
-    return attention_spec(spec, next(windows, 0), mesh if spec.attention_layers else ALONE)
+    if not spec.attention_layers:
+        plain = replace(spec, mixers=())
+        return attention_spec(plain, 0)
+    widest = max(spec.attention_layers, key=lambda layer: (spec.heads_of(layer)[2], spec.windows[layer] is not None))
+    return attention_spec(spec, widest, mesh)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from octavo.models.feed_forwards.table import make_feed_forward
 from octavo.models.kinds import count_until_all_kinds
+from octavo.models.layer_inputs import LayerInput, LayerInputs
+from octavo.models.mixers.shared_attention import share_caches
 from octavo.models.mixers.table import make_mixer
 from octavo.models.norms import make_norm
 from octavo.models.score import ScoreHead, TokenScore
@@ -33,6 +35,7 @@ from octavo.nn.shard import COL, NONE
 from octavo.nn.state import StateCache
 from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream, StreamOutput
+from octavo.nn.stream_scale import StreamScale
 from octavo.nn.taps import Taps
 
 
@@ -41,6 +44,7 @@ class DecoderLayer(nn.Module):
 
     Attributes:
         mixer, mlp: one of them is None in a layer that has only the other.
+        input: adds the layer's own input, if the model has such (`DecoderSpec.layer_inputs`).
     """
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
@@ -59,10 +63,17 @@ class DecoderLayer(nn.Module):
         shared = norms.parallel and norms.before_mlp is None
         self.post_norm = self.input_norm if shared else norm(norms.before_mlp, exists=feeds)
         self.mlp_norm = norm(norms.after_mlp, exists=feeds) if norms.after_mlp else None
+        self.input = LayerInput(b, spec, layer) if spec.layer_inputs else None
+        self.scale = StreamScale(b.at("layer_scalar").path, b.device) if spec.layer_scales else None
 
-    def forward(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> None:
-        """Add the layer's outputs to the stream; with `rows` [S], compute only these tokens after the mixer."""
-        self.feed(stream, self.mix(stream, step, rows))
+    def forward(self, stream: Stream, step: StepInput, rows: Tensor | None = None, given: Tensor | None = None) -> None:
+        """Add the layer's outputs to the stream; with `rows` [S], compute only these tokens after the mixer.
+
+        Args:
+            given: the layer's own input, [T, size]; None if it has none.
+        """
+        inner = self.mix(stream, step, rows)
+        self.feed(stream, inner, given if given is None or rows is None else given.index_select(0, rows))
 
     def mix(self, stream: Stream, step: StepInput, rows: Tensor | None = None) -> Any:
         """Compute the first part of `forward`, up to the mixer's output; return what `feed` needs."""
@@ -78,14 +89,20 @@ class DecoderLayer(nn.Module):
             self._add(stream, self.mixer.out, mixed, self.mixed_norm)
         return inner
 
-    def feed(self, stream: Stream, inner: Any) -> None:
-        """Compute the second part of `forward`, the feed-forward.
+    def feed(self, stream: Stream, inner: Any, given: Tensor | None = None) -> None:
+        """Compute the second part of `forward`, the feed-forward and what follows it.
 
         Args:
             inner: the result of `mix`.
+            given: the layer's own input, of the stream's tokens.
         """
         if self.mlp is not None:
             self._add(stream, self.mlp.out, self.mlp(stream, self.post_norm) if inner is None else inner, self.mlp_norm)
+        if self.input is not None:
+            assert given is not None, "the layer has an input of its own"
+            self.input(stream, given)
+        if self.scale is not None:
+            self.scale(stream)
 
     def _add(self, stream: Stream, out: StreamOutput[Any], x: Any, norm: Norm | None) -> None:
         """Add norm(out(x)), times the multiplier, to the stream."""
@@ -107,14 +124,20 @@ class DecoderLayer(nn.Module):
         late = [*mixed, *(() if self.mlp is None else self.mlp.modules())]
         return [one for one in late if isinstance(one, Projection)]
 
-    def emit(self, b: ProgramBuilder, dtype: torch.dtype, mixed: int) -> None:
+    def emit(self, b: ProgramBuilder, dtype: torch.dtype, mixed: int, kept: int | None = None) -> None:
         """Add `forward` to a native program; `mixed` is the buffer for the mixer's output.
 
         The last mark "rest" is the place from which on tokens are independent.
+
+        Args:
+            kept: where the layer's own input is put in `mixed`, behind the mixer's output: what follows the mark may be
+                computed for some tokens only. None leaves it where it is.
         """
         mixer, mlp = self.mixer, self.mlp
         if mixer is not None:
             mixer.emit(b, self.input_norm, dtype, mixed)
+        if self.input is not None and kept is not None:
+            self.input.emit_kept(b, mixed, kept)
         b.mark("rest")
         if mlp is not None and self.parallel:  # it reads the layer's input, without the mixer's output
             mlp.emit(b, self.post_norm, self.mlp_norm, self.multiplier)
@@ -122,24 +145,32 @@ class DecoderLayer(nn.Module):
             mixer.out.emit_into(b, mixed, DTYPES[dtype], self.mixed_norm, self.multiplier)
         if mlp is not None and not self.parallel:
             mlp.emit(b, self.post_norm, self.mlp_norm, self.multiplier)
+        if self.input is not None:
+            self.input.emit(b, None if kept is None else (mixed, kept))
+        if self.scale is not None:
+            self.scale.emit(b, self.post_norm.size)
 
 
 def mixed_width(layers: Iterable[nn.Module]) -> int:
     """Return the values of a token that the widest mixer of packed layers gives to its output projection, in whole
-    panels."""
-    mixers = (layer.mixer for layer in layers if isinstance(layer, DecoderLayer))
-    widest = max((mixer.out.matrix.columns for mixer in mixers if mixer is not None), default=0)
-    return -(-widest // PANEL) * PANEL
+    panels, and those of a layer's own input behind them."""
+    own = [layer for layer in layers if isinstance(layer, DecoderLayer)]
+    widest = max((layer.mixer.out.matrix.columns for layer in own if layer.mixer is not None), default=0)
+    return -(-widest // PANEL) * PANEL + max((layer.input.size for layer in own if layer.input is not None), default=0)
 
 
 def emit_layers(b: ProgramBuilder, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """Add packed decoder layers to a native program, each from a mark "layer" with its number on. The last one's mixer
     writes to an external buffer."""
     own = [layer for layer in layers if isinstance(layer, DecoderLayer)]
-    attended = b.scratch("attended", mixed_width(own) * 4)
+    width = mixed_width(own)
+    attended = b.scratch("attended", width * 4)
     for i, layer in enumerate(own):
         b.mark(f"layer {i}")
-        layer.emit(b, dtype, attended if i < len(own) - 1 else ATTENDED)
+        if i < len(own) - 1:
+            layer.emit(b, dtype, attended)
+        else:
+            layer.emit(b, dtype, ATTENDED, None if layer.input is None else width - layer.input.size)
 
 
 class CausalLM(nn.Module):
@@ -176,11 +207,13 @@ class CausalLM(nn.Module):
         self.embedding_norm = (
             make_norm(model, "embed_norm", spec.hidden_size, spec.embedding_norm) if spec.embedding_norm else None
         )
+        self.layer_inputs = LayerInputs(model, spec) if spec.layer_inputs else None
         tables = dict.fromkeys(spec.ropes or (spec.rope,))
         self.ropes = nn.ModuleList(b.rope(rope, rotates_first=spec.rotates_first) for rope in tables)
         self.layers = nn.ModuleList(
             DecoderLayer(model.for_layers().at("layers", i), spec, i, self.rope_of(i)) for i in range(spec.num_layers)
         )
+        share_caches(self.layers)
         self.norm = make_norm(model, "norm", spec.hidden_size, spec.norm)
         shard = NONE if spec.vocab_size % b.mesh.size else COL
         self.head = (
@@ -284,12 +317,13 @@ class CausalLM(nn.Module):
         Reads and writes the KV caches. Does not modify x.
         """
         stream, last, taps = Stream(self.entering(x, step)), self.layer_range.stop - 1, self.taps
+        given = None if self.layer_inputs is None else self.layer_inputs(x, step.input_ids)
         step = self.rotated(step)
         for i, layer in self._running:
             if taps is not None and i in taps.places:
                 taps.keep(i, stream.total())
             rows = step.hidden_rows if i == last else None
-            layer(stream, step, rows)
+            layer(stream, step, rows, None if given is None else given[:, i])
             if step.additions and (added := step.addition(i, rows)) is not None:
                 stream.add_later(added)
         hidden = stream.total()
@@ -323,6 +357,8 @@ class CausalLM(nn.Module):
             self.embedding.pack()
         if self.positions is not None:
             self.positions.pack()
+        if self.layer_inputs is not None:
+            self.layer_inputs.pack()
 
     def emit(self, b: ProgramBuilder) -> None:
         """Add the model to a native program: the embedding, from the mark "layers" on `forward`, from the mark "head"
@@ -330,6 +366,8 @@ class CausalLM(nn.Module):
         if self.is_first:
             self._table.emit_lookup(b, self.embedding_multiplier)
         b.mark("layers")
+        if self.layer_inputs is not None:
+            self.layer_inputs.emit(b)
         if self.positions is not None:
             self.positions.emit_positions(b, self.spec.position_offset)
         if self.embedding_norm is not None:

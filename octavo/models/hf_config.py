@@ -90,7 +90,8 @@ class WithDefaults(Mapping[str, Any]):
 
 def is_bidirectional(config: Config) -> bool:
     """Return whether a decoder's tokens attend to later ones, too, as in some embedding models."""
-    return not value_or(config, "is_causal", True) or bool(value_or(config, "use_bidirectional_attention", False))
+    stated = config.get("use_bidirectional_attention")  # "vision": only the tokens of an image, in Gemma 4
+    return not value_or(config, "is_causal", True) or (bool(stated) and stated != "vision")
 
 
 CLASSIFIER = "ForSequenceClassification"

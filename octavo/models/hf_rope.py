@@ -110,12 +110,35 @@ def local_rope(config: Config, head_dim: int, base: str, limit: int, theta: floa
     return RopeSpec(head_dim, limit, theta, scaling)
 
 
+def proportional_rope(config: Config, head_dim: int, theta: float = 1000000.0, rotated: float = 0.25) -> RopeSpec:
+    """Return the settings of Gemma 4's layers without a window: the first channels of each half of a head are rotated,
+    by the frequencies of whole heads.
+
+    Args:
+        theta, rotated: the family's default base, and fraction of rotated channels.
+
+    Raises:
+        ConfigError: another rope type.
+    """
+    own = dict((value_or(config, "rope_parameters", None) or {}).get("full_attention") or {})
+    kind = own.get("rope_type") or "proportional"
+    if kind != "proportional":
+        raise ConfigError(
+            f"The model's config asks for rope type '{kind}' in layers of full attention; Octavo supports "
+            "'proportional' there."
+        )
+    pairs = int(float(value_or(own, "partial_rotary_factor", rotated if not own else 1.0)) * head_dim // 2)
+    scaling = ProportionalScaling(pairs, float(value_or(own, "factor", 1.0)))
+    limit = whole(config, "max_position_embeddings")
+    return RopeSpec(head_dim, limit, float(value_or(own, "rope_theta", theta)), scaling)
+
+
 def no_rope(head_dim: int, limit: int) -> RopeSpec:
     """Return the settings of layers without rotary positions, for sequences of up to `limit` tokens."""
     return RopeSpec(0, limit, head_dim=head_dim)
 
 
-Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling | None
+Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling | ProportionalScaling | None
 
 
 def _scaling(params: Config, config: Config, limit: int, stretched: bool) -> tuple[Scaling, int]:

@@ -18,6 +18,7 @@ from octavo.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_l
 from octavo.models.families.exaone import exaone3, exaone4, exaone_moe
 from octavo.models.families.falcon import bloom, falcon
 from octavo.models.families.gemma import gemma, gemma2, gemma3, vaultgemma
+from octavo.models.families.gemma4 import gemma4, gemma4_unified
 from octavo.models.families.glm import glm, glm4
 from octavo.models.families.gpt import gpt2, gpt_neox, gptj, opt
 from octavo.models.families.gpt_oss import gpt_oss
@@ -102,6 +103,8 @@ ARCHITECTURES: Mapping[str, Callable[[Config], DecoderSpec]] = {
     "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4_unified,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
@@ -180,6 +183,8 @@ WITH_IMAGES = (
     "Cohere2VisionForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",

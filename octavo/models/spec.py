@@ -36,11 +36,13 @@ class HeadNorms:
         over: "head" for one norm that all heads share; "heads" for the same with a weight per head; "all" for one norm
             over all channels of a token.
         rotated: heads are rotated first; of RMSNorms over a head.
+        values: of each head's values; None for none.
     """
 
     norm: NormSpec
     over: Literal["head", "heads", "all"] = "head"
     rotated: bool = False
+    values: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,21 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputSpec:
+    """Further inputs of each layer, made from a token's id and embedding (per-layer embeddings, Gemma 3n and 4).
+
+    Attributes:
+        size: values of a layer's input.
+        rows: of the table that has those of all layers for each id.
+        activation: a name of `nn/ops/activation.py`.
+    """
+
+    size: int
+    rows: int
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoredModule:
     """A module of the checkpoint, and the modules of Octavo's decoder that it holds.
 
@@ -90,9 +107,9 @@ class StoredModule:
 
     Attributes:
         name: below the checkpoint's base model; "{}" is a number: the layer's, and the expert's if there is a second.
-            The name of a tensor renames it.
+            The name of a tensor renames it. A name with the number of a layer comes before one for all of them.
         names: below "model.", with the same numbers; those that begin with "lm_head" or "rope_freqs" are not.
-        sizes: rows of each name's run; empty if there is only one name.
+        sizes: rows of each name's run; empty if each name is of all rows.
         transposed: the weight is stored as [inputs, outputs].
         shift: added to the stored weight, but not to the bias.
         form: of its tensors, if it is another: "decay" for negative rates of decay in place of their logarithms, "flat"
@@ -183,6 +200,8 @@ class DecoderSpec:
         position_offset: first row of that table in use.
         embedding_norm: of the first layer's input; None for none.
         qkv_clip: largest magnitude of queries, keys and values; None for no limit.
+        layer_inputs: None for none.
+        layer_scales: the residual stream is multiplied by a stored number after each layer.
         tied: whether the output head is the embedding table.
         num_labels: outputs of the classification head; 0 for none.
         score_tokens: name of the language model's head, and the tokens whose rows make the classification head; None if
@@ -217,6 +236,8 @@ class DecoderSpec:
     embedding_norm: NormSpec | None = None
     qkv_clip: float | None = None
     multipliers: Multipliers = Multipliers()
+    layer_inputs: LayerInputSpec | None = None
+    layer_scales: bool = False
     tied: bool = False
     num_labels: int = 0
     score_tokens: tuple[str, tuple[int, ...]] | None = None
@@ -225,6 +246,12 @@ class DecoderSpec:
     def mixer_of(self, layer: int) -> MixerSpec | None:
         """Return a layer's mixer; None if it has only a feed-forward."""
         return self.mixers[layer] if self.mixers else ATTENTION
+
+    def heads_of(self, layer: int) -> tuple[int, int, int]:
+        """Return the query heads, key-value heads and channels of a head of a layer with attention."""
+        own = self.mixer_of(layer)
+        assert isinstance(own, SelfAttention)
+        return self.num_heads, own.kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
 
     @property
     def lacking(self) -> str | None:

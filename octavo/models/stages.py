@@ -13,6 +13,7 @@ from octavo.core.cache_groups import CacheGroup
 from octavo.core.errors import ConfigError
 from octavo.models.decoder import CausalLM
 from octavo.models.load.weights import weight_layers
+from octavo.models.mixers.spec import SharedSelfAttention
 from octavo.models.model import LayeredModel
 from octavo.nn.cached import CachedLayer
 from octavo.parallel.stage import Stage
@@ -34,6 +35,11 @@ def take_stage(model: LayeredModel, stage: Stage, stated: Sequence[int]) -> tupl
         raise ConfigError(
             "--pipeline-parallel-size: the layers of this model are not Octavo's own, so they can't be divided into "
             "stages. Use --tensor-parallel-size, or leave it out."
+        )
+    if model.spec.layer_inputs is not None or any(isinstance(m, SharedSelfAttention) for m in model.spec.mixers):
+        raise ConfigError(
+            "--pipeline-parallel-size: layers of this model read embeddings, or keys and values of other layers, which "
+            "stages do not send each other. Use --tensor-parallel-size, or leave it out."
         )
     sizes = [_stored_bytes(layer) for layer in model.layers]
     sizes[0] += _stored_bytes(model.embedding)

@@ -30,6 +30,7 @@ _LLAMA: Mapping[str, Any] = {
     if name != "num_key_value_heads"  # as many as heads
 }
 _EXAONE4 = _sizes(4096, 16384, 32, 32, 32, 102400, 2048, 1e-5)
+_GEMMA4 = _sizes(2304, 9216, 30, 8, 4, 262144, 131072) | {"head_dim": 256, "tie_word_embeddings": True}
 _QWEN_VL = _sizes(8192, 29568, 80, 64, 8, 152064, 32768, 1e-5) | {"max_window_layers": 80, "rope_theta": 1000000.0}
 _QWEN3_5 = _sizes(4096, 12288, 32, 16, 4, 248320, 32768)
 _MINISTRAL_YARN = {
@@ -49,6 +50,8 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "exaone4": _EXAONE4,
     "exaone4_5_text": _EXAONE4,
     "gemma3_text": _sizes(2304, 9216, 26, 8, 4, 262208, 131072) | {"head_dim": 256, "tie_word_embeddings": True},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4 | {"max_position_embeddings": 262144},
     "glm4v_text": _sizes(4096, 13696, 40, 32, 2, 151552, 32768, 1e-5),
     "gpt_oss": _sizes(2880, 2880, 36, 64, 8, 201088, 131072, 1e-5),
     "granite": _LLAMA,

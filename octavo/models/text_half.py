@@ -19,6 +19,8 @@ _BY_TYPE = {
     "exaone4": "Exaone4ForCausalLM",
     "exaone4_5_text": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",

@@ -126,6 +126,7 @@ class Op(ctypes.Structure):
             (name, c_void_p)
             for name in ("weight", "second", "third", "cache", "book", "kernel", "low_rank", "code", "details", "curve")
         ),
+        ("block_stride", c_int64),
     )
 
 

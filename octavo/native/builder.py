@@ -319,6 +319,7 @@ class ProgramBuilder:
         cos_sin: int,
         cache: int,
         *,
+        block_stride: int,
         cache_dtype: Dtype | None = None,
         group: int = 0,
         norms: tuple[int, int] = (0, 0),
@@ -331,6 +332,7 @@ class ProgramBuilder:
 
         Args:
             heads: (query heads, key-value heads, head dimension).
+            block_stride: bytes from one block of the cache to the next.
             group: the cache group whose slots give the cells of keys and values.
             norms: the weights of the heads' own norms.
             temperature: scale, interval and first position of the queries' factors, 1 + scale * ln(1 + floor((first +
@@ -350,6 +352,7 @@ class ProgramBuilder:
             third=norms[1],
             eps=eps,
             cache=cache,
+            block_stride=block_stride,
             cache_dtype=dtype if cache_dtype is None else cache_dtype,
             group=group,
             scale=scale,
@@ -367,6 +370,7 @@ class ProgramBuilder:
         cache: int,
         scale: float,
         *,
+        block_stride: int,
         cache_dtype: Dtype | None = None,
         group: int = 0,
         window: int = 0,
@@ -378,6 +382,7 @@ class ProgramBuilder:
         """Causal attention of the queries in `source` over each row's context, through the group's block tables.
 
         Args:
+            block_stride: as for `rope`.
             chunked: windows begin at multiples of their size.
             slopes, sinks: addresses of the heads' linear biases and of their sinks, float32; 0 for none.
         """
@@ -395,6 +400,7 @@ class ProgramBuilder:
                 second=slopes,
                 third=sinks,
                 cache=cache,
+                block_stride=block_stride,
                 cache_dtype=dtype if cache_dtype is None else cache_dtype,
                 group=group,
             )
@@ -415,14 +421,29 @@ class ProgramBuilder:
         self.add(OpKind.QUANTIZE, Dtype.FLOAT, source, output, columns=columns)
         self.ops[-1].planes = 0
 
-    def copy(self, source: int, output: int, columns: int, *, begin: int = 0, places: int = 0) -> None:
-        """Add an operation: copy float32 rows into rows that may be longer, whose other values it leaves.
+    def copy(
+        self,
+        source: int,
+        output: int,
+        columns: int,
+        *,
+        begin: int = 0,
+        places: int = 0,
+        first: int = 0,
+        scale: float = 1.0,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        """Add an operation: copy values of float32 rows, times `scale`, into rows that may be longer, whose other
+        values it leaves.
 
         Args:
             begin: place of the first value.
+            first: the first value that is copied.
+            epilogue: the values are stored, added to those of the output, or with GATE multiplied with them.
             places: address of int32 [columns], the place of each value; 0 if they are adjacent.
         """
-        self.add(OpKind.COPY, Dtype.FLOAT, source, output, columns=columns, begin=begin, third=places)
+        fields: dict[str, int | float] = {"groups": first, "scale": scale, "epilogue": epilogue}
+        self.add(OpKind.COPY, Dtype.FLOAT, source, output, columns=columns, begin=begin, third=places, **fields)
 
     def all_reduce(
         self, source: int, output: int, columns: int, exchange: Exchange, *, add: float | None = None

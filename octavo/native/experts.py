@@ -25,7 +25,7 @@ class ExpertsArgs(ctypes.Structure):
     """`OctavoExperts`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("expand", "reduce", "correction", "begin", "chunks")),
+        *((name, c_void_p) for name in ("expand", "reduce", "correction", "scales", "begin", "chunks")),
         *((name, c_int32) for name in ("count", "top_k", "scores", "groups", "top_groups", "group_best")),
         *((name, c_int32) for name in ("normalized", "on_inputs")),
         *((name, c_float) for name in ("floor", "scaling", "jitter")),

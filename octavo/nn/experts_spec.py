@@ -23,6 +23,7 @@ class RoutingSpec:
         jitter: SparseMixer's: logits that are smaller than the largest by twice this fraction count as -inf.
         on_inputs: the weights multiply the experts' inputs, not their outputs.
         bias: the router has a bias.
+        scaled: a learned factor per expert multiplies its weight last.
     """
 
     top_k: int
@@ -37,6 +38,7 @@ class RoutingSpec:
     jitter: float = 0.0
     on_inputs: bool = False
     bias: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

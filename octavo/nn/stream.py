@@ -134,6 +134,11 @@ class Stream:
             return norm.after(parts, self.writable())
         return norm(self.value)
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the stream, with all additions, by a tensor of one number without dimensions."""
+        self.settle()
+        self.value, self._own = self.value.mul_(factor) if self._own else self.value * factor, True
+
     def choose(self, rows: Tensor | None) -> None:
         """Keep only these rows [S]; None keeps all."""
         if rows is None:

@@ -1,18 +1,23 @@
-"""Choose the attention backend of a model's layers."""
+"""Choose the attention backend of a model's layers, and how they share the blocks of the KV cache."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from octavo.core.cache_groups import CacheGroup
 from octavo.core.errors import ConfigError
 from octavo.nn.attention.base import AttentionSpec, BackendRequest
+from octavo.nn.attention.layer import PagedAttention
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.attention.select import select
 from octavo.nn.build import AnyBackend
-from octavo.nn.latent.base import LatentSpec
+from octavo.nn.cached import CachedLayer
+from octavo.nn.latent.base import LatentBackend, LatentSpec
 from octavo.nn.latent.select import LatentRequest, select_latents
 
 CacheShape = Callable[[int, int], tuple[int, ...]]
@@ -52,3 +57,28 @@ def choose_attention(
             "(--attention-backend native gives the reason). Leave it out."
         )
     return backend, shape
+
+
+def own_shapes(
+    layers: Sequence[CachedLayer], attention: AnyBackend, num_blocks: int, block_size: int
+) -> list[tuple[int, ...]]:
+    """Return the shape of each layer's cache; none unless all layers attend to keys and values."""
+    own = [layer for layer in layers if isinstance(layer, PagedAttention)]
+    if isinstance(attention, LatentBackend) or len(own) < len(layers):
+        return []
+    return [attention.cache_shape(layer.spec, num_blocks, block_size) for layer in own]
+
+
+def common_page(layers: Sequence[CachedLayer], attention: AnyBackend, block_size: int) -> int:
+    """Return the elements of a block in a cache tensor that layers of several shapes share; 0 if all have one shape."""
+    shapes = set(own_shapes(layers, attention, 1, block_size))
+    return max(map(math.prod, shapes)) if len(shapes) > 1 else 0
+
+
+def kinds_of(layers: Sequence[CachedLayer], attention: AnyBackend, block_size: int, page: int) -> list[CacheGroup]:
+    """Return what each layer keeps, for `groups_of`. `page`: the result of `common_page`."""
+    kinds = [layer.keeps(block_size) for layer in layers]
+    if not page:
+        return kinds
+    shapes = own_shapes(layers, attention, 1, block_size)
+    return [replace(kind, together=page // math.prod(shape)) for kind, shape in zip(kinds, shapes, strict=True)]

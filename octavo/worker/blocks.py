@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,20 +31,25 @@ class Blocks:
         size: int,
         dtype: torch.dtype,
         link: Link,
+        own: Sequence[Sequence[int]] = (),
     ) -> None:
         """Allocate the cache and bind it to the layers.
 
         Args:
-            shape: of one layer's cache, `AttentionBackend.cache_shape`.
+            shape: of one layer's cache, `AttentionBackend.cache_shape`; if layers differ, blocks and their elements.
+            own: in that case, the shape of each layer's cache, of which it gets a view of a part of each block.
         """
         self.size = size
         self._layers = layers
         self._link = link
-        count = max((len(group.layers) for group in groups), default=0)
+        count = max((group.num_tensors for group in groups), default=0)
         self._cache = torch.empty((count, *shape), dtype=dtype, device=link.torch_device)
         for number, group in enumerate(groups):
-            for layer, cache in zip(group.layers, self._cache, strict=False):
-                layers[layer].cache, layers[layer].group = cache, number
+            for place, layer in enumerate(group.layers):
+                tensor, part = divmod(place, group.together)
+                cache = self._cache[tensor]
+                layers[layer].cache = _part_of(cache, part, own[layer]) if own else cache
+                layers[layer].group = number
 
     @classmethod
     def none(cls, link: Link) -> Blocks:
@@ -97,3 +103,10 @@ class Blocks:
         self._cache = torch.empty(0)
         for layer in self._layers:
             layer.cache = torch.empty(0)
+
+
+def _part_of(cache: Tensor, part: int, shape: Sequence[int]) -> Tensor:
+    """Return a part of each block of a cache [blocks, elements], as a view of this shape."""
+    each = math.prod(shape[1:])
+    own: Tensor = cache[:, part * each : (part + 1) * each].unflatten(1, tuple(shape[1:]))
+    return own

@@ -19,7 +19,7 @@ from octavo.hub.files import ModelFiles
 from octavo.hub.text_config import stored_dtype
 from octavo.models.decoder import CausalLM
 from octavo.models.encoders.registry import is_encoder
-from octavo.models.feed_forwards.spec import ExpertsSpec
+from octavo.models.feed_forwards.spec import experts_in
 from octavo.models.implementation import OWN
 from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import HasModules, plain_bytes, wanted_bytes, weight_layers
@@ -38,6 +38,7 @@ from octavo.nn.state import StateCache
 from octavo.nn.weights import fused
 from octavo.parallel.mesh import ALONE, Mesh
 from octavo.worker import states
+from octavo.worker.attention import common_page, kinds_of
 from octavo.worker.offload import freed_by, spread
 from octavo.worker.schemes import method_name, needed_bytes
 from octavo.worker.workspace import workspace_bytes
@@ -68,13 +69,15 @@ def estimate_of(config: EngineConfig, files: ModelFiles, gpu: Gpu) -> Estimate:
     share = _stored_share(config, files, model, dtype)
     kv = kv_dtype(config.cache.kv_cache_dtype, dtype)
     size = config.cache.block_size or states.fitting_block_size(spec, layer, kv, ranks)
-    shape = backend.cache_shape(layer, 1, size)  # type: ignore[arg-type]
-    kinds = [one.keeps(size) for one in model.cached_layers]
+    page = common_page(model.cached_layers, backend, size)
+    kinds = kinds_of(model.cached_layers, backend, size, page)
     groups = groups_of(kinds)
-    token = math.prod(shape) * kv.itemsize // size
+    elements = page or math.prod(backend.cache_shape(layer, 1, size))  # type: ignore[arg-type]
+    token = elements * kv.itemsize // size
     if all(isinstance(one, StateCache) for one in model.cached_layers):
         token = states.cells(states.largest(model.cached_layers), size) // size
-    kept = [one.nbytes if isinstance(one, StateCache) else token for one in model.cached_layers]
+    each = zip(model.cached_layers, kinds, strict=True)
+    kept = [one.nbytes if isinstance(one, StateCache) else token // kind.together for one, kind in each]
     default = default_limits(gpu.memory)
     limits = config.scheduler.limits(*default, default[1])
     freed, copied = _offload(config, [int(wanted_bytes(one) * share) for one in model.layers])
@@ -97,7 +100,7 @@ def estimate_of(config: EngineConfig, files: ModelFiles, gpu: Gpu) -> Estimate:
         limits=limits,
         groups=groups,
         block_size=size,
-        token_bytes=max(len(group.layers) for group in groups) * token,
+        token_bytes=max(group.num_tensors for group in groups) * token,
         kept=list(zip(kinds, kept, strict=True)),
         max_position=spec.max_position,
         asked=config.model.max_model_len,
@@ -154,7 +157,7 @@ def _parameters(
     table = 0 if spec.tied else parts["embeddings"]
     whole = model if ranks == 1 else _built(spec, dtype, backend, ALONE)
     counts = {name: sum(map(wanted_bytes, some)) // dtype.itemsize for name, some in _parts(whole)}
-    mixture = next((one for one in spec.mlps if isinstance(one, ExpertsSpec)), None)
+    mixture = next((found for one in spec.mlps if (found := experts_in(one))), None)
     chosen, choices = (mixture.routing.top_k, mixture.num_experts) if mixture else (0, 0)
     active = sum(counts.values()) - (0 if spec.tied else counts["embeddings"])
     if mixture is not None:

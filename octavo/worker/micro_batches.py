@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.config import ParallelConfig
 from octavo.core.errors import ConfigError
 from octavo.models.decoder import CausalLM, DecoderLayer
-from octavo.models.feed_forwards.spec import ExpertsSpec
+from octavo.models.feed_forwards.spec import experts_in
 from octavo.models.mixers.spec import SelfAttention
 from octavo.models.model import Model
 from octavo.models.spec import DecoderSpec
@@ -44,7 +44,9 @@ class MicroBatches:
         self._least, self._most = max(least, 2 * _ALIGNED), most
 
     def takes(self, step: StepInput) -> bool:
-        return step.num_tokens >= self._least and self._model.taps is None and step.ahead is None
+        model = self._model
+        undivided = model.taps is not None or model.layer_inputs is not None or step.ahead is not None
+        return step.num_tokens >= self._least and not undivided
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:
         """See `CausalLM.forward`."""
@@ -152,7 +154,7 @@ def uses_micro_batches(spec: object, parallel: ParallelConfig) -> bool:
     """
     if parallel.enable_dbo is not None or not parallel.allows_micro_batches:
         return parallel.allows_micro_batches
-    if not isinstance(spec, DecoderSpec) or any(isinstance(mlp, ExpertsSpec) for mlp in spec.mlps):
+    if not isinstance(spec, DecoderSpec) or any(experts_in(mlp) for mlp in spec.mlps):
         return False
     return all(isinstance(spec.mixer_of(i), SelfAttention | None) for i in range(spec.num_layers))
 

@@ -47,7 +47,7 @@ from octavo.parallel.join import join
 from octavo.parallel.mesh import ALONE, Mesh
 from octavo.parallel.stage import Stage
 from octavo.worker import states
-from octavo.worker.attention import choose_attention
+from octavo.worker.attention import choose_attention, common_page, kinds_of, own_shapes
 from octavo.worker.blocks import Blocks
 from octavo.worker.branches import branches_of
 from octavo.worker.context_parallel import forward_of
@@ -132,7 +132,7 @@ class Worker:
             self.spec, self._layer, self.kv_dtype, layers.size
         )
         self.kv_cache_dtype = cache.kv_cache_dtype
-        self._state_bytes = 0
+        self._state_bytes = self._page = 0
         self.cache_groups: tuple[CacheGroup, ...] = ()
         self._utilization, self._offload_gib = cache.memory_utilization, cache.cpu_offload_gb
         self.model: Model | None = None
@@ -247,6 +247,7 @@ class Worker:
     def _before_weights(
         self, checkpoint: Checkpoint, check: Callable[[], None], model: LayeredModel, layers: Sequence[CachedLayer]
     ) -> None:
+        self._page = common_page(layers, self.attention, self.block_size)
         groups = self._groups_of(layers)
         self.cache_groups = groups if self.stage.count == 1 else own_groups(groups, layers, model.cached_layers)
         if all(isinstance(layer, StateCache) for layer in layers):
@@ -279,7 +280,7 @@ class Worker:
             self.offload.put_away(layer)
 
     def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:
-        return groups_of([layer.keeps(self.block_size) for layer in layers])
+        return groups_of(kinds_of(layers, self.attention, self.block_size, self._page))
 
     def adopt(self, loaded: LoadedModel, *, rescale: bool) -> None:
         """Replace the model's weights. No step may be running.
@@ -362,14 +363,14 @@ class Worker:
 
     def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of the memory of one layer of each group; without attention, a block is a state."""
-        if self._state_bytes:
-            return num_blocks, states.cells(self._state_bytes, self.block_size) // self.kv_dtype.itemsize
+        if self._page or self._state_bytes:
+            return num_blocks, self._page or states.cells(self._state_bytes, self.block_size) // self.kv_dtype.itemsize
         return self._attention_cache(num_blocks, self.block_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers of one cache group, with their scales."""
-        return max(len(group.layers) for group in self.cache_groups) * self._block_bytes // self.block_size
+        return max(group.num_tensors for group in self.cache_groups) * self._block_bytes // self.block_size
 
     def kv_budget(self, num_seqs: int, step_tokens: int, max_drafts: int = 0) -> int:
         """Return the bytes left for the KV cache after the weights and the workspace of the largest step."""
@@ -394,12 +395,12 @@ class Worker:
         """Allocate KV cache and slots; on a GPU also record graphs and run a warm-up, so that all memory is
         allocated."""
         model, device = self.model, self.device
-        if model is None:
-            raise AssertionError("the weights must be loaded before the KV cache is allocated")
+        assert model is not None, "the weights must be loaded before the KV cache is allocated"
         shape, groups = self._cache_shape(num_blocks), self.cache_groups
         states.check_drafts(groups, max_drafts, device, self.stage)
         self.relay = relay_of(model, self.stage, max(max_step_tokens, SCALING_TOKENS))
-        blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device)
+        shapes = own_shapes(model.cached_layers, self.attention, num_blocks, self.block_size) if self._page else ()
+        blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device, shapes)
         if is_fp8(self.kv_dtype) and isinstance(self.attention, FusedBackend):
             self._set_scales(model)
         room = Capacity(num_slots, max_model_len, max_step_tokens, max_drafts)

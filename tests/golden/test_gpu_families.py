@@ -35,7 +35,7 @@ def test_greedy_tokens_recorded_and_eager(family: str, tmp_path: Path) -> None:
         check(files, generated(files, device="cuda", enforce_eager=eager), f"{eager=}")
 
 
-@pytest.mark.parametrize("family", ["llama4", "gpt-oss", "granite-hybrid-moe"])
+@pytest.mark.parametrize("family", ["llama4", "gpt-oss", "granite-hybrid-moe", "gemma4-small"])
 def test_the_same_on_a_cpu(family: str, tmp_path: Path) -> None:
     """What the test above compares, on any machine: the engine in chunks, with several requests at once."""
     files = checkpoint(family, tmp_path)

@@ -44,6 +44,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "windows and sinks": {"architectures": ["GptOssForCausalLM"], "sliding_window": 20, **_EXPERTS},
+    "heads of two sizes": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 20,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 600,
+        "rope_parameters": None,
+        "rope_scaling": None,
+    },
     "chunks": {
         "architectures": ["Llama4ForCausalLM"],
         "attention_chunk_size": 24,
@@ -54,7 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
         **_EXPERTS,
     },
 }
-QUICK = ("recurrent", "windows and sinks")
+QUICK = ("recurrent", "windows and sinks", "heads of two sizes")
 LONGEST = 128
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 40, "async_scheduling": True}
 

@@ -20,7 +20,7 @@ from octavo.nn.quant.experts import SeparateExperts
 
 LENGTHS = (7, 90, 1, 33)
 STRIDES = (3, 41, 1, 16)
-ATTENDING = ("bloom", "gptj", "gemma", "olmo2", "gpt-oss", "qwen2-moe", "youtu")
+ATTENDING = ("bloom", "gptj", "gemma", "gemma4-small", "olmo2", "gpt-oss", "qwen2-moe", "youtu")
 RECURRENT = ("lfm2", "mamba2", "nemotron-h-moe", "qwen3-next", "jamba")
 
 

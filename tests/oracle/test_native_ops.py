@@ -271,7 +271,9 @@ def test_rope_turns_queries_after_their_norm(pool, generator, rotary_dim, normed
     b = ProgramBuilder.make(qkv[0].numel() * 4, heads * dim * 4)
     addresses = (norms[0].data_ptr(), norms[1].data_ptr()) if normed else (0, 0)
     shape = (heads, kv_heads, dim)
-    b.rope(0, 1, Dtype.FLOAT, shape, rotary_dim, cos_sin.data_ptr(), cache.data_ptr(), norms=addresses, eps=1e-6)
+    stride, table = cache[0].nbytes, cos_sin.data_ptr()
+    places = {"block_stride": stride, "norms": addresses}
+    b.rope(0, 1, Dtype.FLOAT, shape, rotary_dim, table, cache.data_ptr(), **places, eps=1e-6)
     slots = torch.arange(tokens)
     run(pool, b, qkv, result, positions=positions.data_ptr(), slots=slots.data_ptr(), block_size=block_size)
     torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)

@@ -49,7 +49,7 @@ def test_batches(dtype, rows):
 
 
 @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256, 512])
 @pytest.mark.parametrize("heads", [(1, 3), (2, 1), (1, 8)] if GPU else [(1, 3)], ids=str)
 def test_shapes(head_dim, heads, rows):
     rows = rows if GPU else {"rows": [(min(length, 50), min(queries, 50)) for length, queries in rows["rows"][:4]]}

@@ -13,7 +13,7 @@ from octavo.features.lora import kernels
 from octavo.features.lora.delta import LateDelta
 from octavo.features.lora.gpu import LowRankDelta, SplitDelta
 from octavo.features.lora.gpu_experts import KernelExperts
-from octavo.models.feed_forwards.spec import ExpertsSpec
+from octavo.models.feed_forwards.spec import experts_in
 from octavo.models.spec import DecoderSpec
 from octavo.nn.delta import Delta, ExpertsDelta
 from octavo.nn.experts import ExpertLayer
@@ -96,7 +96,7 @@ def _launch(layer: Linear, delta: LowRankDelta, one: torch.Tensor) -> None:
 
 def _top_k(spec: object) -> int:
     mlps = spec.mlps if isinstance(spec, DecoderSpec) else ()
-    return next((mlp.routing.top_k for mlp in mlps if isinstance(mlp, ExpertsSpec)), 1)
+    return next((found.routing.top_k for mlp in mlps if (found := experts_in(mlp))), 1)
 
 
 def _launch_experts(form: ExpertsForm, delta: KernelExperts, top_k: int, one: torch.Tensor) -> None:

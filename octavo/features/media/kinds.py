@@ -92,6 +92,8 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 }
 """Architecture -> its kinds, by their towers."""
 _LACKING = {
+    "Gemma4ForConditionalGeneration": "its tower is not supported",
+    "Gemma4UnifiedForConditionalGeneration": "its embedder of pixels is not supported",
     "InternVLChatModel": "its tensors have names that are not read; use a checkpoint of "
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration": "its tower is not supported",

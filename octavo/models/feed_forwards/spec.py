@@ -95,5 +95,42 @@ class ExpertsSpec:
         return None
 
 
-FeedForwardSpec = MlpSpec | ExpertsSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideSpec:
+    """A dense feed-forward and a mixture of experts of the same input, each with norms of its own; their sum (Gemma 4).
+
+    The dense one reads the layer's norm of the input. The router reads an RMSNorm of it, whose weights are divided by
+    the square root of the hidden size.
+
+    Attributes:
+        eps: of all these RMSNorms.
+    """
+
+    mlp: MlpSpec
+    experts: ExpertsSpec
+    eps: float
+
+    @property
+    def activation(self) -> str:
+        return self.mlp.activation
+
+    @property
+    def width(self) -> int:
+        """Values of a token in front of the last products."""
+        return self.mlp.width + self.experts.width
+
+    @property
+    def lacking(self) -> str | None:
+        """What the CPU's native program lacks for this feed-forward; None if its module has an `emit`."""
+        return None
+
+
+FeedForwardSpec = MlpSpec | ExpertsSpec | BesideSpec
 """Parameters of a layer's feed-forward; `feed_forwards/table.py` has the module of each kind."""
+
+
+def experts_in(mlp: object) -> ExpertsSpec | None:
+    """Return the mixture of experts of a feed-forward with these parameters; None if it has none."""
+    if isinstance(mlp, BesideSpec):
+        return mlp.experts
+    return mlp if isinstance(mlp, ExpertsSpec) else None

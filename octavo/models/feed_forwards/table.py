@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from octavo.models.feed_forwards.base import FeedForward
+from octavo.models.feed_forwards.beside import ExpertsBeside
 from octavo.models.feed_forwards.experts import Experts
 from octavo.models.feed_forwards.mlp import Mlp
-from octavo.models.feed_forwards.spec import ExpertsSpec, MlpSpec
+from octavo.models.feed_forwards.spec import BesideSpec, ExpertsSpec, MlpSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
 
-_MODULES: Mapping[type, Callable[..., FeedForward]] = {MlpSpec: Mlp, ExpertsSpec: Experts}
+_MODULES: Mapping[type, Callable[..., FeedForward]] = {
+    MlpSpec: Mlp,
+    ExpertsSpec: Experts,
+    BesideSpec: ExpertsBeside,
+}
 
 
 def make_feed_forward(b: Build, spec: DecoderSpec, layer: int) -> FeedForward | None:

@@ -173,7 +173,7 @@ def _selections(source: Checkpoint, spec: DecoderSpec, stored: StoredNames) -> I
             yield from _entries(name, numbers[0], stacks[pattern], source.shape(name) or ())
             continue
         module, _, suffix = (pattern, "", "") if pattern in modules else pattern.rpartition(".")
-        rule = modules.get(module, StoredModule(module, (module,)))
+        rule = modules.get(below.rpartition(".")[0]) or modules.get(module, StoredModule(module, (module,)))
         inside = name.startswith(root)
         for i, target in enumerate(rule.names):
             path = f"{target.format(*numbers)}.{suffix}".removesuffix(".")
@@ -203,8 +203,9 @@ def stored_module(name: str, spec: DecoderSpec) -> tuple[str, tuple[int, int, in
     numbers, pattern = _NUMBER.findall(f".{below}."), _NUMBER.sub("{}", f".{below}.")[1:-1]
     root = "" if below.startswith(_OUTSIDE) or not stored.root else f"{stored.root}."
     for rule in stored.modules:
-        if pattern in rule.names:
-            i = rule.names.index(pattern)
+        own = below if below in rule.names else pattern
+        if own in rule.names:
+            i = rule.names.index(own)
             begin = sum(rule.sizes[:i])
             rows = (begin, begin + rule.sizes[i], sum(rule.sizes)) if rule.sizes else (0, 0, 0)
             return root + rule.name.format(*numbers), rows

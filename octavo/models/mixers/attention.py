@@ -25,18 +25,20 @@ from octavo.nn.step import StepInput
 from octavo.nn.stream import Stream
 
 
-def make_head_norm(b: Build, part: int, spec: DecoderSpec) -> Norm | None:
-    """Make the norm of queries (part 0) or keys (part 1); None if there is none.
+def make_head_norm(b: Build, part: int, spec: DecoderSpec, heads: Heads) -> Norm | None:
+    """Make the norm of queries (part 0), keys (part 1) or values (part 2); None if there is none.
 
     Raises:
         ConfigError: one norm other than an RMSNorm over the heads of several devices.
     """
     if spec.head_norms is None:
         return None
+    if part == 2:
+        own = spec.head_norms.values
+        return None if own is None else make_norm(b, "v_norm", heads.head_dim, own)
     name, norm, over = ("q_norm", "k_norm")[part], spec.head_norms.norm, spec.head_norms.over
-    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     if over == "head":
-        return make_norm(b, name, spec.head_dim, norm)
+        return make_norm(b, name, heads.head_dim, norm)
     if over == "heads":
         return b.head_norm(name, heads, part, norm.eps, bias=norm.bias, offset=norm.offset)
     if b.mesh.size == 1:
@@ -54,9 +56,9 @@ class Attention(Mixer):
 
     def __init__(self, b: Build, spec: DecoderSpec, layer: int, rope: Rope) -> None:
         super().__init__()
-        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        heads = Heads(*spec.heads_of(layer))
         own = heads.local(b.mesh)
-        self.head_dim = spec.head_dim
+        self.head_dim = heads.head_dim
         self.head_counts = [own.heads, own.kv_heads, own.kv_heads]
         self.rope = rope
         self.clip = spec.qkv_clip
@@ -77,9 +79,10 @@ class Attention(Mixer):
         self.temperature = kind.temperature
         gates = spec.num_heads if kind.gates_heads else heads.outputs[0]
         self.gate = b.linear("gate_proj", inputs=spec.hidden_size, outputs=gates, shard=COL) if kind.gated else None
-        self._gated_channels = spec.head_dim if kind.gates_heads else 1
-        self.q_norm = make_head_norm(b, 0, spec) if kind.normed else None
-        self.k_norm = make_head_norm(b, 1, spec) if kind.normed else None
+        self._gated_channels = self.head_dim if kind.gates_heads else 1
+        self.q_norm, self.k_norm, self.v_norm = (
+            make_head_norm(b, part, spec, heads) if kind.normed else None for part in range(3)
+        )
         self._fuses_norms = spec.fuses_head_norms
         self._rotates_first = kind.normed and spec.rotates_first
         self.attn = b.attention(attention_spec(spec, layer, b.mesh))
@@ -108,6 +111,9 @@ class Attention(Mixer):
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         heads = qkv.unflatten(-1, (-1, self.head_dim))
+        if self.v_norm is not None:
+            values = heads[:, -self.head_counts[2] :]
+            values.copy_(self.v_norm(values))
         if self._rotates_first:
             self._rotate(heads, step)
         if not self._fuses_norms:
@@ -131,11 +137,13 @@ class Attention(Mixer):
         heads = b.scratch("heads", sum(self.qkv.sizes) * 4)
         limited = STORED if self.clip is None else Results(function=Function.CLIP, limit=self.clip)
         self.qkv.emit_after_norm(b, norm, heads, limited)
+        queries, keys, values = (count * self.head_dim for count in self.head_counts)
+        if self.v_norm is not None:
+            self.v_norm.emit_in_place(b, heads, queries + keys, values)
         if not self._fuses_norms and not self._rotates_first:
-            queries, keys = (count * self.head_dim for count in self.head_counts[:2])
-            for own, begin, values in ((self.q_norm, 0, queries), (self.k_norm, queries, keys)):
+            for own, begin, count in ((self.q_norm, 0, queries), (self.k_norm, queries, keys)):
                 if own is not None:
-                    own.emit_in_place(b, heads, begin, values)
+                    own.emit_in_place(b, heads, begin, count)
         tempered = None if self.temperature is None else self.temperature.in_program
         norms = self._weights() if self._rotates_first else self._norms()
         self.attn.emit(b, heads, output, dtype, norms, self.rope.cos_sin, tempered, rotates_first=self._rotates_first)

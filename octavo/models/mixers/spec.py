@@ -64,12 +64,15 @@ class SelfAttention(MixerSpec):
         gates_heads: there is one gate for a head, instead of one for each of its channels.
         normed: queries and keys have `DecoderSpec.head_norms`, if there are any.
         temperature: None for none.
+        kv_heads, head_dim: in place of `DecoderSpec`'s; 0 for those.
     """
 
     gated: bool = False
     gates_heads: bool = False
     normed: bool = True
     temperature: Temperature | None = None
+    kv_heads: int = 0
+    head_dim: int = 0
 
     @property
     def path(self) -> str:
@@ -78,6 +81,17 @@ class SelfAttention(MixerSpec):
     @property
     def lacking(self) -> str | None:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSelfAttention(SelfAttention):
+    """Attention of the layer's own queries over the keys and values that an earlier layer keeps (Gemma 3n and 4).
+
+    Attributes:
+        source: number of that layer, which has heads of the same form, and the same window.
+    """
+
+    source: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

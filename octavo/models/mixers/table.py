@@ -11,6 +11,7 @@ from octavo.models.mixers.gated_delta import GatedDelta
 from octavo.models.mixers.latent import LatentAttention
 from octavo.models.mixers.mamba import Mamba
 from octavo.models.mixers.mamba2 import Mamba2
+from octavo.models.mixers.shared_attention import SharedAttention
 from octavo.models.mixers.short_conv import ShortConv
 from octavo.models.mixers.spec import (
     GatedDeltaSpec,
@@ -19,6 +20,7 @@ from octavo.models.mixers.spec import (
     MambaSpec,
     MixerSpec,
     SelfAttention,
+    SharedSelfAttention,
     ShortConvSpec,
 )
 from octavo.models.spec import DecoderSpec
@@ -35,6 +37,7 @@ class MixerFactory(Protocol):
 MIXERS: Mapping[type[MixerSpec], MixerFactory] = {
     LatentSelfAttention: LatentAttention,
     SelfAttention: Attention,
+    SharedSelfAttention: SharedAttention,
     Mamba2Spec: Mamba2,
     MambaSpec: Mamba,
     GatedDeltaSpec: GatedDelta,

@@ -304,7 +304,7 @@ struct Context {
           block_size(work.step.block_size),
           end(end_of(work.step, task)) {
         const int64_t head = 2 * (half + (sizeof(T) == 1 ? block_size * sizeof(float) : 0));
-        block_stride = work.op.kv_heads * head;
+        block_stride = work.op.block_stride;
         cache = static_cast<const char*>(work.op.cache) + task.kv_head * head;
     }
 

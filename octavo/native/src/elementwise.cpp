@@ -212,12 +212,18 @@ void run_quantize(Program& program, const OctavoOp& op, int64_t task, int thread
 void run_copy(Program& program, const OctavoOp& op, int64_t task, int) {
     const int32_t* places = static_cast<const int32_t*>(op.third);
     for_rows(program, task, [&](int row) {
-        const float* x = program.at<float>(op.input, row);
-        float* const to = program.at<float>(op.output, row);
-        if (places == nullptr)
-            std::copy(x, x + op.columns, to + op.begin);
+        const float* x = program.at<float>(op.input, row) + op.groups;
+        float* const to = program.at<float>(op.output, row) + op.begin;
+        if (places != nullptr)
+            for (int c = 0; c < op.columns; c++) to[places[c]] = x[c] * op.scale;
+        else if (op.epilogue == kAdd)
+            for (int c = 0; c < op.columns; c++) to[c] += x[c] * op.scale;
+        else if (op.epilogue == kGate)
+            for (int c = 0; c < op.columns; c++) to[c] *= x[c] * op.scale;
+        else if (op.scale == 1.0f)
+            std::copy(x, x + op.columns, to);
         else
-            for (int c = 0; c < op.columns; c++) to[places[c]] = x[c];
+            for (int c = 0; c < op.columns; c++) to[c] = x[c] * op.scale;
     });
 }
 
@@ -258,7 +264,8 @@ struct Place {
         : op(op), block_size(block_size), offset((int)(slot % block_size)) {
         const int64_t half = (int64_t)block_size * op.head_dim;
         const int64_t scales = sizeof(T) == 1 ? block_size * sizeof(float) : 0;
-        keys = static_cast<T*>(op.cache) + (slot / block_size * op.kv_heads + head) * 2 * (half + scales);
+        char* const block = static_cast<char*>(op.cache) + slot / block_size * op.block_stride;
+        keys = reinterpret_cast<T*>(block) + head * 2 * (half + scales);
         values = keys + half;
     }
 

@@ -14,6 +14,7 @@ extern "C" {
 struct OctavoExperts {
     const OctavoOp *expand, *reduce;  // [owned], each expert's products: to its inner values, and to its output
     const float* correction;          // [count], added to the scores to choose experts, not to weigh them; or null
+    const float* scales;              // [count], factors of the weights of experts; or null
     int32_t *begin, *chunks;          // [owned + 1], of kPlace: each expert's first row, and its first chunk of rows
     int32_t count, top_k;
     int32_t scores;                   // octavo::Scores

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <tuple>
 
 #include "blocks.h"
 #include "exchange.h"
@@ -39,9 +40,22 @@ Program::Program(Pool& pool, const OctavoOp* ops, int count, const int64_t* widt
       progress_(new Progress[count]),
       rounds_(count) {
     if (rows != nullptr) rows_.assign(rows, rows + buffers);
-    int groups = 1;
-    for (const OctavoOp& op : ops_) groups = std::max(groups, op.group + 1);
-    attention_.resize(groups);
+    find_plans();
+}
+
+// Gives operations that attend alike, over the same cache group, a plan in common.
+void Program::find_plans() {
+    std::vector<const OctavoOp*> firsts;
+    const auto find = [&](auto same) {
+        return (int)(std::find_if(firsts.begin(), firsts.end(), same) - firsts.begin());
+    };
+    const auto shape = [](const OctavoOp& op) { return std::tie(op.group, op.heads, op.kv_heads, op.head_dim); };
+    for (const OctavoOp& op : ops_) {
+        const int plan = find([&](const OctavoOp* first) { return shape(*first) == shape(op); });
+        if (plan == (int)firsts.size() && code_of(op).plan != nullptr) firsts.push_back(&op);
+        plan_of_.push_back(plan < (int)firsts.size() ? plan : 0);
+    }
+    attention_.resize(std::max<size_t>(1, firsts.size()));
 }
 
 bool Program::run(int first, int last, const OctavoStep& step) {
@@ -60,13 +74,15 @@ void Program::prepare(int first, int last) {
                                    : buffers_[i].need((size_t)step_->tokens * rows_[i] * widths_[i]);
     for (int i = first * threads(); i < last * threads(); i++) shares_[i].taken.store(0, std::memory_order_relaxed);
     for (int i = first; i < last; i++) progress_[i].done.store(0, std::memory_order_relaxed);
-    for (int group = 0; group < (int)attention_.size(); group++) {
-        const auto attends = [&](const OctavoOp& op) { return op.group == group && code_of(op).plan != nullptr; };
+    for (int plan = 0; plan < (int)attention_.size(); plan++) {
+        const auto attends = [&](const OctavoOp& op) {
+            return plan_of_[&op - ops_.data()] == plan && code_of(op).plan != nullptr;
+        };
         const auto found = std::find_if(ops_.begin() + first, ops_.begin() + last, attends);
         if (found == ops_.begin() + last) continue;
-        attention_[group].clear();
-        code_of(*found).plan(*this, *found, attention_[group]);
-        partials(attention_[group].partial_heads * (found->head_dim + 2));
+        attention_[plan].clear();
+        code_of(*found).plan(*this, *found, attention_[plan]);
+        partials(attention_[plan].partial_heads * (found->head_dim + 2));
     }
     by_addition_.find(ops_.data() + first, ops_.data() + last, *step_);
     shrunk_.need((size_t)by_addition_.width * step_->tokens * sizeof(float));

@@ -28,8 +28,8 @@ struct OctavoOp {
     int32_t window, zero_point, minima, output_dtype, planes;
     int32_t function;            // of a product's results (results.h)
     int32_t centered;            // the norm subtracts the mean
-    int32_t groups, begin;       // groups of `columns` values that a norm computes separately; the first one's start,
-                                 // or where copied values begin, or what a rotation adds to positions for the factors
+    int32_t groups, begin;       // groups of `columns` values that a norm computes separately, or the first value that
+                                 // is copied; the first group's start, or where copied values begin, or what a rotation adds to positions for the factors
                                  // of queries
     int32_t own_weights;         // each of these groups has weights (and biases) of its own
     int32_t by_position;         // rows of a table are looked up by the tokens' positions, not by their ids
@@ -48,6 +48,7 @@ struct OctavoOp {
     const void* details;  // of such an operation: further parameters, in a structure of its library; of one between
                           // ranks: their `Exchange`; else null
     const float* curve;   // the parameters of the function kXielu
+    int64_t block_stride;  // bytes from one block of `cache` to the next
 };
 
 // One step's batch: pointers to the arrays documented in octavo/nn/step.py. `external`: buffers that the caller owns.
@@ -195,7 +196,7 @@ public:
     // Returns the round of the ranks' exchange that an operation takes part in.
     uint32_t round_of(const OctavoOp& op) const { return rounds_[&op - ops_.data()]; }
 
-    const AttentionPlan& attention(const OctavoOp& op) const { return attention_[op.group]; }
+    const AttentionPlan& attention(const OctavoOp& op) const { return attention_[plan_of_[&op - ops_.data()]]; }
     const RowsByAddition& by_addition() const { return by_addition_; }
 
     // Returns the results of kShrink for one token.
@@ -215,6 +216,7 @@ private:
     void work(int thread);
     int64_t take(int operation, int64_t tasks, int thread);
     bool finished(int first, int last);
+    void find_plans();
     void prepare(int first, int last);
     void begin_rounds(int first, int last);
 
@@ -227,7 +229,8 @@ private:
     std::vector<amx::Registers> registers_;  // [thread]
     std::unique_ptr<Share[]> shares_;  // [operation][thread]
     std::unique_ptr<Progress[]> progress_;  // [operation]
-    std::vector<AttentionPlan> attention_;  // [cache group]
+    std::vector<AttentionPlan> attention_;  // of each cache group and shape of heads
+    std::vector<int> plan_of_;              // [operation]
     Scratch partials_, shrunk_;
     Exchange* exchange_ = nullptr;  // of this run; null if its operations are all of this rank
     std::vector<uint32_t> rounds_;  // [operation]

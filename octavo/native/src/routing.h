@@ -59,7 +59,7 @@ public:
             weights[k] = scores_[chosen[k]];
         }
         if (e_.scores == kChosen) softmax_of_few(weights);
-        finish(weights);
+        finish(chosen, weights);
     }
 
 private:
@@ -117,16 +117,17 @@ private:
             weights[k] = scores_[expert];
             taken_[expert] = true;
         }
-        finish(weights);
+        finish(chosen, weights);
     }
 
-    void finish(float* weights) const {
+    void finish(const int32_t* chosen, float* weights) const {
         float sum = 0.0f;
         for (int k = 0; k < e_.top_k; k++) sum += weights[k];
         if (sum < e_.floor) sum = e_.floor;
         for (int k = 0; k < e_.top_k; k++) {
             if (e_.normalized) weights[k] /= sum;
             weights[k] *= e_.scaling;
+            if (e_.scales != nullptr) weights[k] *= e_.scales[chosen[k]];
         }
     }
 

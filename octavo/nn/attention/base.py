@@ -165,6 +165,19 @@ class FusedBackend(AttentionBackend, Recordable, Protocol):
         """
         ...
 
+    def attend_stored(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend with rotated queries [T, num_heads, head_dim] over the cache, which has the step's keys and values;
+        the other arguments and the result are as for `rotate_and_attend`."""
+        ...
+
     def peaks(self, cache: Tensor) -> Tensor:
         """Return the largest magnitudes in a cache that is not in FP8: [2, num_kv_heads] float32, of keys and of
         values."""

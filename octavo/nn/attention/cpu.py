@@ -52,9 +52,13 @@ class TorchAttention:
         return HostLayout(step.query_start.tolist(), step.seq_lens.tolist(), step.block_tables.numpy(), block_size, {})
 
     def write(self, k: Tensor, v: Tensor, cache: Tensor, step: StepInput) -> None:
-        cells = cache.flatten(0, 1)
         if self.int8:
             k, v = pack(k), pack(v)
+        if not cache.is_contiguous():  # a part of each block
+            size = cache.shape[1]
+            cache[step.slot_mapping // size, step.slot_mapping % size] = torch.stack([k, v], dim=1)
+            return
+        cells = cache.flatten(0, 1)
         cells[:, 0].index_copy_(0, step.slot_mapping, k)
         cells[:, 1].index_copy_(0, step.slot_mapping, v)
 
@@ -69,7 +73,8 @@ class TorchAttention:
     def attend(
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        if spec.slopes is not None or spec.chunked or step.unseen is not None or step.ahead is not None:
+        plain = spec.slopes is None and not spec.chunked and step.unseen is None and step.ahead is None
+        if not plain or not cache.is_contiguous():
             return _attend_rows(q, cache, step, spec, sinks)
         plan = step.attn.plan(spec.window)
         out = torch.empty_like(q)

@@ -12,6 +12,7 @@ from octavo.native.builder import ProgramBuilder
 from octavo.nn.attention.base import AttentionBackend, AttentionSpec, FusedBackend, Norms
 from octavo.nn.attention.native import NativeAttention
 from octavo.nn.attention.sinks import HeadSinks
+from octavo.nn.norm import RMSNorm
 from octavo.nn.step import StepInput
 
 
@@ -92,6 +93,27 @@ class PagedAttention(nn.Module):
             temperature,
             rotates_first=rotates_first,
         )
+
+    def read(self, q: Tensor, step: StepInput) -> Tensor:
+        """Attend with queries of another layer [T, num_heads, head_dim], whose keys and values of the step are those
+        stored here; return q's shape."""
+        step = step.of(self.group)
+        if self._fusing is not None:
+            return self._fusing.attend_stored(q, self.cache, self.scales, step, self.spec, self._sinks)
+        return self.backend.attend(q, self.cache, step, self.spec, self._sinks)
+
+    def emit_read(
+        self, b: ProgramBuilder, source: int, output: int, dtype: torch.dtype, norm: RMSNorm | None, cos_sin: Tensor
+    ) -> None:
+        """Add `read` of queries to a native program, with their norm and rotation.
+
+        Args:
+            source: the buffer of queries, float32.
+        """
+        assert isinstance(self.backend, NativeAttention)
+        norms = None if norm is None else (norm.weight, norm.weight, norm.eps)
+        place = (self.cache, self.spec, norms, cos_sin, self.group, self._sinks)
+        self.backend.emit(b, source, output, dtype, *place, stores=False)
 
     @property
     def fused(self) -> bool:

@@ -59,7 +59,8 @@ class NativeAttention(NativeBackend):
         rows = torch.cat([k, v], dim=1).to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
         builder = ProgramBuilder.make(rows.shape[1] * 4, 0)
         dtype, cache_dtype = DTYPES.get(cache.dtype, Dtype.FLOAT), CACHE_DTYPES[cache.dtype]
-        builder.rope(0, 1, dtype, (0, heads, dim), 0, 0, cache.data_ptr(), cache_dtype=cache_dtype)
+        place = cache.data_ptr()
+        builder.rope(0, 1, dtype, (0, heads, dim), 0, 0, place, block_stride=_stride(cache), cache_dtype=cache_dtype)
         self._run(builder, step, rows, None)
 
     def attend(
@@ -76,6 +77,7 @@ class NativeAttention(NativeBackend):
             (spec.num_heads, spec.num_kv_heads, spec.head_dim),
             cache.data_ptr(),
             spec.scale,
+            block_stride=_stride(cache),
             cache_dtype=CACHE_DTYPES[cache.dtype],
             window=spec.window or 0,
             chunked=spec.chunked,
@@ -121,6 +123,7 @@ class NativeAttention(NativeBackend):
         temperature: tuple[float, int, int] | None = None,
         *,
         rotates_first: bool = False,
+        stores: bool = True,
     ) -> None:
         """Add one layer's operations to a program: norms of heads, rotation, the write to the cache, attention.
 
@@ -131,6 +134,7 @@ class NativeAttention(NativeBackend):
             cos_sin: [max_position, rotary_dim] float32.
             sinks: as for `attend`.
             temperature, rotates_first: as in `ProgramBuilder.rope`.
+            stores: if not, `source` has queries only, and the cache has the step's keys and values already.
         """
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         queries = b.scratch("queries", spec.num_heads * spec.head_dim * 4)
@@ -142,10 +146,11 @@ class NativeAttention(NativeBackend):
             source,
             queries,
             kind,
-            heads,
+            heads if stores else (spec.num_heads, 0, spec.head_dim),
             rotary,
             table,
             place,
+            block_stride=_stride(cache),
             cache_dtype=cache_dtype,
             group=group,
             norms=(q_norm, k_norm),
@@ -160,6 +165,7 @@ class NativeAttention(NativeBackend):
             heads,
             place,
             spec.scale,
+            block_stride=_stride(cache),
             cache_dtype=cache_dtype,
             group=group,
             window=spec.window or 0,
@@ -173,6 +179,11 @@ class NativeAttention(NativeBackend):
         batch: StepArgs = step.attn
         batch.external[:2] = (source.data_ptr(), 0 if result is None else result.data_ptr())
         Program(self.pool, builder).run(0, len(builder.ops), batch)
+
+
+def _stride(cache: Tensor) -> int:
+    """Return the bytes from one block to the next."""
+    return cache.stride(0) * cache.element_size()
 
 
 def _slopes(b: ProgramBuilder, spec: AttentionSpec) -> int:

@@ -115,7 +115,7 @@ def _triton_reason(request: BackendRequest) -> str | None:
         return "needs the package triton, which is not installed"
     if request.dtype not in DTYPES:
         return f"computes in {', '.join(map(str, DTYPES))}, not in {request.dtype}"
-    return None if request.spec.head_dim <= 256 else f"has heads of up to 256 channels, not {request.spec.head_dim}"
+    return None if request.spec.head_dim <= 512 else f"has heads of up to 512 channels, not {request.spec.head_dim}"
 
 
 def _make_triton(request: BackendRequest) -> AttentionBackend:

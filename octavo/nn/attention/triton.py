@@ -42,11 +42,12 @@ _WRITTEN, _PER_THREAD = 1024, 8
 @dataclass(frozen=True, slots=True)
 class Many:
     """Tiles of rows with many queries: [count, 2] int32, (row, first query of the tile in it). No row has more than
-    `longest` queries."""
+    `longest` queries, and no tile more than `queries`."""
 
     tiles: Tensor
     count: int
     longest: int
+    queries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,18 @@ class TritonAttention:
     ) -> Tensor:
         return attend_parts(q, None, cache, None, step, spec, sinks)
 
+    def attend_stored(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedBackend`."""
+        return attend_parts(q, None, cache, scales, step, spec, sinks)
+
     def move(self, caches: Tensor, sources: Tensor, targets: Tensor) -> None:
         """See `BranchingBackend`."""
         page = caches.shape[4]
@@ -223,7 +236,7 @@ class TritonAttention:
 
     def foreseen(self, tiles: Tensor, single: Tensor, longest: int) -> Launches:
         """See `FusedBackend`."""
-        many = Many(tiles, len(tiles) // 2, longest)
+        many = Many(tiles, len(tiles) // 2, longest, self._tile_size(tiles.device))
         return Launches(Few(single, len(single), 1), many, _stream(tiles.device))
 
     def most_tiles(self, tokens: int, rows: int, device: torch.device) -> int:
@@ -237,7 +250,7 @@ class TritonAttention:
         tiles, single = self.cut(lens, past, device)
         sent_tiles, sent_single = upload_parts([tiles, single], device)
         few = Few(sent_single, len(single), 1) if len(single) else None
-        return Launches(few, Many(sent_tiles, len(tiles) // 2, int(lens.max())))
+        return Launches(few, Many(sent_tiles, len(tiles) // 2, int(lens.max()), self._tile_size(device)))
 
 
 def rotate_and_write(
@@ -314,12 +327,13 @@ def attend_parts(
     `rounded_by`: as for `FusedBackend`."""
     launches: Launches = step.attn
     out = Output.of(q, rounded_by)
-    if launches.many is not None:
-        if launches.beside is None and rounded_by is None and prompt_tiles.serves(q, fresh, cache, step, spec):
-            prompt_tiles.attend(q, cache, step, spec, launches.many.tiles, out.values)
+    if (many := launches.many) is not None:
+        hopper = launches.beside is None and rounded_by is None and many.queries == prompt_tiles.QUERIES
+        if hopper and prompt_tiles.serves(q, fresh, cache, step, spec):
+            prompt_tiles.attend(q, cache, step, spec, many.tiles, out.values)
         else:
             with _forked(launches.beside):
-                _attend_many(q, fresh, cache, scales, step, spec, launches.many, out, sinks)
+                _attend_many(q, fresh, cache, scales, step, spec, many, out, sinks)
     if launches.few is not None:
         attend_few(q, cache, scales, step, spec, launches.few, out, sinks)
     if launches.beside is not None:
@@ -339,7 +353,7 @@ def _attend_many(
     sinks: Tensor | None,
 ) -> None:
     form, cells = as_words(cache)
-    shape = prefill_shape(q.dtype, spec.head_dim, many.longest, q.device)
+    shape = prefill_shape(q.dtype, spec.head_dim, many.longest, q.device)._replace(queries=many.queries)
     bulk = fresh is not None and shape.bulk
     prefill_kernel[(spec.num_heads, many.count)](
         q,

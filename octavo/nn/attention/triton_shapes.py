@@ -38,8 +38,8 @@ def decode_shape(
     if queries == 32 and block_d <= 128 and itemsize == 2:
         return Shape(queries, 64, 2, 3)  # each warp has the rows of one tile of 16
     if queries > 16 or block_d > 128 or itemsize == 4:
-        warps = 8 if wide and queries * block_d > 8192 else 4
-        return Shape(queries, max(16, min(64, 16384 // (block_d * itemsize))), warps, 3)
+        warps = 8 if (wide or block_d > 256) and queries * block_d > 8192 else 4
+        return Shape(queries, max(16, min(64, 16384 // (block_d * itemsize))), warps, 3 if block_d <= 256 else 2)
     if form != PLAIN:
         return Shape(queries, 32, 1, 5)
     return Shape(queries, 32, 4 if sparse else 1, 3)
@@ -47,6 +47,10 @@ def decode_shape(
 
 def prefill_shape(dtype: torch.dtype, head_dim: int, longest: int, device: torch.device) -> Shape:
     """Return the shape for rows of at most `longest` queries. The queries of a tile do not depend on `longest`."""
+    if head_dim > 256:  # a tile of queries alone takes as much memory as all others with half as many channels
+        if dtype.itemsize == 4:
+            return Shape(16, 16, 4, 1)
+        return Shape(64, 32, 8, 1) if has_large_tiles(device) else Shape(32, 16, 4, 1)
     if dtype.itemsize == 4:
         return Shape(32, 32, 4, 1)
     if head_dim > 128:

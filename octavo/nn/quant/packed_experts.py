@@ -26,13 +26,17 @@ class Beside(NamedTuple):
     gate: int = -1
 
 
-def routing_args(spec: RoutingSpec, count: int, correction: Tensor | None, beside: Beside) -> ExpertsArgs:
-    """Return the arguments of `emit_experts` for choosing among `count` experts; `correction` must outlive them."""
+def routing_args(
+    spec: RoutingSpec, count: int, correction: Tensor | None, beside: Beside, scales: Tensor | None = None
+) -> ExpertsArgs:
+    """Return the arguments of `emit_experts` for choosing among `count` experts; `correction` and `scales`, float32
+    [count], must outlive them."""
     return ExpertsArgs(
         count=count,
         top_k=spec.top_k,
         scores=Scores[spec.scores.upper()],
         correction=0 if correction is None else correction.data_ptr(),
+        scales=0 if scales is None else scales.data_ptr(),
         groups=spec.groups,
         top_groups=spec.top_groups,
         group_best=2 if spec.group_score == "top2" else 1,

@@ -21,7 +21,7 @@ from octavo.core.worker_info import RankPlace
 from octavo.device.ahead import Ahead, target_of
 from octavo.models.attention import attention_spec, latent_spec
 from octavo.models.decoder import CausalLM
-from octavo.models.feed_forwards.spec import ExpertsSpec
+from octavo.models.feed_forwards.spec import ExpertsSpec, experts_in
 from octavo.models.mixers.spec import LatentSelfAttention
 from octavo.models.model import LayeredModel
 from octavo.models.spec import DecoderSpec
@@ -169,8 +169,8 @@ def _layers(
         group.launch_sums(empty(2, width), None if norm is None else (empty(2, width, kind=residual), *norm))
     mlps = spec.mlps if share.layers is None else spec.mlps[share.layers.start : share.layers.stop]
     for mlp in dict.fromkeys(mlps):
-        if isinstance(mlp, ExpertsSpec):
-            _experts(mlp, empty, empty(1, width, kind=residual), norm, share)
+        if (experts := experts_in(mlp)) is not None:
+            _experts(experts, empty, empty(1, width, kind=residual), norm, share)
 
 
 def _experts(
@@ -262,16 +262,16 @@ def _attend(
     static: bool,
 ) -> None:
     heads = layer.num_heads + 2 * layer.num_kv_heads
-    qkv = torch.empty(step.num_tokens, heads, spec.head_dim, dtype=dtype, device=step.device)
+    qkv = torch.empty(step.num_tokens, heads, layer.head_dim, dtype=dtype, device=step.device)
     cache = torch.empty(attention.cache_shape(layer, 2, block_size), dtype=kv_dtype, device=step.device)
     step.attn = attention.prepare(step, block_size)
     if isinstance(attention, TritonAttention):
-        table = torch.empty(2, spec.head_dim, dtype=torch.float32, device=step.device)
+        table = torch.empty(2, layer.head_dim, dtype=torch.float32, device=step.device)
         scales = table.new_empty(2, layer.num_kv_heads) if kv_dtype.itemsize == 1 else None
         norms = None
         if spec.head_norms is not None and spec.fuses_head_norms:
             kind = torch.float32 if spec.head_norms.norm.offset else dtype
-            norm = torch.empty(spec.head_dim, dtype=kind, device=step.device)
+            norm = torch.empty(layer.head_dim, dtype=kind, device=step.device)
             norms = norm, norm, 1e-5
         sinks = table.new_empty(layer.num_heads) if layer.sinks else None
         attention.launch_ahead(qkv, norms, table, cache, scales, step, layer, sinks)

@@ -122,6 +122,19 @@ class LibraryAttention:
             return self.own.attend(q, cache, step, spec)
         return self._attend(q, cache, step, spec, None)
 
+    def attend_stored(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        scales: Tensor | None,
+        step: StepInput,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedBackend`."""
+        assert scales is None, "libraries are not chosen for FP8 caches"
+        return self.attend(q, cache, step, spec, sinks)
+
     def _attend(
         self, q: Tensor, cache: Tensor, step: StepInput, spec: AttentionSpec, rounded_by: Tensor | None
     ) -> Tensor:
