@@ -140,7 +140,7 @@ class CoreClient:
         self._send(wire.Abort(request_id, index))
 
     async def reset_prefix_cache(self) -> None:
-        self._send(wire.Reset())
+        await self._call(wire.Reset)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True) -> None:
         await self._call(lambda call: wire.Pause(call, mode, clear_cache))

@@ -267,8 +267,6 @@ class CoreServer:
                 self._add(self._loop, client, request)
             case wire.Abort(request_id, index) if self._loop is not None:
                 self._abort(self._loop, request_id, index)
-            case wire.Reset() if self._loop is not None:
-                self._loop.reset_prefix_cache()
             case wire.Shutdown():
                 self._alive = False
             case _ if isinstance(message, wire.Command):
@@ -285,6 +283,9 @@ class CoreServer:
         value: Any = None
         try:
             match command:
+                case wire.Reset():
+                    self._loop.reset_prefix_cache()
+                    self._tell([])
                 case wire.Pause() | wire.Sleep():
                     if isinstance(command, wire.Sleep):
                         self._loop.check_sleep(command.level)

@@ -35,14 +35,19 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Drop past prompts from the KV cache."""
-
-
-class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Pause. This and the commands below are answered by `Done` when they are complete.
+    """Drop past prompts from the KV cache. This and the commands below are answered by `Done` when they are complete.
 
     Attributes:
         call: the sender's number for this command; `Done` repeats it.
+    """
+
+    call: int
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Pause.
+
+    Attributes:
         mode: what happens to running requests.
         clear_cache: drop past prompts from the KV cache; no effect under KEEP.
     """
@@ -205,10 +210,12 @@ class StepDeltas(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 WeightCommand = UpdateWeights | BeginWeights | ReceiveWeights
-Command = Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand | CallFeature
+Command = (
+    Reset | Pause | Resume | Sleep | WakeUp | AbortNamed | StartProfile | StopProfile | WeightCommand | CallFeature
+)
 LONG = (Sleep, WakeUp, StartProfile, StopProfile, UpdateWeights, BeginWeights, ReceiveWeights)
 """Commands during which the core may send nothing for minutes."""
-ToCore = Hello | Add | Abort | Reset | Command | Shutdown
+ToCore = Hello | Add | Abort | Command | Shutdown
 ToClient = Phase | Ready | Failed | Lost | RequestRefused | Done | Occupied | StepDeltas
 
 encode = msgspec.msgpack.Encoder().encode

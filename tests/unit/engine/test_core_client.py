@@ -305,6 +305,17 @@ def test_clients_that_share_a_core_get_their_own_tokens_and_leave_it_running(sho
     run(main())
 
 
+def test_a_reset_is_done_and_counted_when_it_returns(short_path):
+    async def main():
+        async with client_of(short_path) as (client, process):
+            await tokens_of(client, ask("r", list(range(1, 20))))
+            await until(lambda: client.stats().num_blocks_cached > 0)
+            await client.reset_prefix_cache()
+            assert process.loop.stats().num_blocks_cached == client.stats().num_blocks_cached == 0
+
+    run(main())
+
+
 def test_a_pause_is_over_all_clients_and_ends_when_it_has_settled(short_path):
     async def main():
         async with client_of(short_path, stall_after_s=0.02) as (owner, process), guest_of(process) as guest:

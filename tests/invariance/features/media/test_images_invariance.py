@@ -182,7 +182,10 @@ def test_a_cached_prefix_that_ends_inside_an_image(folders: dict[str, Path]) -> 
         first.prompt_token_ids.index(-1) < second.num_cached_tokens == 16 < first.prompt_token_ids[::-1].index(-1) + 16
     )
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert first.outputs[0].logprobs[0] == second.outputs[0].logprobs[0]
+    before, after = (output.outputs[0].logprobs[0] for output in (first, second))
+    assert before.keys() == after.keys()
+    for token, one in before.items():
+        assert one.logprob == pytest.approx(after[token].logprob, abs=1e-4), "rounded elsewhere on a GPU"
 
 
 def test_an_image_larger_than_a_step(folders: dict[str, Path]) -> None:
