@@ -113,8 +113,8 @@ class RayNodes:
     def close(self) -> None:
         """Wait a short time for the tasks' ends, and free the devices. Call again without effect."""
         if self._running:
-            self._ray.wait(self._running, num_returns=len(self._running), timeout=_END_S)
-            for task in self._running:
+            _, pending = self._ray.wait(self._running, num_returns=len(self._running), timeout=_END_S)
+            for task in pending:  # cancelled while its result arrives, a task can have Ray abort this process
                 self._ray.cancel(task, force=True)
             self._running = []
         if self._group is not None:
