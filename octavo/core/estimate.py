@@ -25,7 +25,7 @@ class Parameters:
         count, active: of the whole model: their number, and that of those which multiply one token.
         parts: what they are of -> bytes.
         always: bytes that each step reads.
-        experts: bytes of all experts, of which each token reads `chosen` of `choices` in a layer.
+        experts: bytes of all experts; in each layer, a token reads `chosen` of `choices`.
     """
 
     count: int

@@ -75,8 +75,8 @@ def rope_spec(
 
 def _axes(params: Config, pairs: int, default: Sequence[int]) -> tuple[int, ...]:
     """Return the axis of each pair of channels: sections of consecutive pairs (Qwen2-VL,
-    https://arxiv.org/abs/2409.12191), or alternating ones (Qwen3-VL, https://arxiv.org/abs/2511.21631), of which the
-    first axis has what the others leave.
+    https://arxiv.org/abs/2409.12191), or alternating ones (Qwen3-VL, https://arxiv.org/abs/2511.21631), where the first
+    axis has what the others leave.
 
     Raises:
         ModelFileError: the sections are not of all pairs.

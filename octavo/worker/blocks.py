@@ -37,7 +37,7 @@ class Blocks:
 
         Args:
             shape: of one layer's cache, `AttentionBackend.cache_shape`; if layers differ, blocks and their elements.
-            own: in that case, the shape of each layer's cache, of which it gets a view of a part of each block.
+            own: in that case, the shape of each layer's cache; the layer gets a view of a part of each block.
         """
         self.size = size
         self._layers = layers

@@ -20,8 +20,8 @@ void run(Program& program, const OctavoOp& op, int64_t task, int thread) {
     (op.dtype == kBfloat ? Bfloats : Floats)(program, op, task, thread);
 }
 
-// The gate of attention beside such layers: rows of the output times the sigmoid of rows of the input, of which each
-// value is for one channel, or for all channels of a head.
+// The gate of attention beside such layers: rows of the output times the sigmoid of rows of the input, with a value for
+// each channel, or for all channels of a head.
 template <class T>
 void run_gate(Program& program, const OctavoOp& op, int64_t token, int) {
     const float* gate = program.at<float>(op.input, token);

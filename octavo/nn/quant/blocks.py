@@ -138,7 +138,7 @@ def alike(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks] | None:
 def joined(parts: list[QuantizedBlocks]) -> list[QuantizedBlocks]:
     """Return the parts as one if some would end within a panel, which would leave gaps between their outputs.
 
-    Two of one size stay apart: they are a gate and its operand, of which each has whole panels.
+    Two of one size stay apart: they are a gate and its operand, and each has whole panels.
     """
     rows = [len(part.values) for part in parts]
     if not any(count % PANEL for count in rows[:-1]) or (len(rows) == 2 and rows[0] == rows[1]):

@@ -330,7 +330,7 @@ def test_qwen3_5_as_published() -> None:
 
 
 def test_axes_of_positions() -> None:
-    """Of images: consecutive pairs of channels, or alternating ones, of which the first axis has the rest."""
+    """Of images: consecutive pairs of channels, or alternating ones, where the first axis has the rest."""
 
     def axes(**rope: Any) -> tuple[int, ...]:
         stated = {"rope_type": "default", "rope_theta": 1e6, **rope}
