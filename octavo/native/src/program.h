@@ -29,8 +29,8 @@ struct OctavoOp {
     int32_t function;            // of a product's results (results.h)
     int32_t centered;            // the norm subtracts the mean
     int32_t groups, begin;       // groups of `columns` values that a norm computes separately, or the first value that
-                                 // is copied; the first group's start, or where copied values begin, or what a rotation adds to positions for the factors
-                                 // of queries
+                                 // is copied; the first group's start, or where copied values begin, or what a
+                                 // rotation adds to positions for the factors of queries
     int32_t own_weights;         // each of these groups has weights (and biases) of its own
     int32_t by_position;         // rows of a table are looked up by the tokens' positions, not by their ids
     int32_t cache_dtype, group;  // `group`: of the layer's KV cache, whose block tables the operation reads
