@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli.flags.args import add_engine_settings, engine_config
 from octavo.cli.flags.parser import OctavoParser
+from octavo.cli.flags.table import ENGINE_GROUPS, flags_of
 from octavo.cli.flags.units import show_bytes
 from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from octavo.hub.files import ModelFiles
 
 ALL = "all"
+_TAKEN = frozenset(
+    (
+        *("model", "revision", "download-dir", "hf-overrides", "rope-scaling", "rope-theta", "max-model-len"),
+        *("dtype", "quantization", "kv-cache-dtype", "block-size", "gpu-memory-utilization", "cpu-offload-gb"),
+        *("max-num-seqs", "max-num-batched-tokens", "tensor-parallel-size"),
+    )
+)
+"""Flags of the engine that decide sizes."""
 _RANKS = (1, 2, 4, 8)
 _CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 _STREAMS = (1, 16, 64, 256)
@@ -53,8 +62,8 @@ def make_parser() -> OctavoParser:
         "octavo plan",
         words="[MODEL]",
         description="Say whether a model fits a GPU, what its memory is for, how many requests it holds, and how fast "
-        "they can be at most, from the model's configuration: no weights are read, and no GPU is needed. Takes the "
-        "settings of octavo serve. The exit status is 1 if the model does not fit.",
+        "they can be at most, from the model's configuration: no weights are read, and no GPU is needed. Takes those "
+        "settings of octavo serve that decide sizes. The exit status is 1 if the model does not fit.",
     )
     parser.add_argument(
         "--gpu",
@@ -63,7 +72,8 @@ def make_parser() -> OctavoParser:
         f"{ALL} where there is none)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    add_engine_settings(parser)
+    others = frozenset(flag.name for flag in flags_of(ENGINE_GROUPS)) - _TAKEN
+    add_engine_settings(parser, without=others)
     return parser
 
 

@@ -74,7 +74,7 @@ class ContextParallel:
         self._least = max(least, 2 * mesh.size)
 
     def takes(self, step: StepInput) -> bool:
-        """Return whether a step has enough tokens to be divided, none of which attends to later ones."""
+        """Return whether a step has enough tokens to be divided, and no token attends to later ones."""
         return step.num_tokens >= self._least and step.ahead is None
 
     def forward(self, x: Tensor, step: StepInput) -> Tensor:

@@ -40,7 +40,7 @@ from octavo.parallel.mesh import ALONE, Mesh
 from octavo.worker import states
 from octavo.worker.attention import common_page, kinds_of
 from octavo.worker.offload import freed_by, spread
-from octavo.worker.schemes import method_name, needed_bytes
+from octavo.worker.schemes import method_name, needed_bytes, online_method
 from octavo.worker.workspace import workspace_bytes
 
 _NOWHERE = torch.device("meta")
@@ -68,6 +68,8 @@ def estimate_of(config: EngineConfig, files: ModelFiles, gpu: Gpu) -> Estimate:
     model = _built(spec, dtype, backend, mesh)
     share = _stored_share(config, files, model, dtype)
     kv = kv_dtype(config.cache.kv_cache_dtype, dtype)
+    if kv == torch.int8:
+        raise ConfigError(f"--kv-cache-dtype {config.cache.kv_cache_dtype} is for CPUs. Set fp8 or leave it out.")
     size = config.cache.block_size or states.fitting_block_size(spec, layer, kv, ranks)
     page = common_page(model.cached_layers, backend, size)
     kinds = kinds_of(model.cached_layers, backend, size, page)
@@ -130,11 +132,11 @@ def _built(spec: DecoderSpec, dtype: torch.dtype, backend: AnyBackend, mesh: Mes
 
 def _stored_share(config: EngineConfig, files: ModelFiles, model: CausalLM, dtype: torch.dtype) -> float:
     """Return the bytes that weights take for each byte that they take unquantized."""
-    wanted, quantization = wanted_bytes(model), config.model.quantization
-    method = method_name(files)
-    if quantization in _BITS and method is None:
+    wanted, method = wanted_bytes(model), method_name(files)
+    online = online_method(config.model, files, resident=True)
+    if online is not None:
         rounded = sum(wanted_bytes(one) for one in weight_layers(model) if isinstance(one, Projection | ExpertLayer))
-        return 1 - rounded / wanted * (1 - _BITS[quantization] / 8 / dtype.itemsize)
+        return 1 - rounded / wanted * (1 - _BITS[online] / 8 / dtype.itemsize)
     if method is not None and not files.weight_bytes:
         raise ConfigError(
             f"The weights of {files.name} are quantized ({method}), and their sizes are known once they are here: "

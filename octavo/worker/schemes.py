@@ -93,6 +93,20 @@ def schemes_of(
 
 def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online | None:
     """Return how to quantize weights when they are loaded; None for not at all. Raises as `schemes_of`."""
+    wanted = online_method(config, files, resident=device.resident)
+    if wanted is None:
+        return None
+    from octavo.nn.quant.online import ONLINE
+
+    return ONLINE[wanted]
+
+
+def online_method(config: ModelConfig, files: ModelFiles, *, resident: bool) -> str | None:
+    """Return the name in `AT_LOAD` of the method of `online_of`; None for none. Raises as `schemes_of`.
+
+    Args:
+        resident: the device is a GPU.
+    """
     wanted, stored = config.quantization, method_name(files)
     if wanted is None or wanted == stored:
         return None
@@ -106,7 +120,7 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
             f"--quantization {wanted}: the checkpoint's quantization is {stored or 'none'}. Leave the flag out, or "
             f"serve a checkpoint that was quantized by {wanted}."
         )
-    if not device.resident:
+    if not resident:
         raise ConfigError(
             f"--quantization {wanted} quantizes weights on an NVIDIA GPU (--device cuda). On a CPU serve a quantized "
             "checkpoint; `octavo quantize` makes one."
@@ -115,9 +129,7 @@ def online_of(config: ModelConfig, files: ModelFiles, device: Device) -> Online 
         raise ConfigError(
             f"--quantization {wanted}: the weights are quantized already, by {stored}. Leave the flag out."
         )
-    from octavo.nn.quant.online import ONLINE
-
-    return ONLINE[wanted]
+    return wanted
 
 
 def needed_bytes(

@@ -271,7 +271,10 @@ class Worker:
         """
         if not self._offload_gib:
             return 0
-        size_of = lambda layer: int(wanted_bytes(layer) * share)  # noqa: E731
+
+        def size_of(layer: nn.Module) -> int:
+            return int(wanted_bytes(layer) * share)
+
         self.offload = offload_of(model, size_of, self._offload_gib, self.device)
         return self.offload.freed
 

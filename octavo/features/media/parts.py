@@ -113,11 +113,6 @@ class AudioParts:
 
 def _of_template(part: GivenPart) -> tuple[Any, str]:
     """Return the data of a part in the form of templates, {"type": "image", "url": ...}, and its field."""
-    return (
-        (part.part.get("url"), f"{part.param.rpartition('.')[0]}.url")
-        if part.kind in ("image", "audio")
-        else (
-            None,
-            part.param,
-        )
-    )
+    if part.kind not in ("image", "audio"):
+        return None, part.param
+    return part.part.get("url"), f"{part.param.rpartition('.')[0]}.url"

@@ -132,6 +132,23 @@ def test_unknown_gpus_name_the_known_ones(gpu: str, folder: Path) -> None:
         plan.run([str(folder), "--gpu", gpu])
 
 
+@pytest.mark.parametrize(
+    "flags", [("--kv-cache-memory-bytes", "1G"), ("--performance-mode", "throughput"), ("--device", "cpu")]
+)
+def test_settings_that_it_does_not_use_are_no_flags(flags: tuple[str, str], folder: Path) -> None:
+    with pytest.raises(SystemExit):
+        plan.run([str(folder), "--gpu", "h100", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [("--quantization", "fp7", "there is no such method"), ("--kv-cache-dtype", "int8", "is for CPUs")],
+)
+def test_what_a_gpu_refuses(flag: str, value: str, says: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan.run([str(folder), "--gpu", "h100", flag, value])
+
+
 def test_quantized_weights_that_are_not_here(folder: Path) -> None:
     stated = SHAPES["llama-8b"] | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
     (folder / "config.json").write_text(json.dumps(stated))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,18 +27,18 @@ class Told:
     language: str | None = None
 
 
-class Style:
+class Style(ABC):
     """Of models of one architecture."""
 
     tasks: ClassVar[tuple[str, ...]] = (TRANSCRIBE,)
 
+    @abstractmethod
     def messages(self, task: str, language: str | None, prompt: str | None) -> list[dict[str, Any]]:
         """Return the conversation that asks.
 
         Raises:
             UnsupportedError: the model takes no language, or no prompt.
         """
-        raise NotImplementedError
 
     def prefill(self, language: str | None) -> str:
         """Return how the answer begins.
