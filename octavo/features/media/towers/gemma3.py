@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec, activation
+from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec
 from octavo.features.media.towers.tower import Encoding, Pixels, Tower, decoder_size
-from octavo.models.hf_config import value_or, whole
+from octavo.models.hf_config import whole
 from octavo.models.norms import make_norm
 from octavo.models.spec import NormSpec
 from octavo.nn.build import Build
@@ -34,14 +34,7 @@ class Gemma3Tower(Tower):
         self.side = whole(vision, "image_size", 224) // self.patch_size
         self.most, self.most_patches = whole(config, "mm_tokens_per_image", 256), self.side**2
         self.pooled = self.side // math.isqrt(self.most)
-        spec = VitSpec(
-            size,
-            whole(vision, "intermediate_size", 3072),
-            whole(vision, "num_attention_heads", 12),
-            whole(vision, "num_hidden_layers", 12),
-            float(value_or(vision, "layer_norm_eps", 1e-6)),
-            activation(vision, "hidden_act", "gelu_pytorch_tanh"),
-        )
+        spec = VitSpec.of_siglip(vision, size)
         self._pixels = Pixels(processor, b, standard=True)
         v = b.at("vision")
         embeddings = v.at("embeddings")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec, activation, gathered
+from octavo.features.media.towers.layers import Patches, Table, VitLayer, VitSpec, gathered
 from octavo.features.media.towers.tower import Encoding, Pixels, Tower, decoder_size
-from octavo.models.hf_config import value_or, whole
+from octavo.models.hf_config import whole
 from octavo.nn.build import Build
 from octavo.nn.shard import NONE
 
@@ -29,14 +29,7 @@ class Idefics3Tower(Tower):
         self.scale = whole(config, "scale_factor", 2)
         if self.side % self.scale:
             raise ValueError(f"scale_factor={self.scale} of {self.side} patches")
-        spec = VitSpec(
-            size,
-            whole(vision, "intermediate_size", 3072),
-            whole(vision, "num_attention_heads", 16 if config["model_type"] == "idefics3" else 12),
-            whole(vision, "num_hidden_layers", 12),
-            float(value_or(vision, "layer_norm_eps", 1e-6)),
-            activation(vision, "hidden_act", "gelu_pytorch_tanh"),
-        )
+        spec = VitSpec.of_siglip(vision, size, heads=16 if config["model_type"] == "idefics3" else 12)
         self._pixels = Pixels(processor, b, standard=True)
         v = b.at("vision")
         embeddings = v.at("embeddings")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.core.errors import ConfigError
+from octavo.models.hf_config import value_or, whole
 from octavo.nn.build import Build
 from octavo.nn.shard import NONE
 from octavo.nn.weights import Stored, TensorSpec, Wanted, WeightLayer, owned, plain, tensor_bytes
@@ -79,6 +80,18 @@ class VitSpec:
     layers: int
     eps: float
     activation: Activation
+
+    @classmethod
+    def of_siglip(cls, vision: Mapping[str, Any], size: int, heads: int = 12) -> VitSpec:
+        """Read a vision_config of SigLIP's kind. `heads`: their default number."""
+        return cls(
+            size,
+            whole(vision, "intermediate_size", 3072),
+            whole(vision, "num_attention_heads", heads),
+            whole(vision, "num_hidden_layers", 12),
+            float(value_or(vision, "layer_norm_eps", 1e-6)),
+            activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+        )
 
 
 class Attention(nn.Module):

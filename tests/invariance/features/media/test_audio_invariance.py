@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 from audio_kit import RATE, cases, make, sound
+from media_kit import BASE, answers, answers_alone
 from rank_kit import PIPELINE, TWO_RANKS, ranks_in_threads
 
 from octavo import LLM, SamplingParams
 
-BASE: dict[str, Any] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 2 << 20,
-    "threads": 1,
-    "max_model_len": 256,
-    "block_size": 16,
-    "max_num_seqs": 8,
-}
 SMALL = {"kv_cache_memory_bytes": 17 * 16 * 512}
 """Bytes of 17 blocks: one request of the longest, and little more."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -65,23 +58,9 @@ def prompts(kind: str) -> list[Any]:
     ]
 
 
-def answers(folder: Path, kind: str, **settings: Any) -> tuple[list[list[list[int]]], int]:
-    """Each choice's tokens, twice the same, and how many requests were preempted."""
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    drawn = greedy.replace(temperature=1.0, seed=5, n=2)
-    params = [drawn if i % 4 == 3 else greedy for i in range(8)]
-    with LLM(str(folder), **BASE | settings) as llm:
-        found = llm.generate(prompts(kind), params)
-        again = llm.generate(prompts(kind)[::-1], params[::-1])[::-1]
-        tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]
-        assert tokens == [[list(choice.token_ids) for choice in output.outputs] for output in again]
-        return tokens, llm.stats().num_preemptions
-
-
 @cache
 def plain(folder: Path, kind: str, device: str) -> list[list[list[int]]]:
-    """Each request alone, and without a cache of prefixes. Devices draw differently."""
-    return answers(folder, kind, max_num_seqs=1, enable_prefix_caching=False, device=device)[0]
+    return answers_alone(folder, prompts(kind), device)
 
 
 QUICK = {
@@ -103,7 +82,7 @@ QUICK = {
 def test_the_same_tokens(folders: dict[str, Path], settings: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_in_threads(monkeypatch)
     chosen = SETTINGS[settings]
-    tokens, preempted = answers(folders[kind], kind, **chosen)
+    tokens, preempted = answers(folders[kind], prompts(kind), **chosen)
     assert tokens == plain(folders[kind], kind, chosen.get("device", "auto"))
     assert preempted or settings != "preemption"
 
