@@ -96,6 +96,11 @@ PUBLIC = (
     public("server/schema/limits.py", "thinking", "thinking", "Anthropic's word for reasoning"),
     public("server/anthropic/events.py", "thinking", "thinking thinking_delta", "Anthropic's word for reasoning"),
     public("server/anthropic/messages.py", "thinking", "thinking", "Anthropic's word for reasoning"),
+    *(
+        public(path, "thinking", "thinking", "Ollama's word for reasoning")
+        for path in ("server/ollama/answers.py", "server/ollama/models.py", "server/ollama/protocol.py")
+    ),
+    public("server/ollama/translate.py", "thinking", "thinking enable_thinking", "Ollama's word for reasoning"),
     public(
         "server/anthropic/protocol.py",
         "thinking",
@@ -150,7 +155,9 @@ PUBLIC = (
         public(path, "media", "media_type", "HTTP's word for the type of a body")
         for path in (
             "features/pooling/http/embeddings.py",
-            "server/anthropic/errors.py",
+            "server/error_forms.py",
+            "server/ollama/models.py",
+            "server/ollama/route.py",
             "server/batch/routes.py",
             "server/routes/docs.py",
             "server/routes/home.py",

@@ -20,7 +20,6 @@ from octavo.features import parts
 from octavo.hub.cache import data_dir
 from octavo.server import errors
 from octavo.server.admission import Admission
-from octavo.server.anthropic.errors import error_response
 from octavo.server.anthropic.protocol import CountBody, MessagesBody
 from octavo.server.batch.execute import LineExecutor
 from octavo.server.batch.routes import BatchBody, batch_routes
@@ -28,9 +27,12 @@ from octavo.server.batch.service import BatchService
 from octavo.server.context import ServerContext
 from octavo.server.cors import Cors
 from octavo.server.door import Door
+from octavo.server.error_forms import error_response
 from octavo.server.fingerprint import fingerprint
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.middleware import load_middleware
+from octavo.server.ollama.protocol import BODIES as OLLAMA_BODIES
+from octavo.server.ollama.route import ollama_routes
 from octavo.server.openai.decide.protocol import DecisionBody
 from octavo.server.openai.protocol import ChatBatchBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.openai.respond.protocol import ResponseBody
@@ -72,6 +74,7 @@ INFERENCE_BODIES: list[type[BaseModel]] = [
     CountBody,
     TokenizeBody,
     DetokenizeBody,
+    *OLLAMA_BODIES,
 ]
 
 
@@ -120,6 +123,7 @@ def create_app(
     for router in (status_routes(ctx), debug_routes(ctx), *inference, *in_one_place, *optional):
         app.include_router(router)
     posts = post_endpoints(*inference)
+    app.include_router(ollama_routes(ctx, posts))
     app.include_router(invocation_routes(ctx, posts, partial(_feature_invocations, ctx)))
     app.router.routes.append(WebSocketRoute("/v1/stream", StreamSocket(ctx, posts).__call__))
     own = [module for _, module in parts("http")]

@@ -28,15 +28,18 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 M = TypeVar("M", bound=BaseModel)
 
 
-async def parse_body(request: Request, model: type[M], max_bytes: int) -> M:
+async def parse_body(request: Request, model: type[M], max_bytes: int, *, any_type: bool = False) -> M:
     """Parse the body as `model`. If it has no `priority`, the header's is used.
+
+    Args:
+        any_type: parse it as JSON, whatever its content type is.
 
     Raises:
         ApiError: 413 for a body over `max_bytes`, 415 for a content type other than JSON or a compressed body, 400 for
             malformed JSON.
         InvalidRequestError: a field is missing, unknown, of the wrong type or out of range.
     """
-    _check_content_type(request)
+    _check_content_type(request, any_type=any_type)
     value = decode_json(await read_body(request, max_bytes))
     if "priority" in model.model_fields and value.get("priority") is None:
         value["priority"] = _priority_of(request)
@@ -108,8 +111,8 @@ def _check_depth(value: Any) -> None:
     raise _too_deep()
 
 
-def _check_content_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def _check_content_type(request: Request, *, any_type: bool) -> None:
+    kind = "" if any_type else request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(
             415, f"The content type must be application/json, got {kind}. Set 'Content-Type: application/json'."

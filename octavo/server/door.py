@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.server.anthropic.errors import REQUEST_ID, error_response, speaks_anthropic
+from octavo.server.anthropic.errors import REQUEST_ID, speaks_anthropic
 from octavo.server.context import ServerContext
+from octavo.server.error_forms import error_response
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.load_header import ASKED, TOLD, load_header
 from octavo.server.stream import CLIENT_CLOSED_REQUEST

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import Scope
 
 from octavo.server.errors import ApiError
@@ -30,13 +29,6 @@ def speaks_anthropic(scope: Scope) -> bool:
     """Return whether a request is from an Anthropic client: by the header that they all send, or by the route."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path == _PATH or path.startswith(_PATH + "/") or _VERSION in Headers(scope=scope)
-
-
-def error_response(scope: Scope, error: ApiError) -> Response:
-    """Return the response for `error` in the client's API."""
-    if not speaks_anthropic(scope):
-        return error.response()
-    return Response(error_body(error), error.status, error.headers, media_type="application/json")
 
 
 def error_body(error: ApiError) -> bytes:

@@ -8,7 +8,7 @@ ROUTES = {
     "/v1/audio/": "transcriptions need a model that reads audio, and speech is not supported by this version",
     "/v1/realtime": "speech is not supported by this version",
     "/v1/images/": "image generation is not supported by this version",
-    "/api/": "Ollama's API is not served. Use OpenAI's, with the base URL /v1: POST /v1/chat/completions",
+    "/api/": "requests can't load, change or copy models; of Ollama's API, this server has what docs/ollama.md lists",
     "/generate": "POST /v1/completions continues a text",
     "/v1/engines": "GET /v1/models lists the models",
     "/v1/assistants": "use /v1/responses",

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server import errors
-from octavo.server.anthropic.errors import error_response
 from octavo.server.context import ServerContext
+from octavo.server.error_forms import error_response
 from octavo.server.metrics.merge import encode
 from octavo.server.openai.respond.route import KEPT, RECALLED, RECALLED_ITEMS, Responses
 from octavo.server.routes.inference import kept_responses

@@ -1,0 +1,21 @@
+"""`error_response`: an error in the form of the client's API."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from octavo.server.anthropic import errors as anthropic
+from octavo.server.errors import ApiError
+from octavo.server.ollama import errors as ollama
+
+
+def error_response(scope: Scope, error: ApiError) -> Response:
+    """Return the response for `error` in the client's API: OpenAI's, unless the request is from a client of another."""
+    if anthropic.speaks_anthropic(scope):
+        body = anthropic.error_body(error)
+    elif ollama.speaks_ollama(scope):
+        body = ollama.error_body(error)
+    else:
+        body = error.body()
+    return Response(body, error.status, error.headers, media_type="application/json")
