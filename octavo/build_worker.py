@@ -226,7 +226,7 @@ def serve_ranks(config: EngineConfig, files: ModelFiles) -> int:
         return run_node(own, address, settings_digest(config, files), partial(rank_process, config, files, memory))
 
 
-_SAME_ON_ALL = ("attention_backend", "enforce_eager", "disable_cascade_attn")
+_SAME_ON_ALL = ("attention_backend", "enforce_eager", "disable_cascade_attn", "batch_invariant")
 """Settings of devices that ranks must share."""
 
 
@@ -448,6 +448,10 @@ class EncoderBuild:
             raise ConfigError(
                 f"--cpu-offload-gb {config.cache.cpu_offload_gb:g}: {files.name} is an encoder, whose weights stay on "
                 "its device. Leave it out."
+            )
+        if config.device.batch_invariant:
+            raise ConfigError(
+                f"--batch-invariant: {files.name} is an encoder, which computes several inputs as one. Leave it out."
             )
         implementation_of(config, files)  # there is one, so this only raises for settings that ask for another
         self._worker = EncoderWorker(config.model, config.device, files)

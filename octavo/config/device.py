@@ -41,6 +41,12 @@ class DeviceConfig:
         "let each decoding request read its whole context, instead of reading common prefixes of contexts once "
         "(on a GPU)",
     )
+    batch_invariant: bool = setting(
+        False,
+        "compute the same bits for a request whatever else is computed beside it, and however its prompt is divided",
+        aliases=("enable-deterministic-inference",),
+        env="OCTAVO_BATCH_INVARIANT",
+    )
     distributed_executor_backend: Literal["uni", "mp", "ray"] = setting(
         "uni",
         "where the model runs: uni in the engine's process, or in one process per device if there are several; mp "

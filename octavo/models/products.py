@@ -14,9 +14,10 @@ from octavo.models.model import LayeredModel, Model
 from octavo.models.spec import DecoderSpec
 from octavo.nn.embedding import TiedHead
 from octavo.nn.linear import Linear, Projection
-from octavo.nn.ops import products
+from octavo.nn.ops import ordered, products
 from octavo.nn.quant.gpu import OnGpu
 from octavo.nn.quant.gpu_launch import PlainForm, RowNorm, launch
+from octavo.nn.quant.ordered import Ordered
 from octavo.nn.quant.packed_gpu import PackedOnGpu
 
 _LIKE = 4
@@ -31,6 +32,10 @@ def choose_products(model: Model, rows: Iterable[int], wait: Callable[[], None])
     Returns:
         The numbers of rows whose products are chosen and loaded.
     """
+    if ordered_groups := _ordered_groups(model):
+        every = sorted(set(rows))
+        ordered.choose(ordered_groups, every, wait)
+        return every
     wanted = sorted({count for count in rows if count > OnGpu.fused_rows})
     groups = _groups(model)
     products.choose(groups, wanted, wait)
@@ -130,6 +135,19 @@ def _groups(model: Model) -> list[products.Like]:
             if _gates(module):
                 gated.add(weight.shape)
     return [products.Like(like, dtype, shape in added, shape in gated) for (shape, dtype), like in groups.items()]
+
+
+def _ordered_groups(model: Model) -> list[products.Like]:
+    """Return groups of like matrices whose products have one order of sums."""
+    if not isinstance(model, CausalLM):
+        return []
+    groups: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+    wide = _wide(model)
+    for module in model.modules():
+        if isinstance(module, Projection) and isinstance(module.scheme, Ordered) and module.scheme.weight is not None:
+            weight = module.scheme.weight
+            groups.setdefault((weight.shape, torch.float32 if module in wide else weight.dtype), []).append(weight)
+    return [products.Like(like[:_LIKE], dtype) for (_, dtype), like in groups.items()]
 
 
 def _outputs(model: LayeredModel) -> set[Any]:

@@ -34,21 +34,27 @@ def choose_attention(
     block_size: int,
     isa: str,
     libraries: Sequence[str],
+    invariant: bool = False,
 ) -> tuple[AnyBackend, CacheShape]:
     """Return the backend called `name`, or the fastest one for the layer, and the shape of its cache.
 
     Args:
-        isa, libraries: see `BackendRequest`.
+        isa, libraries, invariant: see `BackendRequest`.
 
     Raises:
         ConfigError: the backend, the instruction set or the cache's dtype can't be used here.
     """
     backend: AnyBackend
     if isinstance(layer, LatentSpec):
+        if invariant and device.type != "cpu":
+            raise ConfigError(
+                "--batch-invariant: latent attention on a GPU depends on the batch. Leave it out, or serve the model "
+                "on a CPU."
+            )
         latents = backend = select_latents(name, LatentRequest(device, dtype, layer, kv_dtype, isa, libraries))
         shape: CacheShape = partial(latents.cache_shape, layer)
     else:
-        request = BackendRequest(device, dtype, layer, block_size, isa, kv_dtype, libraries)
+        request = BackendRequest(device, dtype, layer, block_size, isa, kv_dtype, libraries, invariant)
         keys = backend = select(name, request)
         shape = partial(keys.cache_shape, layer)
     if isa != "auto" and not isinstance(backend, NativeBackend):

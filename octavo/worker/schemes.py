@@ -25,6 +25,7 @@ from octavo.nn.quant.blocks import BlockQuantized, RoundedBlocks
 from octavo.nn.quant.none import Unquantized
 from octavo.nn.quant.onednn import OneDNN, packing_works
 from octavo.nn.weights import Keep, fused
+from octavo.worker.invariance import check_weights
 
 AT_LOAD = ("fp8", "w8a8", "w8a16", "w4a16")
 """Methods of `ONLINE` (nn/quant/online.py), which can be imported only with Triton."""
@@ -57,11 +58,13 @@ def schemes_of(
     keep: Keep = fused,
     *,
     native: bool = False,
+    invariant: bool = False,
 ) -> Schemes:
     """Return the schemes of a model. Quantized weights are kept where kernels multiply with them and no dtype is set.
 
     Args:
         native: the model will run as a native program.
+        invariant: results must not depend on the batch; see `invariance.py`.
 
     Raises:
         ConfigError: `config.quantization` is unknown, or does not fit the checkpoint or the device; the head is to be
@@ -79,10 +82,18 @@ def schemes_of(
         if config.head_dtype == "auto":
             return schemes
         return Apart(_HEAD, partial(RoundedBlocks, dtype, where, keep), schemes)
+    keeps_packed = device.resident and (
+        online is not None or (config.dtype == "auto" and method_name(files) is not None)
+    )
+    if invariant:
+        check_weights(dtype, native=native, resident=device.resident, packed=keeps_packed)
+        from octavo.nn.quant.ordered import Ordered
+
+        return everywhere(Ordered, dtype, where, keep)
     if not device.resident:
         return everywhere(OneDNN if packing_works(dtype) else Unquantized, dtype, where, keep)
     # These need Triton, which machines without a GPU may lack.
-    if online is not None or (config.dtype == "auto" and method_name(files) is not None):
+    if keeps_packed:
         from octavo.nn.quant.packed_gpu import PackedSchemes
 
         return PackedSchemes(dtype, where, keep, online, rounds=rounds_activations(files.config))

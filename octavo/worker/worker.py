@@ -54,6 +54,7 @@ from octavo.worker.context_parallel import forward_of
 from octavo.worker.division import with_experts
 from octavo.worker.hooks import Capacity, Hooks, Reserved, Site, WorkerHook
 from octavo.worker.host_parts import host_parts
+from octavo.worker.invariance import check_layers, check_ranks
 from octavo.worker.kv_scales import SCALING_TOKENS, set_scales, stored_scales
 from octavo.worker.loaded import LoadedModel
 from octavo.worker.micro_batches import check_micro_batches, uses_micro_batches
@@ -105,6 +106,8 @@ class Worker:
         self.device = self._prepared_device(device)
         self.mesh, self.stage = Mesh(place.shard, place.shards), Stage(place.stage, place.stages)
         self.parallel = parallel = settings_beside(cache.cpu_offload_gb, parallel, self.device)
+        if device.batch_invariant:
+            check_ranks(parallel)
         self.config = config
         self._implementation = implementation
         self.files, self.load_format = files, config.load_format
@@ -181,6 +184,7 @@ class Worker:
             block_size=self.block_size,
             isa=self.settings.cpu_isa,
             libraries=libraries,
+            invariant=self.settings.batch_invariant,
         )
 
     def load(self, check: Callable[[], None] = lambda: None) -> None:
@@ -253,6 +257,8 @@ class Worker:
         if all(isinstance(layer, StateCache) for layer in layers):
             self._state_bytes = states.largest(layers)
         states.check(layers, self.block_size, self._block_bytes)
+        if self.settings.batch_invariant:
+            check_layers(model, resident=self.device.resident)
         check_micro_batches(None if self._takes_native else model, self.parallel)
         whole, wanted = partial(plain_bytes, checkpoint, self.dtype), wanted_bytes(model)
         most = needed_bytes(wanted, whole, self.config, self.files, resident=self.device.resident)
@@ -330,7 +336,15 @@ class Worker:
         return isinstance(self.attention, NativeBackend) and reason is None
 
     def _schemes(self, keep: Keep = fused) -> Schemes:
-        return schemes_of(self.config, self.files, self.device, self.dtype, keep, native=self._takes_native)
+        return schemes_of(
+            self.config,
+            self.files,
+            self.device,
+            self.dtype,
+            keep,
+            native=self._takes_native,
+            invariant=self.settings.batch_invariant,
+        )
 
     @property
     def weight_form(self) -> str:

@@ -52,7 +52,8 @@ from octavo.nn.experts import ExpertLayer
 from octavo.nn.linear import Projection
 from octavo.nn.quant.experts import AddingExperts
 from octavo.nn.step import StepInput
-from octavo.worker.hooks import Site, WorkerHook
+from octavo.worker.hooks import Reserved, Site, WorkerHook
+from octavo.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,14 @@ class LoraWorker(WorkerHook):
         self._head: Replaced | None = None
 
     # The model
+
+    def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
+        if worker.settings.batch_invariant and worker.device.resident:
+            raise ConfigError(
+                "--batch-invariant: what adapters add on a GPU depends on the batch. Leave it out, or leave out "
+                "--enable-lora, --lora-modules and --lora-dir."
+            )
+        return Reserved()
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         if not hasattr(model, "logits"):

@@ -193,6 +193,7 @@ class BackendRequest:
         block_size: tokens of a KV block.
         isa: instruction set for CPU kernels; "auto" for the best available.
         libraries: separate kernel libraries that the model needs; see `native/needs.py`.
+        invariant: results must not depend on what else is in a step, to the bit.
     """
 
     device: torch.device
@@ -202,6 +203,7 @@ class BackendRequest:
     isa: str = "auto"
     kv_dtype: torch.dtype | None = None
     libraries: Sequence[str] = ()
+    invariant: bool = False
 
 
 class BackendFactory(Protocol):

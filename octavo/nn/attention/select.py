@@ -28,13 +28,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """A `BackendFactory` made of two functions."""
+    """A `BackendFactory` made of two functions.
+
+    Attributes:
+        invariant: results do not depend on what else is in a step.
+    """
 
     name: str
     reason_against: Callable[[BackendRequest], str | None]
     make_backend: Callable[[BackendRequest], AttentionBackend]
+    invariant: bool = False
 
     def supports(self, request: BackendRequest) -> str | None:
+        if request.invariant and not self.invariant:
+            return "adds up in an order that depends on the batch (--batch-invariant)"
         return self.reason_against(request)
 
     def make(self, request: BackendRequest) -> AttentionBackend:
@@ -118,6 +125,21 @@ def _triton_reason(request: BackendRequest) -> str | None:
     return None if request.spec.head_dim <= 512 else f"has heads of up to 512 channels, not {request.spec.head_dim}"
 
 
+def _invariant_reason(request: BackendRequest) -> str | None:
+    if (reason := _triton_reason(request) or _fp8_reason(request)) is not None:
+        return reason
+    if request.dtype == torch.float32:
+        return "computes in 16 bits"
+    heads = request.spec.head_dim
+    return None if heads <= 256 else f"has heads of up to 256 channels, not {heads}"
+
+
+def _make_invariant(request: BackendRequest) -> AttentionBackend:
+    from octavo.nn.attention.invariant import InvariantAttention
+
+    return InvariantAttention(request.dtype, request.spec)
+
+
 def _make_triton(request: BackendRequest) -> AttentionBackend:
     from octavo.nn.attention.triton import TritonAttention  # needs triton, which machines without a GPU may lack
 
@@ -140,11 +162,12 @@ def _with_library(
 
 # A library precedes Octavo's kernels if it was measured to be faster and does not delay the start; see docs/gpu.md.
 BACKENDS: tuple[BackendFactory, ...] = (
-    Factory("native", _native_reason, _make_native),
+    Factory("native", _native_reason, _make_native, invariant=True),
     Factory("torch", _torch_reason, lambda request: TorchAttention(int8=_int8(request))),
     Factory("flash_attn", flash_attn.reason_against, _with_library(lambda _: flash_attn.FlashAttention3())),
     Factory("triton", _triton_reason, _make_triton),
     Factory("flashinfer", flashinfer.reason_against, _with_library(lambda r: flashinfer.FlashInfer(r.device))),
+    Factory("invariant", _invariant_reason, _make_invariant, invariant=True),
     Factory("reference", _reference_reason, lambda request: ReferenceAttention(int8=_int8(request))),
 )
 

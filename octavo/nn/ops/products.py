@@ -147,13 +147,14 @@ class Products:
         own, next_to_it = (_name((rows, outputs, inputs, kind, dtype)) for rows in (count, _tried_for(count)))
         known = (algorithm_of(self._known.get(name, "")) for name in (own, next_to_it))
         algorithm = next((one for one in known if one is not None and product.takes(one)), None)
+        shape = (count, outputs, inputs, kind, dtype)
         if algorithm is None:
-            algorithm = self._fastest(product, x, weights, torch.empty(count, outputs, dtype=dtype, device=x.device))
+            room = torch.empty(count, outputs, dtype=dtype, device=x.device)
+            algorithm = self._fastest(product, shape, x, weights, room)
             if algorithm is None:
                 return
             self._known[own] = algorithm.hex()
             self.tried += 1
-        shape = (count, outputs, inputs, kind, dtype)
         self._chosen[shape] = (product, algorithm)
         out = self.run(x, weights[0], dtype)
         if like.added:
@@ -177,7 +178,7 @@ class Products:
         rows, outputs, *_ = shape
         stream = torch.zeros(rows, outputs, dtype=like.dtype, device=x.device)
         parts = torch.empty(2, rows, outputs, dtype=like.dtype, device=x.device)
-        algorithm = self._fastest(product, x, like.weights, parts)
+        algorithm = self._fastest(product, shape, x, like.weights, parts)
         if algorithm is None:
             return b""
         whole, chosen = self._chosen[shape]
@@ -236,8 +237,14 @@ class Products:
         except OSError as error:
             log.warning("failed to write the chosen matrix products to %s: %s", self._path, error)
 
-    def _fastest(self, product: Product, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> bytes | None:
-        algorithms = product.algorithms(_TRIES)
+    def _candidates(self, product: Product, shape: ProductShape, weight: Tensor, out: Tensor) -> list[bytes]:
+        """Return the algorithms to choose from, in the order of the library's heuristic."""
+        return product.algorithms(_TRIES)
+
+    def _fastest(
+        self, product: Product, shape: ProductShape, x: Tensor, weights: Sequence[Tensor], out: Tensor
+    ) -> bytes | None:
+        algorithms = self._candidates(product, shape, weights[0], out)
         runs = [functools.partial(product.into, out, x, algorithm=algorithm) for algorithm in algorithms]
         for run in runs:
             run(weights[0])  # loads it
@@ -251,10 +258,13 @@ class Products:
 def products() -> Products | None:
     """Return this process's products, or None if the library can't be used."""
     lib = library() if torch.cuda.is_available() else None
-    if lib is None:
-        return None
+    return None if lib is None else Products(lib, stored_choices(lib))
+
+
+def stored_choices(lib: Library, kind: str = "") -> Path:
+    """Return the file with the choices for this device and library."""
     chip = torch.cuda.get_device_name().replace(" ", "-").replace("/", "-")
-    return Products(lib, kernel_dir() / "products" / f"{chip}-{lib.version}.json")
+    return kernel_dir() / "products" / f"{chip}-{lib.version}{kind and '-'}{kind}.json"
 
 
 def choose(groups: Sequence[Like], rows: Sequence[int], wait: Callable[[], None]) -> None:

@@ -1,0 +1,98 @@
+"""Matrix products on a GPU whose bits do not depend on the number of rows.
+
+The matrix units add up products of 16 inputs to an accumulator. Kernels that pass once through all inputs with one
+accumulator give the same bits, whatever their tiles, also those of the library; kernels that divide the inputs do not.
+So the fastest algorithm is chosen among those of the library that give the bits of `triton_ordered.py` for random rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.nn.ops import few_rows
+from octavo.nn.ops.cublaslt import Product, aligned, library
+from octavo.nn.ops.products import Like, Products, ProductShape, stored_choices
+from octavo.nn.ops.triton_ordered import ordered_product
+
+log = logging.getLogger(__name__)
+
+_TRIES = 8
+
+
+class OrderedProducts(Products):
+    """The chosen algorithm of each shape. There is one object per process, for its only GPU."""
+
+    def run_ordered(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return x [M, K] @ weight [N, K]^T by the chosen algorithm, or one that is found now, unless steps are
+        recorded; None if there is none."""
+        found = self.run(x, weight, dtype)
+        if found is None and aligned(x, weight) and not torch.cuda.is_current_stream_capturing():
+            self._find((x.shape[0], *weight.shape, weight.dtype, dtype), x, weight)
+            found = self.run(x, weight, dtype)
+        return found
+
+    def _find(self, shape: ProductShape, x: Tensor, weight: Tensor) -> None:
+        """Choose the library's first algorithm that gives the right bits, without measuring."""
+        rows, outputs, inputs, kind, dtype = shape
+        product = Product(self._lib, kind, dtype, rows, outputs, inputs)
+        out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+        for algorithm in product.algorithms(_TRIES):
+            if self._takes(product, algorithm, shape, weight, out):
+                self._chosen[shape] = product, algorithm
+                return
+
+    def _candidates(self, product: Product, shape: ProductShape, weight: Tensor, out: Tensor) -> list[bytes]:
+        every = product.algorithms(_TRIES)
+        return [one for one in every if self._takes(product, one, shape, weight, out)]
+
+    def _takes(self, product: Product, algorithm: bytes, shape: ProductShape, weight: Tensor, out: Tensor) -> bool:
+        """Return whether the algorithm gives the bits of `ordered_product`."""
+        x = torch.randn(shape[0], shape[2], dtype=weight.dtype, device=weight.device)
+        product.into(out, x, weight, algorithm)
+        return torch.equal(out, ordered_product(x, weight, out.dtype))
+
+
+@functools.cache
+def products() -> OrderedProducts | None:
+    """Return this process's products, or None if the library can't be used."""
+    lib = library() if torch.cuda.is_available() else None
+    return None if lib is None else OrderedProducts(lib, stored_choices(lib, "ordered"))
+
+
+def choose(groups: Sequence[Like], rows: Iterable[int], wait: Callable[[], None]) -> None:
+    """Choose algorithms for groups of like matrices and all these numbers of rows.
+
+    Args:
+        wait: waits until Octavo's own kernels are compiled; called once.
+    """
+    wait()
+    owner = products()
+    if owner is None:
+        return
+    began = time.perf_counter()
+    counts = list(rows)
+    for like in groups:
+        owner.choose(like, counts)
+    owner.save()
+    log.info(
+        "chose matrix products with one order of sums for %d shapes in %.1f s, %d measured",
+        *(len(groups) * len(counts), time.perf_counter() - began, owner.tried),
+    )
+
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [M, K] @ weight [N, K]^T, rounded once to `dtype`; a contiguous weight of a 16-bit dtype."""
+    x = x.contiguous()
+    if not x.is_cuda:
+        return ordered_product(x, weight, dtype)
+    if dtype == x.dtype and few_rows.pays(x.shape[0], weight.shape[0]):
+        return few_rows.few_product(x, weight)
+    owner = products()
+    found = None if owner is None or not x.shape[0] else owner.run_ordered(x, weight, dtype)
+    return ordered_product(x, weight, dtype) if found is None else found
