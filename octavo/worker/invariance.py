@@ -57,8 +57,8 @@ def check_weights(dtype: torch.dtype, *, native: bool, resident: bool, packed: b
 
 
 def check_layers(model: Model, *, resident: bool) -> None:
-    """Refuse layers that are not Octavo's own, and on a GPU those that keep a state: prompts are computed in chunks that
-    depend on the step.
+    """Refuse layers that are not Octavo's own, and on a GPU those that keep a state, which depends on the chunks of a
+    prompt.
 
     Raises:
         ConfigError: the model has some.
