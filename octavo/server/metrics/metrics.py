@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from octavo.core.stats import STEP_TOKENS, EngineStats
 from octavo.engine.protocol import EngineClient
 from octavo.server.metrics.engine import ENGINE_METRICS, EngineMetric, feature_metrics
+from octavo.server.metrics.gpus import GpuMetrics
 from octavo.server.metrics.histogram import BucketCounts
 from octavo.server.metrics.http import HttpMetrics
 from octavo.server.metrics.merge import Families, total
@@ -44,6 +45,7 @@ class Metrics(Collector):
     Attributes:
         requests: histograms over generation requests.
         http: counts and durations of HTTP requests.
+        gpus: the GPUs of this machine, if the engine computes on one.
         batches: counts of batches, if they are served.
     """
 
@@ -52,6 +54,7 @@ class Metrics(Collector):
     ) -> None:
         self.requests = RequestHistograms(log_requests=log_requests, tracing=tracing)
         self.http = HttpMetrics()
+        self.gpus = GpuMetrics() if engine.info.accelerator == "cuda" else None
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
         self._process = ProcessCollector(registry=None)
@@ -73,10 +76,13 @@ class Metrics(Collector):
         yield from self.own()
 
     def shared(self) -> Iterator[Metric]:
-        """Yield the engine's metrics, under each prefix; equal in all processes that use the engine."""
+        """Yield the engine's metrics, under each prefix, and those of GPUs; equal in all processes that use the
+        engine."""
         replicas = self._engine.replicas
         for prefix in PREFIXES:
             yield from self._engine_families(prefix, replicas)
+        if self.gpus is not None:
+            yield from self.gpus.families({"model_name": self._labels["model_name"]})
         # A replica that was started again has another process.
         yield from total([_process_families(pid) for pid in (one.info.pid for one in replicas) if pid])
 

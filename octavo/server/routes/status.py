@@ -61,6 +61,8 @@ def metrics_routes(ctx: ServerContext, crew: Crew | None) -> APIRouter:
     async def metrics(request: Request) -> Response:
         """Return all metrics, for Prometheus."""
         others = await crew.metrics() if crew is not None else ()
+        if ctx.metrics.gpus is not None:
+            await ctx.metrics.gpus.refresh()
         return Response(ctx.metrics.exposition(others), media_type=CONTENT_TYPE)
 
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
