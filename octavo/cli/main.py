@@ -20,6 +20,7 @@ COMMANDS = {
     "quantize": "round a model's weights and write it as a smaller checkpoint",
     "eval": "measure how well a model predicts a text, or answers questions",
     "plan": "say which GPUs a model fits, and how fast it can be, before it is loaded",
+    "doctor": "check this machine, and say what to do about what is wrong",
     "pull": "download a model, or list those known by name",
 }
 

@@ -49,6 +49,12 @@ def cpu_quota() -> float | None:
     return min(quotas, default=None)
 
 
+def most_processes() -> int | None:
+    """Return the most processes and threads of this process's groups; None without a limit."""
+    limits = (_number(folder / "pids.max") for folder in _groups("pids"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def read(path: Path) -> str | None:
     """Return a small file's stripped text; None if it can't be read."""
     try:

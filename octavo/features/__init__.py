@@ -15,6 +15,7 @@ A feature's parts are modules of its folder. Each is optional, and imported only
   Octavo's own layers.
 - `cli.py` has a command of `octavo`: `NAME`, `ABOUT` (a line of help) and `run(argv) -> int`. It imports
   nothing heavy until it runs, since `octavo --help` reads it.
+- `doctor.py` has `AREA`: checks of `octavo doctor`.
 - `offline.py` and `online.py` have `METHODS`, a mixin of `LLM` and `AsyncLLM`.
 
 Without a folder the engine lacks that feature and works otherwise. Requests that use it are refused by name

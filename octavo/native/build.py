@@ -88,6 +88,14 @@ def level_of(isa: str) -> str:
     return _load(isa, ()).level
 
 
+def compilers() -> list[str]:
+    """Return the paths of the C++ compilers of this machine, in the order in which they are tried: $CXX first."""
+    named = os.environ.get("CXX")
+    names = [named, *COMPILERS] if named else list(COMPILERS)
+    found = [path for path in map(shutil.which, names) if path]
+    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
+
+
 def build_ahead(isa: str, separate: Callable[[], Collection[str]]) -> None:
     """Start `load_library` in a thread, unless it was called; a later caller waits only for the remaining time."""
 
@@ -109,7 +117,7 @@ class _Built:
 def _load(isa: str, separate: Collection[str]) -> _Built:
     if isa not in _built:
         try:
-            _built[isa] = _build(_levels(isa), _compilers(), kernel_dir() / "native", separate)
+            _built[isa] = _build(_levels(isa), compilers(), kernel_dir() / "native", separate)
         except NativeBuildError as error:
             _built[isa] = error
     built = _built[isa]
@@ -141,18 +149,11 @@ def _levels(isa: str) -> list[Isa]:
     return chosen
 
 
-def _compilers() -> list[str]:
-    named = os.environ.get("CXX")
-    names = [named, *COMPILERS] if named else list(COMPILERS)
-    found = [path for path in map(shutil.which, names) if path]
-    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
-
-
-def _build(levels: list[Isa], compilers: list[str], folder: Path, separate: Collection[str]) -> _Built:
+def _build(levels: list[Isa], found: list[str], folder: Path, separate: Collection[str]) -> _Built:
     """Try each instruction set with each compiler; reuse libraries that were compiled earlier."""
     problems = []
     for level in levels:
-        for compiler in compilers:
+        for compiler in found:
             try:
                 command = [compiler, *_FLAGS, *level.compiler_flags]
                 main = Path(f"octavo-{level.name}-{_digest(_run([compiler, '--version']), command)}.so")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from nvml_kit import GIB, FakeGpu, FakeNvml
 
@@ -58,11 +60,9 @@ def test_what_a_gpu_does_not_support_is_none() -> None:
 
 
 def test_an_older_library_lacks_functions() -> None:
-    class Older(FakeNvml):
-        nvmlDeviceGetComputeRunningProcesses_v3 = None  # type: ignore[assignment]
-        nvmlDeviceGetTotalEccErrors = None  # type: ignore[assignment]
-
-    nvml = Nvml(Older(FakeGpu()))
+    library: Any = FakeNvml(FakeGpu())
+    library.nvmlDeviceGetComputeRunningProcesses_v3 = library.nvmlDeviceGetTotalEccErrors = None
+    nvml = Nvml(library)
     assert nvml.states()[0].ecc_corrected is None
     assert nvml.setups()[0].processes is None
 

@@ -10,7 +10,7 @@ import pytest
 
 import octavo.native
 from octavo.core.params import SamplingParams
-from octavo.native.build import _compilers
+from octavo.native.build import compilers
 from octavo.sampling.parameters import NUM_PARAMS, OFFSETS, PARAMETERS, STRUCT, packed, packed_words
 from octavo.sampling.state import PreparedParams
 
@@ -21,8 +21,8 @@ def prepared() -> PreparedParams:
 
 
 def test_the_structure_is_that_of_the_kernels(tmp_path: Path) -> None:
-    compilers = _compilers()
-    if not compilers:
+    found = compilers()
+    if not found:
         pytest.skip("no C++ compiler on this machine")
     fields = "".join(f'std::printf("%zu ", offsetof(OctavoSampling, {name}));' for name in STRUCT.names or ())
     source = f'#include <cstddef>\n#include <cstdio>\n#include "sample.h"\nint main() {{ {fields}'
@@ -30,7 +30,7 @@ def test_the_structure_is_that_of_the_kernels(tmp_path: Path) -> None:
     (tmp_path / "offsets.cpp").write_text(source)
     folder = Path(octavo.native.__file__).parent / "src"
     program = tmp_path / "offsets"
-    subprocess.run([compilers[0], "-std=c++17", f"-I{folder}", tmp_path / "offsets.cpp", "-o", program], check=True)
+    subprocess.run([found[0], "-std=c++17", f"-I{folder}", tmp_path / "offsets.cpp", "-o", program], check=True)
     found = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
     assert STRUCT.fields is not None
     offsets = [STRUCT.fields[one.name][1] for one in PARAMETERS]
