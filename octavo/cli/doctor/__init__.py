@@ -19,7 +19,7 @@ _TAKEN = frozenset(
         *("model", "revision", "download-dir", "hf-overrides", "rope-scaling", "rope-theta", "max-model-len"),
         *("dtype", "quantization", "kv-cache-dtype", "block-size", "gpu-memory-utilization", "cpu-offload-gb"),
         *("max-num-seqs", "max-num-batched-tokens", "tensor-parallel-size", "load-format", "model-impl"),
-        *("tokenizer", "tokenizer-revision", "generation-config", "chat-template"),
+        *("tokenizer", "tokenizer-revision", "skip-tokenizer-init", "generation-config", "chat-template"),
         *("device", "cpu-isa", "distributed-executor-backend"),
         *("host", "port", "uds", "max-concurrent-requests", "jobs-dir", "otlp-traces-endpoint"),
     )

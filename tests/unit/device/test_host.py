@@ -96,6 +96,21 @@ def test_processors_are_what_all_groups_leave(
         assert host.physical_cores() <= max(1, quota)
 
 
+@pytest.mark.parametrize(
+    ("own", "folders", "most"),
+    [
+        ("0::/a/b", {"a/b": {"pids.max": "max"}, "a": {"pids.max": 300}, "": {"pids.max": 9000}}, 300),
+        ("2:pids:/c", {"pids/c": {"pids.max": 64}}, 64),
+        ("0::/", {"": {"pids.max": "max"}}, None),
+    ],
+)
+def test_processes_are_what_all_groups_allow(
+    own: str, folders: Mapping[str, Mapping[str, object]], most: int | None, groups: Groups
+) -> None:
+    groups(own, folders)
+    assert cgroup.most_processes() == most
+
+
 def test_the_least_of_all_limits_counts(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
     groups("0::/", {"": second(1 << 40, 0, 0)})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
