@@ -30,7 +30,7 @@ def check_usable() -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             "--device cuda needs an NVIDIA GPU, its driver and a torch built for CUDA, and torch finds none; "
-            "use --device cpu."
+            "use --device cpu. octavo doctor says what is wrong."
         )
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("--device cuda needs the package triton; install octavo[gpu], or use --device cpu.")

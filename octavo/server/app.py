@@ -176,20 +176,26 @@ def make_context(
 ) -> ServerContext:
     """Return the state shared by the routes. Parts that are not given are created."""
     name = config.model_names(frontend.info.name)[0]
-    metrics = Metrics(frontend.engine, name, log_requests=config.enable_log_requests, tracing=traces)
-    lifecycle = lifecycle or Lifecycle()
+    running = lifecycle or Lifecycle()
+    metrics = Metrics(
+        frontend.engine,
+        name,
+        log_requests=config.enable_log_requests,
+        tracing=traces,
+        draining=lambda: running.draining,
+    )
     return ServerContext(
         frontend=frontend,
         config=config,
         metrics=metrics,
-        lifecycle=lifecycle,
+        lifecycle=running,
         admission=Admission(
             config.max_num_queued_reqs,
             config.max_num_queued_tokens,
             seats=frontend.info.max_num_seqs,
             stats=frontend.engine.stats,
             refused=metrics.requests.refused,
-            board=lifecycle.board,
+            board=running.board,
         ),
         transcripts=Transcripts(config),
         siblings=siblings,

@@ -88,7 +88,7 @@ def _advise(reason: str) -> None:
     missing = "with a C++ compiler installed (for instance g++)"
     log.warning(
         "Octavo's CPU kernels %s. The model runs in plain torch, which is correct but several times slower; %s the "
-        "next start uses the kernels.",
+        "next start uses the kernels. octavo doctor checks that.",
         reason,
         missing if "no C++ compiler" in reason else "once that is fixed",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -50,12 +50,23 @@ class Metrics(Collector):
     """
 
     def __init__(
-        self, engine: EngineClient, model_name: str, *, log_requests: bool = False, tracing: Tracing | None = None
+        self,
+        engine: EngineClient,
+        model_name: str,
+        *,
+        log_requests: bool = False,
+        tracing: Tracing | None = None,
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
+        """
+        Args:
+            draining: whether the server takes no new requests, since it is to end.
+        """
         self.requests = RequestHistograms(log_requests=log_requests, tracing=tracing)
         self.http = HttpMetrics()
         self.gpus = GpuMetrics() if engine.info.accelerator == "cuda" else None
         self._engine = engine
+        self._draining = draining
         self._labels = {"model_name": model_name, "engine": "0"}
         self._process = ProcessCollector(registry=None)
         self.batches: BatchCounts | None = None
@@ -120,6 +131,8 @@ class Metrics(Collector):
             1.0,
         )
         yield self._gauge(prefix + "build_info", "The server's version, as a label.", {"version": __version__}, 1.0)
+        text = "1 while the server finishes its requests and takes no new ones, else 0."
+        yield self._gauge(prefix + "server_draining", text, {}, float(self._draining()))
         text = "1 while the engine lives and makes progress, else 0."
         healthy = GaugeMetricFamily(prefix + "engine_healthy", text, labels=list(self._labels))
         for number, one in enumerate(replicas):

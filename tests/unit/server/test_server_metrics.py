@@ -94,6 +94,13 @@ def test_both_prefixes_tell_the_same() -> None:
         assert scrape.value(f"{prefix}cache_config_info", block_size="16", num_gpu_blocks="1024") == 1
 
 
+def test_a_server_that_is_to_end_says_so() -> None:
+    house = make_house(saying("hi"))
+    assert Scrape(house).value("octavo:server_draining") == 0
+    house.lifecycle.drain()
+    assert Scrape(house).value("octavo:server_draining") == 1
+
+
 def test_each_replica_has_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = [FakeEngine(saying("hi"), info=fake_info(pid=os.getpid())) for _ in range(2)]
     for number, one in enumerate(replicas):
