@@ -37,7 +37,7 @@ NOT_HERE = {
 SERVED = ("octavo bench serve", "curl ")
 LONG = ("octavo bench", "octavo quantize", "octavo eval", "octavo generate --raw", "octavo chat -q")
 """Those that `make test-all` runs."""
-ALONE = ("octavo generate", "octavo pull --list", "octavo run-batch", *LONG)
+ALONE = ("octavo generate", "octavo pull --list", "octavo run-batch", "octavo doctor", *LONG)
 AFTER = {"octavo eval smollm2-w8a16": "octavo quantize smollm2 --scheme w8a16 -o smollm2-w8a16"}
 """Commands that need what another one wrote."""
 BATCH = {
