@@ -11,20 +11,8 @@ from collections.abc import Iterator
 from octavo.cli.doctor.check import Area, Finding, Result, Wish
 from octavo.cli.flags.args import add_engine_settings, add_settings, engine_from, server_from, values
 from octavo.cli.flags.parser import OctavoParser
-from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.cli.flags.table import SERVER_GROUPS
 from octavo.version import __version__
-
-_TAKEN = frozenset(
-    (
-        *("model", "revision", "download-dir", "hf-overrides", "rope-scaling", "rope-theta", "max-model-len"),
-        *("dtype", "quantization", "kv-cache-dtype", "block-size", "gpu-memory-utilization", "cpu-offload-gb"),
-        *("max-num-seqs", "max-num-batched-tokens", "tensor-parallel-size", "load-format", "model-impl"),
-        *("tokenizer", "tokenizer-revision", "skip-tokenizer-init", "generation-config", "chat-template"),
-        *("device", "cpu-isa", "distributed-executor-backend"),
-        *("host", "port", "uds", "max-concurrent-requests", "jobs-dir", "otlp-traces-endpoint"),
-    )
-)
-"""Flags of octavo serve that checks depend on."""
 
 
 def run(argv: list[str]) -> int:
@@ -54,7 +42,7 @@ def make_parser() -> OctavoParser:
         "octavo doctor",
         words="[MODEL]",
         description="Check what Octavo needs of this machine, and say what to do about the rest; with MODEL, also "
-        "whether that can be served here. Takes those settings of octavo serve that checks depend on. Reads only, "
+        "whether that can be served here. Takes the flags of octavo serve, and checks them, too. Reads only, "
         "except for kernels that it compiles into the cache folder. The exit status is 1 if something is broken.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -64,9 +52,12 @@ def make_parser() -> OctavoParser:
     parser.add_argument(
         "--online", action="store_true", help="also ask the model hub whether it answers and takes the access token"
     )
-    without = frozenset(flag.name for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS)) - _TAKEN
-    add_engine_settings(parser, without=without)
-    add_settings(parser, SERVER_GROUPS, without=without)
+    about = (
+        "the model to check, too: a name listed by `octavo pull --list`, a folder, a .gguf file or a Hugging Face id"
+    )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help=about)
+    add_engine_settings(parser, positional=False)
+    add_settings(parser, SERVER_GROUPS)
     return parser
 
 
@@ -78,11 +69,11 @@ def diagnosed(wish: Wish) -> Iterator[tuple[str, str, Finding]]:
 
 
 def areas() -> list[Area[object]]:
-    from octavo.cli.doctor import folders, gpus, hub, kernels, machine, model, packages, server, torch_checks
+    from octavo.cli.doctor import folders, gpus, hub, kernels, machine, model, packages, server, settings, torch_checks
     from octavo.features import parts
 
     own = (
-        *(packages.AREA, machine.AREA, folders.AREA, server.AREA, hub.AREA),
+        *(packages.AREA, settings.AREA, machine.AREA, folders.AREA, server.AREA, hub.AREA),
         *(gpus.AREA, kernels.AREA, torch_checks.AREA, model.AREA),
     )
     return [*own, *(module.AREA for _, module in parts("doctor"))]

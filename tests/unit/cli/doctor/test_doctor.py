@@ -97,6 +97,15 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         assert judged.result is Result.WARNING, "it may be the user's own server"
 
 
+def test_flags_that_can_not_be_used_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "serve.yaml").write_text("port: 0\nmax-log-len: 10\nssl-certfile: /none.pem\nmax-num-queued-reqs: 4\n")
+    status, found = examined(capsys, "--quick", "--config", tmp_path / "serve.yaml")
+    assert status == 1
+    text = found["settings", "flags"]["text"]
+    assert "--max-log-len has no effect without --enable-log-requests" in text
+    assert "/none.pem" in text
+
+
 def test_a_proxy_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "no_proxy", "HTTP_PROXY", "NO_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)

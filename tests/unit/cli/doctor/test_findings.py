@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.doctor import areas, folders, gpus, hub, kernels, machine, model, packages, server, torch_checks
+from octavo.cli.doctor import (
+    areas,
+    folders,
+    gpus,
+    hub,
+    kernels,
+    machine,
+    model,
+    packages,
+    server,
+    settings,
+    torch_checks,
+)
 from octavo.cli.doctor.check import Area, Finding, Result
 from octavo.cli.doctor.folders import Folder, Folders
 from octavo.cli.doctor.gpus import Gpus
@@ -19,6 +31,7 @@ from octavo.cli.doctor.model import Model
 from octavo.cli.doctor.packages import Packages
 from octavo.cli.doctor.probe import Probe
 from octavo.cli.doctor.server import Door
+from octavo.cli.doctor.settings import Settings
 from octavo.cli.doctor.torch_checks import Tried
 from octavo.core.nvml import GpuSetup, GpuState
 
@@ -87,6 +100,8 @@ CASES: list[tuple[str, str, Any, Result, str, str]] = [
     ("packages", "Ray", python(needs_ray=True, has_ray=True), FINE, "ray", ""),
     ("packages", "Ray", python(needs_ray=True), BROKEN, "--distributed-executor-backend ray", "octavo[ray]"),
     ("packages", "traces", python(tracing_problem="no OTLP"), BROKEN, "no OTLP", "--otlp-traces-endpoint"),
+    ("settings", "flags", Settings(()), FINE, "together", ""),
+    ("settings", "flags", Settings(("--ssl-certfile a: no such file.",)), BROKEN, "--ssl-certfile a", "change"),
     ("machine", "memory", host(), FINE, "60.0 GiB", ""),
     ("machine", "memory", host(memory_left=GIB, group_left=GIB), WARNING, "leaves 1.0 GiB", "docker run --memory"),
     ("machine", "memory", host(memory_left=GIB), WARNING, "1.0 GiB can be used, of 64.0", "end other programs"),
@@ -249,7 +264,7 @@ def test_what_has_no_meaning_here_is_left_out(area: str, name: str, facts: Any) 
 
 
 def test_every_check_is_seen_to_fail() -> None:
-    own = (packages, machine, folders, server, hub, gpus, kernels, torch_checks, model)
+    own = (packages, settings, machine, folders, server, hub, gpus, kernels, torch_checks, model)
     all_checks = {(module.AREA.name, check.name) for module in own for check in module.AREA.checks}
     assert all_checks == {(area, name) for area, name, _, result, *_ in CASES if result is not FINE}
 
