@@ -119,6 +119,11 @@ def judge_build(found: Tried) -> Finding | None:
             f"torch {probe.torch} has no kernels for {', '.join(unbuilt)}; it has {', '.join(probe.built_for)}",
             "install a torch that is built for this GPU: a newer one for a new GPU, an older one for an old one",
         )
+    if "out of memory" in probe.gpu_error:
+        return warning(
+            f"no GPU computation was tried to its end: {probe.gpu_error}",
+            "nvidia-smi lists the processes that hold the GPU's memory; if one is your server, all is well",
+        )
     if probe.gpu_error:
         return broken(f"torch computes nothing on the GPU: {probe.gpu_error}", "nvidia-smi, and dmesg, say more")
     return fine(f"it computes on {', '.join(name for name, _ in probe.gpus)}")
