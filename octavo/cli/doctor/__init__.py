@@ -43,7 +43,7 @@ def make_parser() -> OctavoParser:
         words="[MODEL]",
         description="Check what Octavo needs of this machine, and say what to do about the rest; with MODEL, also "
         "whether that can be served here. Takes the flags of octavo serve, and checks them, too. Reads only, "
-        "except for kernels that it compiles into the cache folder, and a model's configuration, which it downloads from "
+        "except for kernels that it compiles into the cache folder, and a model's configuration, downloaded from "
         "the Hugging Face Hub. The exit status is 1 if something is broken.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
