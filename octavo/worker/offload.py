@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from octavo.config import ParallelConfig
 from octavo.core.errors import ConfigError
-from octavo.device import host
 from octavo.device.base import Device
 from octavo.device.transfer import Feed, HostMemory, Link, Mark
 from octavo.models.decoder import CausalLM
@@ -78,12 +77,16 @@ class Offload:
         freed: bytes of the device's memory that they are expected to free.
     """
 
-    def __init__(self, model: CausalLM, sizes: Sequence[int], gib: float, link: Link) -> None:
+    def __init__(
+        self, model: CausalLM, sizes: Sequence[int], gib: float, link: Link, free: int, neighbours: int = 1
+    ) -> None:
         """
         Args:
             model: without weights.
             sizes: bytes that the weights of each of its layers will take.
             gib: GiB of the device's memory to free.
+            free: bytes of the host's memory that were free before any rank loaded weights.
+            neighbours: ranks of this machine, which take about as much each.
 
         Raises:
             ConfigError: the layers can't free as much, or the host has no memory for them.
@@ -95,10 +98,11 @@ class Offload:
                 f"pass through, free {max(freed_by(sizes), 0) / _GIB:.2f} GiB. Lower it."
             )
         away = [sizes[i] for i in chosen]
-        if sum(away) > (free := host.available_memory()):
+        if neighbours * sum(away) > free:
+            each = f" for each of {neighbours} GPUs" if neighbours > 1 else ""
             raise ConfigError(
                 f"--cpu-offload-gb {gib:g}: the weights of {len(away)} layers take {sum(away) / _GIB:.2f} GiB of the "
-                f"host's memory, and {free / _GIB:.2f} GiB are free. Lower it."
+                f"host's memory{each}, and {free / _GIB:.2f} GiB are free. Lower it."
             )
         self.freed = freed_by(away)
         self._model, self._device = model, model.device
@@ -219,11 +223,14 @@ def settings_beside(gib: float, parallel: ParallelConfig, device: Device) -> Par
     return dataclasses.replace(parallel, enable_dbo=False)
 
 
-def offload_of(model: LayeredModel, size_of: Callable[[nn.Module], int], gib: float, link: Link) -> Offload:
+def offload_of(
+    model: LayeredModel, size_of: Callable[[nn.Module], int], gib: float, link: Link, free: int, neighbours: int
+) -> Offload:
     """Return the offload of a model without weights.
 
     Args:
         size_of: returns the bytes that a layer's weights will take.
+        free, neighbours: see `Offload`.
 
     Raises:
         ConfigError: as `Offload`, or the model's layers are not Octavo's own.
@@ -233,4 +240,4 @@ def offload_of(model: LayeredModel, size_of: Callable[[nn.Module], int], gib: fl
             f"--cpu-offload-gb {gib:g}: the layers of this model are not Octavo's own, so their weights can't stay in "
             "the host's memory. Leave it out."
         )
-    return Offload(model, [size_of(layer) for layer in model.layers], gib, link)
+    return Offload(model, [size_of(layer) for layer in model.layers], gib, link, free, neighbours)

@@ -16,6 +16,7 @@ from octavo.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from octavo.core.cache_groups import CacheGroup, groups_of
 from octavo.core.errors import ConfigError, UnsupportedError
 from octavo.core.worker_info import RankPlace
+from octavo.device import host
 from octavo.device.base import Device
 from octavo.device.select import select_device
 from octavo.hub.files import ModelFiles
@@ -142,7 +143,7 @@ class Worker:
         self.offload: Offload | None = None
         self.relay = NO_RELAY
         self._ahead: Ahead | None = None
-        self.weight_bytes = self.most_kv = 0
+        self.weight_bytes = self.most_kv = self._host_free = 0
         self.reserved = Reserved()
         self.step_parameters = 0
         self.files_version = self.weight_version = "default"
@@ -168,6 +169,7 @@ class Worker:
     def prepare_kernels(self) -> None:
         """Choose the attention backend; on a CPU, compile the kernels if they are not in the cache. Meet the other
         ranks."""
+        self._host_free = host.available_memory()  # before the ranks meet: none of them has loaded weights yet
         self._join()
         device = self.device.torch_device
         libraries: Sequence[str] = ()
@@ -281,7 +283,8 @@ class Worker:
         def size_of(layer: nn.Module) -> int:
             return int(wanted_bytes(layer) * share)
 
-        self.offload = offload_of(model, size_of, self._offload_gib, self.device)
+        neighbours = self.place.local[1]
+        self.offload = offload_of(model, size_of, self._offload_gib, self.device, self._host_free, neighbours)
         return self.offload.freed
 
     def _placed(self, layer: WeightLayer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from octavo.build_worker import build_local
 from octavo.config import EngineConfig, ParallelConfig
 from octavo.core.errors import ConfigError, UnsupportedError
-from octavo.device import host
+from octavo.core.worker_info import RankPlace
 from octavo.device.transfer import HostFeed, HostLink
 from octavo.hub.files import ModelFiles
 from octavo.models.decoder import CausalLM
@@ -28,9 +29,11 @@ from octavo.models.load.weights import load_weights, wanted_bytes, weight_layers
 from octavo.models.registry import build_model, spec_of
 from octavo.worker.offload import Offload, freed_by, offload_of, settings_beside, spread
 from octavo.worker.weights import WorkerWeights
+from octavo.worker.worker import Worker
 
 CPU = torch.device("cpu")
 LAYERS = 5
+FREE = 1 << 40
 
 
 class Late:
@@ -66,7 +69,7 @@ def unloaded(files: ModelFiles) -> CausalLM:
 def offloaded(files: ModelFiles, freed: int, feed: Any) -> tuple[CausalLM, Offload]:
     """A model with weights, as few of its layers offloaded as free this number of bytes."""
     model = unloaded(files)
-    offload = offload_of(model, wanted_bytes, freed / 2**30, Link(feed))
+    offload = offload_of(model, wanted_bytes, freed / 2**30, Link(feed), FREE, 1)
     load_weights(model, arranged(open_checkpoint(files), model.spec), placed=offload.put_away)
     offload.begin()
     return model, offload
@@ -123,7 +126,7 @@ def test_some_of_the_layers_compute_between_whole_passes(tmp_path: Path) -> None
 def test_memory_is_freed_as_the_layers_are_loaded(tmp_path: Path) -> None:
     files = checkpoint("llama", tmp_path, num_hidden_layers=LAYERS)
     model = unloaded(files)
-    offload = offload_of(model, wanted_bytes, 1 / 2**30, Link(HostFeed()))
+    offload = offload_of(model, wanted_bytes, 1 / 2**30, Link(HostFeed()), FREE, 1)
     load_weights(model, arranged(open_checkpoint(files), model.spec), placed=offload.put_away)
     away = [layer for layer in model.layers if tensors(layer)]
     assert len(away) == 3
@@ -156,20 +159,33 @@ def test_layers_are_spread_and_as_few_as_suffice(sizes: list[int], freed: int) -
 def test_more_than_the_layers_can_free(tmp_path: Path) -> None:
     model = unloaded(checkpoint("llama", tmp_path))
     with pytest.raises(ConfigError, match=re.escape("--cpu-offload-gb 7: all 3 layers, without the room of 2 that")):
-        offload_of(model, wanted_bytes, 7, Link(HostFeed()))
+        offload_of(model, wanted_bytes, 7, Link(HostFeed()), FREE, 1)
 
 
-def test_more_than_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_host_has(tmp_path: Path) -> None:
     model = unloaded(checkpoint("llama", tmp_path))
-    monkeypatch.setattr(host, "available_memory", lambda: 3 << 30)
     with pytest.raises(ConfigError, match=r"the weights of 3 layers take 6.00 GiB of the host's memory, and 3.00 GiB"):
-        offload_of(model, lambda layer: 2 << 30, 1, Link(HostFeed()))
+        offload_of(model, lambda layer: 2 << 30, 1, Link(HostFeed()), 3 << 30, 1)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_ranks_of_one_machine_share_the_hosts_memory(per_node: int, tmp_path: Path) -> None:
+    """The three layers' weights fit two times, not four times."""
+    model = unloaded(checkpoint("llama", tmp_path))
+    away = 3 * wanted_bytes(model.layers[0])
+    place = RankPlace(1, 4, per_node=per_node)
+    worker: Any = SimpleNamespace(place=place, device=Link(HostFeed()), _host_free=2 * away, _offload_gib=1 / 2**30)
+    if per_node < 4:
+        assert Worker._begin_offload(worker, model, 1.0) == worker.offload.freed
+        return
+    with pytest.raises(ConfigError, match=r"of the host's memory for each of 4 GPUs, and"):
+        Worker._begin_offload(worker, model, 1.0)
 
 
 def test_models_without_layers_of_octavo() -> None:
     model: Any = nn.Identity()
     with pytest.raises(ConfigError, match="layers of this model are not Octavo's own"):
-        offload_of(model, wanted_bytes, 1, Link(HostFeed()))
+        offload_of(model, wanted_bytes, 1, Link(HostFeed()), FREE, 1)
 
 
 def test_a_cpu_has_nothing_to_free(tmp_path: Path) -> None:
