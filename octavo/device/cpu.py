@@ -34,6 +34,7 @@ class CpuDevice(HostLink):
         self.balanced_tokens = 16
         self.resident = False
         self._available = host.available_memory()
+        self._ranks = 1
 
     def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
         bind(binding, rank=rank, size=size)
@@ -45,6 +46,7 @@ class CpuDevice(HostLink):
         if threads is not None and threads > cores:
             log.warning("--threads %d is more than the %d physical cores given to this process", threads, cores)
         torch.set_num_threads(threads or cores)
+        self._ranks = size
 
     def pick_dtype(self, wanted: str, checkpoint: str | None) -> torch.dtype:
         if wanted not in ("auto", "float16"):
@@ -65,26 +67,28 @@ class CpuDevice(HostLink):
             )
 
     def most_kv(self, utilization: float | None, weights: int) -> int:
-        budget = max(0, int(self._available * (utilization or _DEFAULT_UTILIZATION)) - weights)
+        budget = max(0, int(self._available * (utilization or _DEFAULT_UTILIZATION)) // self._ranks - weights)
         return budget if utilization else min(budget, _DEFAULT_KV_LIMIT)
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Return half of the available memory less the weights, at most 4 GiB; with a utilization, that fraction.
 
-        At most the memory that is free now less the workspace.
+        At most the memory that is free now less the workspace. Ranks of a machine have equal parts of its memory.
         """
-        available = self._available
+        available = self._available // self._ranks
         budget = int(available * (utilization or _DEFAULT_UTILIZATION)) - weights
+        each = f" for each of {self._ranks} ranks" if self._ranks > 1 else ""
         if budget <= 0:
             raise ConfigError(
                 f"The weights take {weights / _GIB:.2f} GiB, more than --memory-utilization "
-                f"{utilization or _DEFAULT_UTILIZATION} of {available / _GIB:.2f} GiB available memory. Raise it, set "
-                "--kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a smaller model."
+                f"{utilization or _DEFAULT_UTILIZATION} of {available / _GIB:.2f} GiB available memory{each}. Raise it, "
+                "set --kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a smaller "
+                "model."
             )
-        free = host.available_memory()
+        free = host.available_memory() // self._ranks
         if free <= workspace:
             raise ConfigError(
-                f"With the weights loaded, {free / _GIB:.2f} GiB of memory are free, but the largest step needs "
+                f"With the weights loaded, {free / _GIB:.2f} GiB of memory are free{each}, but the largest step needs "
                 f"{workspace / _GIB:.2f} GiB beside the KV cache. Lower --max-num-seqs or --max-num-batched-tokens, "
                 "take a smaller model, free memory, or raise what limits it (ulimit -v, the container's limit)."
             )

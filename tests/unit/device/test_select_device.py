@@ -91,6 +91,20 @@ def test_a_cpu_keeps_room_for_steps(monkeypatch):
         device.kv_budget(None, 1 << 30, 3 << 30)
 
 
+def test_ranks_of_one_machine_divide_its_memory(monkeypatch):
+    monkeypatch.setattr(host, "available_memory", lambda: 20 << 30)
+    device = CpuDevice()
+    device.setup(1, "nobind", 1, 2)
+    assert device.most_kv(None, 2 << 30) == 3 << 30
+    assert device.kv_budget(0.9, 2 << 30, 1 << 30) == 7 << 30
+    monkeypatch.setattr(host, "available_memory", lambda: 8 << 30)  # after the weights
+    assert device.kv_budget(0.9, 2 << 30, 1 << 30) == 3 << 30
+    with pytest.raises(ConfigError, match=r"weights take 6\.00 GiB.*of 10\.00 GiB available memory for each of 2 ranks"):
+        device.kv_budget(None, 6 << 30, 1 << 30)
+    with pytest.raises(ConfigError, match=r"4\.00 GiB of memory are free for each of 2 ranks, but"):
+        device.kv_budget(None, 2 << 30, 5 << 30)
+
+
 def test_parts_begin_on_16_bytes_and_hold_their_values():
     parts = [np.arange(n, dtype=np.int32) for n in (3, 0, 8, 5)]
     sent = upload_parts(parts, torch.device("cpu"))
