@@ -76,7 +76,7 @@ def build_worker(config: EngineConfig, files: ModelFiles, early: EarlyRanks) -> 
         ConfigError: device, dtype or attention backend can't be used here.
     """
     if config.parallel.enable_expert_parallel:
-        _check_experts(config, files)
+        check_experts(config, files)
     if in_processes(config):
         return begin_ranks(config, files, early)
     local = build_local(config, files)
@@ -116,7 +116,7 @@ def begin_ranks(config: EngineConfig, files: ModelFiles, early: EarlyRanks) -> t
     if size > 1:
         if backend != "ray":
             check_gpus(config.device.device, config.parallel.ranks_per_node, config.parallel.division)
-        _check_divisible(config, files)
+        check_divisible(config, files)
     contexts = config.parallel.prefill_context_parallel_size
     places = (RankPlace(rank, size, stages=stages, contexts=contexts) for rank in range(size))
     answering = next(place.rank for place in places if place.answers)
@@ -256,7 +256,7 @@ def _without_places(settings: Any) -> Any:
     return plain.partition("/")[0] if isinstance(plain, str) else plain
 
 
-def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:
+def check_divisible(config: EngineConfig, files: ModelFiles) -> None:
     """Raise ConfigError for what runs on one device only, and for layers that the ranks can't divide."""
     if is_encoder(files.config):
         raise ConfigError(
@@ -267,7 +267,7 @@ def _check_divisible(config: EngineConfig, files: ModelFiles) -> None:
         check_division(spec, config.parallel)
 
 
-def _check_experts(config: EngineConfig, files: ModelFiles) -> None:
+def check_experts(config: EngineConfig, files: ModelFiles) -> None:
     """Raise ConfigError if there are no experts to divide, or no ranks to divide them over."""
     if config.parallel.tensor_parallel_size == 1 and not config.parallel.divides_requests:
         raise ConfigError(
@@ -398,7 +398,7 @@ class DecoderBuild:
         """Raise ConfigError before the weights are loaded if the KV cache can't take back drafts, or will not hold one
         request of the set length. What features add to blocks is not known yet."""
         worker, wanted, cache = self._worker, self._config.model.max_model_len, self._config.cache
-        check_drafts(worker.cache_groups, max_drafts, worker.device, worker.stage)
+        check_drafts(worker.cache_groups, max_drafts, worker.stage, resident=worker.device.resident)
         if wanted is None:
             return
         _, step_tokens = self._config.scheduler.limits(*self.facts.default_limits)

@@ -1,4 +1,4 @@
-"""`octavo plan`: whether a model fits a GPU, for how many requests, and how fast it can be, before it is loaded."""
+"""`octavo plan`: whether a model fits GPUs, or this machine's memory, for how many requests, and how fast it can be."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from octavo.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.gpus import CONTEXT, GIB, GPUS, GRAPHS, Gpu, known_as
 from octavo.core.quantities import size as read_size
+from octavo.device import host
+from octavo.features import parts
 
 if TYPE_CHECKING:
     from octavo.core.estimate import Estimate
+    from octavo.device.cpu import CpuDevice
     from octavo.hub.files import ModelFiles
 
 ALL = "all"
@@ -25,10 +28,12 @@ _TAKEN = frozenset(
     (
         *("model", "revision", "download-dir", "hf-overrides", "rope-scaling", "rope-theta", "max-model-len"),
         *("dtype", "quantization", "kv-cache-dtype", "block-size", "gpu-memory-utilization", "cpu-offload-gb"),
-        *("max-num-seqs", "max-num-batched-tokens", "tensor-parallel-size"),
+        *("max-num-seqs", "max-num-batched-tokens", "device", "tensor-parallel-size", "pipeline-parallel-size"),
+        *("pipeline-layers", "prefill-context-parallel-size", "data-parallel-size", "enable-expert-parallel"),
+        *("all2all-backend", "nnodes"),
     )
 )
-"""Flags of the engine that decide sizes."""
+"""Flags of the engine that decide sizes, besides those of features."""
 _RANKS = (1, 2, 4, 8)
 _CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 _STREAMS = (1, 16, 64, 256)
@@ -41,29 +46,38 @@ def run(argv: list[str]) -> int:
     from octavo.text.sources import model_files
 
     files = model_files(config.model, weights=False)
-    word = args.gpu or _here()
-    if word == ALL:
-        found = [row for gpu in GPUS.values() if (row := _smallest(config, files, gpu)) is not None]
-        if args.json:
-            print(json.dumps([_as_dict(one) for one in found]))
-        else:
-            _print_all(files, found)
-        return 0
-    estimate = _estimate(config, files, _gpu(word))
+    host_free: int | None = None
+    if config.device.device == "cpu":
+        device: Gpu | CpuDevice = _cpu(args.gpu, args.memory)
+    else:
+        if args.memory is not None:
+            raise ConfigError(f"--memory {args.memory} is for --device cpu. Set that, or --gpu {args.memory}.")
+        word = args.gpu or _here()
+        if word == ALL:
+            found = [row for gpu in GPUS.values() if (row := _smallest(config, files, gpu)) is not None]
+            if args.json:
+                print(json.dumps([_as_dict(one) for one in found]))
+            else:
+                _print_all(files, found)
+            return 0
+        device = _gpu(word)
+        host_free = None if args.gpu else host.available_memory()
+    estimate = _estimate(config, files, device, host_free)
     if args.json:
         print(json.dumps(_as_dict(estimate)))
     else:
-        _print_one(config, files, estimate)
-    return 0 if estimate.missing == 0 else 1
+        _print_one(config, files, estimate, device)
+    return 0 if estimate.fits else 1
 
 
 def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo plan",
         words="[MODEL]",
-        description="Say whether a model fits a GPU, what its memory is for, how many requests it holds, and how fast "
-        "they can be at most, from the model's configuration: no weights are read, and no GPU is needed. Takes those "
-        "settings of octavo serve that decide sizes. The exit status is 1 if the model does not fit.",
+        description="Say whether a model fits GPUs, or with --device cpu this machine's memory, what memory is for, "
+        "how many requests it holds, and how fast they can be at most, from the model's configuration: no weights are "
+        "loaded, and no GPU is needed. Takes those settings of octavo serve that decide sizes. The exit status is 1 if "
+        "the model does not fit.",
     )
     parser.add_argument(
         "--gpu",
@@ -71,8 +85,12 @@ def make_parser() -> OctavoParser:
         help=f"one of {', '.join(GPUS)}; its memory, such as 24GiB; or {ALL} (default: the GPU of this machine, or "
         f"{ALL} where there is none)",
     )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="with --device cpu: free memory of the machine (default: that of this machine)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    others = frozenset(flag.name for flag in flags_of(ENGINE_GROUPS)) - _TAKEN
+    taken = _TAKEN.union(*(module.FLAGS for _, module in parts("estimate")))
+    others = frozenset(flag.name for flag in flags_of(ENGINE_GROUPS)) - taken
     add_engine_settings(parser, without=others)
     return parser
 
@@ -103,50 +121,76 @@ def _gpu(word: str) -> Gpu:
     return Gpu(show_bytes(memory), memory)
 
 
-def _estimate(config: EngineConfig, files: ModelFiles, gpu: Gpu) -> Estimate:
-    from octavo.worker.estimate import estimate_of
+def _cpu(gpu: str | None, memory: str | None) -> CpuDevice:
+    """Return the CPUs of this machine, with its free memory or another size of it."""
+    from octavo.device.cpu import CpuDevice
 
-    return estimate_of(config, files, gpu)
+    if gpu is not None:
+        raise ConfigError(f"--gpu {gpu} has no effect with --device cpu. Leave one of them out.")
+    device = CpuDevice()
+    if memory is not None:
+        try:
+            device.available = read_size(memory)
+        except ValueError as error:
+            raise ConfigError(f"--memory {memory}: {error}.") from None
+    return device
+
+
+def _estimate(
+    config: EngineConfig, files: ModelFiles, device: Gpu | CpuDevice, host_free: int | None = None
+) -> Estimate:
+    from octavo.build_plan import plan_of
+
+    return plan_of(config, files, device, host_free)
 
 
 def _smallest(config: EngineConfig, files: ModelFiles, gpu: Gpu) -> Estimate | None:
     """Return the estimate for as few GPUs as the model fits, at least as many as are set; None if there are none."""
-    for ranks in _RANKS:
-        if ranks < config.parallel.tensor_parallel_size:
-            continue
-        parallel = dataclasses.replace(config.parallel, tensor_parallel_size=ranks)
+    flag = _dividing(config)
+    given = getattr(config.parallel, flag)
+    for ranks in (given, *(count for count in _RANKS if count > given)):
+        parallel = dataclasses.replace(config.parallel, **{flag: ranks})
         try:
             found = _estimate(dataclasses.replace(config, parallel=parallel), files, gpu)
         except ConfigError:
-            if ranks == config.parallel.tensor_parallel_size:
+            if ranks == given:
                 raise
             return None  # the layers can't be divided so
-        if not found.missing:
+        if found.fits:
             return found
     return None
 
 
+def _dividing(config: EngineConfig) -> str:
+    """Return the setting that divides the model over more GPUs."""
+    return "data_parallel_size" if config.parallel.divides_requests else "tensor_parallel_size"
+
+
 def _as_dict(estimate: Estimate) -> dict[str, Any]:
-    parameters = estimate.parameters
+    load, parameters = estimate.load, estimate.parameters
     contexts = _contexts(estimate)
     return {
         "gpu": estimate.gpu.name,
         "gpus": estimate.ranks,
-        "fits": estimate.missing == 0,
+        "stages": len(estimate.stages),
+        "fullest_stage": estimate.fullest + 1,
+        "fits": estimate.fits,
         "parameters": parameters.count,
         "active_parameters": parameters.active,
         "memory": {
             "gpu": estimate.gpu.memory,
-            "weights": estimate.weights,
-            "weights_in_host_memory": estimate.copied,
-            "workspace": estimate.workspace,
-            "graphs": GRAPHS,
-            "context": CONTEXT,
-            "kv_cache": estimate.cache,
+            "weights": load.weights,
+            "weights_in_host_memory": load.copied,
+            "workspace": load.workspace,
+            "graphs": 0 if load.on_cpu else GRAPHS,
+            "context": 0 if load.on_cpu else CONTEXT,
+            "kv_cache": load.cache,
             "missing": estimate.missing,
+            "host_of_one_machine": estimate.in_host,
+            "missing_in_host": estimate.missing_in_host,
         },
-        "weights": dict(parameters.parts),
-        "kv_bytes_per_token": estimate.token_bytes,
+        "weights": {**load.parameters.parts, **load.besides},
+        "kv_bytes_per_token": load.token_bytes,
         "longest_request": estimate.longest,
         "max_num_seqs": estimate.limits[0],
         "max_num_batched_tokens": estimate.limits[1],
@@ -175,28 +219,46 @@ def _rates(estimate: Estimate, context: int) -> list[tuple[int, float | None]]:
     ]
 
 
-def _print_one(config: EngineConfig, files: ModelFiles, estimate: Estimate) -> None:
-    gpu, (sequences, tokens) = estimate.gpu, estimate.limits
+def _rows(estimate: Estimate) -> list[tuple[str, int, str]]:
+    """Return what the memory of the fullest device is for: a label, bytes, and a remark."""
+    load, gpu, (sequences, tokens) = estimate.load, estimate.gpu, estimate.limits
+    stage = f"stage {estimate.fullest + 1} of {len(estimate.stages)}" if len(estimate.stages) > 1 else ""
+    share = f"{load.room / gpu.memory:.0%} of it are used"
+    if load.on_cpu:
+        of = "free" if estimate.neighbours == 1 else f"free, for each of {estimate.neighbours} ranks"
+        first = (gpu.name, gpu.memory, f"{of}; weights and KV cache may take {load.room / gpu.memory:.0%}")
+    else:
+        first = (f"{estimate.ranks} x {gpu.name}", gpu.memory, f"each; {share}")
     rows = [
-        (f"{estimate.ranks} x {gpu.name}", gpu.memory, f"each; {estimate.room / gpu.memory:.0%} of it are used"),
-        ("weights", estimate.weights, ""),
-        *((f"  {name}", size, "") for name, size in estimate.parameters.parts.items()),
-        *([("  in the host's memory", estimate.copied, "copied by each step")] if estimate.copied else []),
-        ("largest step", estimate.workspace, f"of {tokens:,} tokens and {sequences:,} sequences"),
-        ("CUDA and its graphs", GRAPHS + CONTEXT, ""),
+        first,
+        ("weights", load.weights, stage and f"of {stage}, the fullest"),
+        *((f"  {name}", size, "") for name, size in {**load.parameters.parts, **load.besides}.items()),
     ]
+    if load.copied:
+        each = f"copied by each step; {show_bytes(estimate.in_host)} for {estimate.neighbours} GPUs of a machine"
+        rows.append(("  in the host's memory", load.copied, each if estimate.neighbours > 1 else "copied by each step"))
+    rows.append(("largest step", load.workspace, f"of {tokens:,} tokens and {sequences:,} sequences"))
+    if not load.on_cpu:
+        rows.append(("CUDA and its graphs", GRAPHS + CONTEXT, ""))
     if estimate.missing:
         rows.append(("missing", estimate.missing, f"for a request of {estimate.wanted:,} tokens"))
     else:
-        each = show_bytes(estimate.token_bytes * sum(group.grows for group in estimate.groups))
-        rows.append(("KV cache", estimate.cache, f"a token takes up to {each}"))
+        each = show_bytes(load.fit.block_bytes // load.block_size * sum(group.grows for group in load.groups))
+        rows.append(("KV cache", load.cache, f"a token takes up to {each}"))
+    if estimate.missing_in_host:
+        rows.append(("missing in the host's memory", estimate.missing_in_host, ""))
+    return rows
+
+
+def _print_one(config: EngineConfig, files: ModelFiles, estimate: Estimate, device: Gpu | CpuDevice) -> None:
+    gpu, rows = estimate.gpu, _rows(estimate)
     print(_title(files, estimate))
     widest = max(len(label) for label, _, _ in rows)
     for label, size, about in rows:
         print(f"{label:{widest}}  {show_bytes(size):>10}  {about}".rstrip())
     print()
-    if estimate.missing:
-        print(f"It does not fit. {_remedy(config, files, estimate)}")
+    if not estimate.fits:
+        print(f"It does not fit. {_remedy(config, files, estimate, device)}")
         return
     print(f"The longest request has {estimate.longest:,} tokens.")
     streams = [count for count in _STREAMS if gpu.bandwidth]
@@ -207,7 +269,9 @@ def _print_one(config: EngineConfig, files: ModelFiles, estimate: Estimate) -> N
         table.append([f"{context:,}", f"{estimate.at_once(context):,}", *shown])
     _print_table(table)
     if streams:
-        print(f"\nPrompts: {_shown(estimate.prompt_rate())} tokens/s. Rates are bounds, by the maker's figures.")
+        drafts = " Drafts are not counted." if any("draft" in name for name in estimate.load.besides) else ""
+        prompts = f"Prompts: {_shown(estimate.prompt_rate())} tokens/s."
+        print(f"\n{prompts} Rates are bounds, by the maker's figures.{drafts}")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -227,30 +291,44 @@ def _title(files: ModelFiles, estimate: Estimate) -> str:
     return f"{files.name} ({name}): {parameters.count / 1e9:.2f} billion parameters{active}"
 
 
-def _remedy(config: EngineConfig, files: ModelFiles, estimate: Estimate) -> str:
+def _remedy(config: EngineConfig, files: ModelFiles, estimate: Estimate, device: Gpu | CpuDevice) -> str:
     """Return what would make it fit."""
     found = []
-    smallest = _smallest(config, files, estimate.gpu)
-    if smallest is not None:
-        found.append(f"--tensor-parallel-size {smallest.ranks}")
-    offloaded = -(-(estimate.missing + estimate.freed) // GIB)
-    changes: list[tuple[str, str, dict[str, Any]]] = [
-        ("--kv-cache-dtype {}", "cache", {"kv_cache_dtype": "fp8"}),
-        ("--quantization {}", "model", {"quantization": "fp8"}),
-        ("--quantization {}", "model", {"quantization": "w4a16"}),
-    ]
-    if offloaded * GIB <= estimate.parameters.total // 2:  # steps that copy more are too slow to be of use
-        changes.insert(0, ("--cpu-offload-gb {}", "cache", {"cpu_offload_gb": float(offloaded)}))
-    for name, section, change in changes:
+    if isinstance(device, Gpu) and (smallest := _smallest(config, files, device)) is not None:
+        flag, load = _dividing(config), smallest.stages[0]
+        count = load.cache_ranks if load.cache_ranks > 1 else load.ranks // len(smallest.stages)
+        found.append(f"--{flag.replace('_', '-')} {count}")
+    for name, section, change in _changes(estimate):
         changed = dataclasses.replace(getattr(config, section), **change)
         try:
-            fits = not _estimate(dataclasses.replace(config, **{section: changed}), files, estimate.gpu).missing
+            fits = _estimate(dataclasses.replace(config, **{section: changed}), files, device, estimate.host_free).fits
         except ConfigError:
             continue
         if fits:
             (value,) = change.values()
             found.append(name.format(f"{value:g}" if isinstance(value, float) else value))
-    return f"It would with one of: {', '.join(found)}." if found else "Take a larger GPU, or a smaller model."
+    larger = "Free memory" if estimate.load.on_cpu else "Take a larger GPU"
+    return f"It would with one of: {', '.join(found)}." if found else f"{larger}, or take a smaller model."
+
+
+def _changes(estimate: Estimate) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return changes of settings that may make it fit: as flags, and as a section of the settings and its fields."""
+    load = estimate.load
+    if load.on_cpu:
+        return [
+            ("--gpu-memory-utilization {}", "cache", {"memory_utilization": 0.9}),
+            ("--kv-cache-dtype {}", "cache", {"kv_cache_dtype": "int8"}),
+            ("--dtype {}", "model", {"dtype": "bfloat16"}),
+        ]
+    changes: list[tuple[str, str, dict[str, Any]]] = [
+        ("--kv-cache-dtype {}", "cache", {"kv_cache_dtype": "fp8"}),
+        ("--quantization {}", "model", {"quantization": "fp8"}),
+        ("--quantization {}", "model", {"quantization": "w4a16"}),
+    ]
+    offloaded = -(-(estimate.missing + load.freed) // GIB)
+    if offloaded * GIB <= load.parameters.total // 2:  # steps that copy more are too slow to be of use
+        changes.insert(0, ("--cpu-offload-gb {}", "cache", {"cpu_offload_gb": float(offloaded)}))
+    return changes
 
 
 def _print_all(files: ModelFiles, found: Sequence[Estimate]) -> None:
@@ -262,7 +340,7 @@ def _print_all(files: ModelFiles, found: Sequence[Estimate]) -> None:
     for one in found:
         rates = [one.decode_rate(count, 4096) if one.at_once(4096) >= count else None for count in (1, 64)]
         name = f"{one.ranks} x {one.gpu.name}"
-        sizes = show_bytes(one.cache), f"{one.longest:,}", f"{one.at_once(4096):,}"
+        sizes = show_bytes(one.load.cache), f"{one.longest:,}", f"{one.at_once(4096):,}"
         table.append([f"{name:22}", *sizes, *map(_shown, rates)])
     _print_table(table)
     print("\nRates are bounds, by the makers' figures. --gpu NAME tells more of one.")

@@ -23,7 +23,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class CpuDevice(HostLink):
-    """Computes at launch, so running ahead gains nothing: the default depth is 0."""
+    """Computes at launch, so running ahead gains nothing: the default depth is 0.
+
+    Attributes:
+        available: bytes that were free when it was made.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -33,7 +37,7 @@ class CpuDevice(HostLink):
         self.largest_step = 2048
         self.balanced_tokens = 16
         self.resident = False
-        self._available = host.available_memory()
+        self.available = host.available_memory()
         self._ranks = 1
 
     def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
@@ -60,30 +64,38 @@ class CpuDevice(HostLink):
 
     def check_fits(self, weights: int, stored: int, utilization: float | None) -> None:
         """Check the files' size, about that of the weights; the system would kill a process that takes too much."""
-        if stored > self._available + host.free_swap():
+        if stored > self.available + host.free_swap():
             raise ConfigError(
-                f"The files of the weights hold {stored / _GIB:.2f} GiB, but only {self._available / _GIB:.2f} GiB of "
+                f"The files of the weights hold {stored / _GIB:.2f} GiB, but only {self.available / _GIB:.2f} GiB of "
                 "memory are free. Take a smaller model or one with smaller weights (a quantized GGUF), or free memory."
             )
 
     def most_kv(self, utilization: float | None, weights: int) -> int:
-        budget = max(0, int(self._available * (utilization or _DEFAULT_UTILIZATION)) // self._ranks - weights)
-        return budget if utilization else min(budget, _DEFAULT_KV_LIMIT)
+        budget, most = max(0, self.room(utilization) // self._ranks - weights), self.most_cache(utilization)
+        return budget if most is None else min(budget, most)
+
+    def room(self, utilization: float | None) -> int:
+        """Return the bytes for the weights and KV caches of all ranks of this machine."""
+        return int(self.available * (utilization or _DEFAULT_UTILIZATION))
+
+    def most_cache(self, utilization: float | None) -> int | None:
+        """Return the limit of a rank's KV cache in bytes; None for none."""
+        return None if utilization else _DEFAULT_KV_LIMIT
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Return half of the available memory less the weights, at most 4 GiB; with a utilization, that fraction.
 
         At most the memory that is free now less the workspace. Ranks of a machine have equal parts of its memory.
         """
-        available = self._available // self._ranks
-        budget = int(available * (utilization or _DEFAULT_UTILIZATION)) - weights
+        available = self.available // self._ranks
+        budget = self.room(utilization) // self._ranks - weights
         each = f" for each of {self._ranks} ranks" if self._ranks > 1 else ""
         if budget <= 0:
             raise ConfigError(
                 f"The weights take {weights / _GIB:.2f} GiB, more than --memory-utilization "
-                f"{utilization or _DEFAULT_UTILIZATION} of {available / _GIB:.2f} GiB available memory{each}. Raise it, "
-                "set --kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a smaller "
-                "model."
+                f"{utilization or _DEFAULT_UTILIZATION} of {available / _GIB:.2f} GiB available memory{each}. Raise "
+                "it, set --kv-cache-memory-bytes yourself, use --dtype bfloat16 if it runs in float32, or take a "
+                "smaller model."
             )
         free = host.available_memory() // self._ranks
         if free <= workspace:

@@ -8,6 +8,8 @@ A feature's parts are modules of its folder. Each is optional, and imported only
 - `payload.py` has `NAME`, the feature's key in requests' options and plans, and `PAYLOAD`, the msgspec type of the
   data that the engine half sends to the worker half with a step. It needs no torch.
 - `text.py` has `TEXT`, a subclass of `TextHook`: the half in front ends. It needs no torch.
+- `estimate.py` has `estimate(context, planned, limits) -> Needs | None` (`worker/planned.py`): what the worker half
+  will take, before anything is loaded; and `FLAGS`, the names of its flags that decide it.
 - `settings.py` has `SETTINGS`, a dataclass derived from `FeatureSettings`; its fields carry their flags.
 - `http.py` has `routes(ctx)`, `BODIES` and `limits(ctx)`: the feature's routes. `invocations(ctx)`, if there is one,
   returns which bodies of `/invocations` they answer.

@@ -97,14 +97,7 @@ class Companion(Worker):
         return super()._schemes(keep)
 
     def _groups_of(self, layers: Sequence[CachedLayer]) -> tuple[CacheGroup, ...]:
-        """All layers are in one group, also those with windows: the tables that they follow have all blocks."""
-        kinds = [layer.keeps(self.block_size) for layer in layers]
-        if any(kind.kind is GroupKind.STATE for kind in kinds):
-            raise ConfigError(
-                f"{self.files.name} has recurrent layers, whose states can't take back rejected tokens. Name a model "
-                "without them."
-            )
-        return (CacheGroup(layers=tuple(range(len(kinds)))),)
+        return companion_groups(self.files.name, [layer.keeps(self.block_size) for layer in layers])
 
     def reserved_for(self, limits: tuple[int, int]) -> Reserved:
         """Return its memory, once its weights are loaded.
@@ -161,3 +154,17 @@ def followed_group(groups: tuple[CacheGroup, ...]) -> int:
     """Return the group whose block tables a companion follows: one that keeps all positions, else the widest window."""
     whole = [number for number, group in enumerate(groups) if group.kind is GroupKind.FULL]
     return whole[0] if whole else max(range(len(groups)), key=lambda number: groups[number].window)
+
+
+def companion_groups(name: str, kinds: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of a companion whose layers keep this. All are in one group, also those with windows: the
+    tables that they follow have all blocks.
+
+    Raises:
+        ConfigError: a layer keeps a state.
+    """
+    if any(kind.kind is GroupKind.STATE for kind in kinds):
+        raise ConfigError(
+            f"{name} has recurrent layers, whose states can't take back rejected tokens. Name a model without them."
+        )
+    return (CacheGroup(layers=tuple(range(len(kinds)))),)

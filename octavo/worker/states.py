@@ -8,7 +8,6 @@ import torch
 
 from octavo.core.cache_groups import CacheGroup
 from octavo.core.errors import ConfigError
-from octavo.device.base import Device
 from octavo.models.model import ModelSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.attention.base import AttentionSpec
@@ -65,13 +64,16 @@ def check(layers: Sequence[CachedLayer], block_size: int, block_bytes: int) -> N
             )
 
 
-def check_drafts(groups: Sequence[CacheGroup], max_drafts: int, device: Device, stage: Stage) -> None:
+def check_drafts(groups: Sequence[CacheGroup], max_drafts: int, stage: Stage, *, resident: bool) -> None:
     """Raise ConfigError if a feature drafts tokens for recurrent layers where these can't go back to a state.
 
     The host must know which drafts were rejected: a GPU's slots and the other stages of a pipeline go on without it.
+
+    Args:
+        resident: the device is a GPU.
     """
-    if max_drafts and (device.resident or stage.count > 1) and not all(group.grows for group in groups):
-        where = "on a GPU" if device.resident else "in a pipeline"
+    if max_drafts and (resident or stage.count > 1) and not all(group.grows for group in groups):
+        where = "on a GPU" if resident else "in a pipeline"
         raise ConfigError(
             f"A feature drafts tokens, and the model has recurrent layers, whose states can't take back rejected ones "
             f"{where}. Leave the feature out."

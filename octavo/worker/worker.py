@@ -417,7 +417,7 @@ class Worker:
         model, device = self.model, self.device
         assert model is not None, "the weights must be loaded before the KV cache is allocated"
         shape, groups = self._cache_shape(num_blocks), self.cache_groups
-        states.check_drafts(groups, max_drafts, device, self.stage)
+        states.check_drafts(groups, max_drafts, self.stage, resident=device.resident)
         self.relay = relay_of(model, self.stage, max(max_step_tokens, SCALING_TOKENS))
         shapes = own_shapes(model.cached_layers, self.attention, num_blocks, self.block_size) if self._page else ()
         blocks = Blocks(model.cached_layers, groups, shape, self.block_size, self.kv_dtype, device, shapes)

@@ -8,6 +8,7 @@ from octavo.config import ParallelConfig
 from octavo.core.worker_info import most_results
 from octavo.models.model import ModelSpec
 from octavo.parallel.mesh import Mesh
+from octavo.worker.resident.row_counts import own_sizes
 
 Limits = tuple[int, int]
 """Most sequences at once, and most tokens of a step."""
@@ -45,6 +46,4 @@ def rows_of_logits(
     ranks = parallel.cache_ranks
     if not (recorded and parallel.divides_requests and vocab_size % ranks) or parallel.exchanges_rows:
         return results
-    from octavo.worker.resident.own_singles import own_sizes  # needs triton, which machines without a GPU may lack
-
     return max(results, own_sizes(ranks, limits[0])[-1])

@@ -18,7 +18,6 @@ from octavo.core.cache_groups import FULL, CacheGroup, GroupKind
 from octavo.core.errors import ConfigError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
-from octavo.device.cpu import CpuDevice
 from octavo.engine.loop import EngineLoop
 from octavo.models.load import open_checkpoint
 from octavo.models.load.weights import load_weights
@@ -169,11 +168,11 @@ def test_all_right_drafts_save_steps_and_all_wrong_ones_cost_none(monkeypatch: p
 
 def test_a_pipeline_refuses_drafts() -> None:
     groups = (*FULL, CacheGroup(GroupKind.STATE))
-    check_drafts(groups, 0, CpuDevice(), Stage(0, 2))
-    check_drafts(FULL, 2, CpuDevice(), Stage(0, 2))
-    check_drafts(groups, 2, CpuDevice(), Stage(0, 1))
+    check_drafts(groups, 0, Stage(0, 2), resident=False)
+    check_drafts(FULL, 2, Stage(0, 2), resident=False)
+    check_drafts(groups, 2, Stage(0, 1), resident=False)
     with pytest.raises(ConfigError, match=r"recurrent layers, .* in a pipeline"):
-        check_drafts(groups, 2, CpuDevice(), Stage(0, 2))
+        check_drafts(groups, 2, Stage(0, 2), resident=False)
 
 
 def test_a_state_larger_than_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

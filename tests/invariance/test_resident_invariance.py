@@ -31,7 +31,8 @@ from octavo.sampling.allowed import Allowed, words_of
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
 from octavo.worker.hooks import WorkerHook
-from octavo.worker.resident.batches import MAX_ROWS, sizes, token_counts
+from octavo.worker.resident.batches import token_counts
+from octavo.worker.resident.row_counts import MAX_ROWS, sizes
 from octavo.worker.resident.sharing import Groups
 
 GPU = torch.cuda.is_available()

@@ -93,14 +93,8 @@ class MediaWorker(WorkerHook):
             )
         self._check_axes(worker.spec)
         self._hidden = size
-        each = (1 + tower.additions) * size * worker.dtype.itemsize
-        longest = worker.spec.max_position  # larger items are refused with their prompts
-        most = min(tower.most, longest)
-        self._capacity = max(most, int(self._settings.mm_encoder_cache_gb * 2**30) // each)
-        patches = tower.most_patches * most // tower.most
-        workspace = tower.workspace_bytes(max(patches, _WORKSPACE_PATCHES))
-        added = tower.additions * limits[1] * size * worker.dtype.itemsize
-        return Reserved(weights=tower.nbytes, workspace=workspace + added + self._capacity * each)
+        self._capacity, reserved = memory_of(tower, self._settings, worker.spec.max_position, limits)
+        return reserved
 
     def _check_axes(self, spec: ModelSpec) -> None:
         if self._axes and isinstance(spec, DecoderSpec) and not spec.rope.axes:
@@ -275,6 +269,22 @@ class MediaWorker(WorkerHook):
                 )
             rows = encoded[piece.first : piece.first + piece.count]
             x[piece.start : piece.start + piece.count] = rows[:, columns]
+
+
+def memory_of(tower: Tower, settings: MediaSettings, longest: int, limits: tuple[int, int]) -> tuple[int, Reserved]:
+    """Return how many embeddings are kept, and the memory of a tower.
+
+    Args:
+        longest: tokens of the longest prompt; larger items are refused with it.
+        limits: sequences at once, and tokens of a step, at most.
+    """
+    size = tower.hidden_size * tower.dtype.itemsize
+    each, most = (1 + tower.additions) * size, min(tower.most, longest)
+    capacity = max(most, int(settings.mm_encoder_cache_gb * 2**30) // each)
+    patches = tower.most_patches * most // tower.most
+    workspace = tower.workspace_bytes(max(patches, _WORKSPACE_PATCHES))
+    added = tower.additions * limits[1] * size
+    return capacity, Reserved(weights=tower.nbytes, workspace=workspace + added + capacity * each)
 
 
 class ShiftingWorker(MediaWorker):

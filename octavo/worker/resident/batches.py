@@ -26,7 +26,6 @@ from octavo.worker.parts import Forward
 from octavo.worker.resident.sharing import Groups, shared_room
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots, empty_step, first_of
 
-MAX_ROWS = 1024
 MAX_TOKENS, MAX_VARIED_TOKENS = 1024, 2048
 """Longer steps with prompts are not recorded, since launching them takes no longer than computing them. A feature's
 variant of the model has more to launch."""
@@ -34,13 +33,6 @@ _MAX_PROMPTS = 16
 """Most prompts in a recorded step. Steps with more are launched operation by operation."""
 _SHARING = (8, 16, 32, 64, 128, 192, 256, 384, 512)
 """Batch sizes with a recording for contexts with common prefixes."""
-
-
-def sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes of decoding to record, ascending; the largest is `max_rows` or 1,024."""
-    top = min(max_rows, MAX_ROWS)
-    wanted = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32), *range(576, MAX_ROWS + 1, 64)]
-    return sorted({size for size in wanted if size < top} | {top})
 
 
 def token_counts(max_tokens: int, *, varied: bool = False) -> list[int]:

@@ -18,27 +18,14 @@ from octavo.nn.attention.recordable import Recordable
 from octavo.nn.step import StepInput
 from octavo.worker.own_rows import OwnRows
 from octavo.worker.parts import Forward
-from octavo.worker.resident.batches import Singles, least, sizes, token_counts
+from octavo.worker.resident.batches import Singles, least, token_counts
+from octavo.worker.resident.row_counts import own_sizes, sizes
 from octavo.worker.resident.slots import DeviceSlots
-
-_UNEQUAL = 2
-"""How many times its equal share a rank may have of the most requests. Steps with larger parts are not recorded."""
 
 
 def sampled_rows(own: OwnRows | None, max_rows: int) -> int:
     """Return the most rows of logits of a step: of one slot more than there are, or of a recording with its padding."""
     return max([max_rows + 1, *([] if own is None else own_sizes(own.mesh.size, max_rows))])
-
-
-def own_sizes(ranks: int, max_rows: int) -> list[int]:
-    """Return the rows of whole steps to record, ascending multiples of `ranks`.
-
-    Padding included, these are no more than a step may have tokens: each rank may have one for each request.
-
-    Args:
-        max_rows: limit of a step.
-    """
-    return [ranks * size for size in sizes(min(max_rows, _UNEQUAL * -(-max_rows // ranks)))]
 
 
 def product_rows(own: OwnRows | None, max_rows: int, max_tokens: int) -> list[int]:

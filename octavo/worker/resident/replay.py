@@ -45,10 +45,10 @@ from octavo.worker.resident.batches import (
     draft_counts,
     least,
     most_tokens,
-    sizes,
     token_counts,
 )
 from octavo.worker.resident.own_singles import OwnSingles
+from octavo.worker.resident.row_counts import sizes
 from octavo.worker.resident.sampling import SamplingGraphs
 from octavo.worker.resident.sharing import Groups
 from octavo.worker.resident.slots import DeviceBatch, DeviceSlots

@@ -12,7 +12,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import NewRow, StepPlan
 from octavo.worker.own_rows import OwnRows
 from octavo.worker.resident.batches import token_counts
-from octavo.worker.resident.own_singles import own_sizes
+from octavo.worker.resident.row_counts import own_sizes
 from octavo.worker.resident.slots import DeviceSlots
 from octavo.worker.runner import Runner
 

@@ -12,6 +12,7 @@ import pytest
 from octavo.cli import plan
 from octavo.core.errors import ConfigError
 from octavo.core.gpus import GPUS
+from octavo.device import host
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -126,6 +127,81 @@ def test_memory_alone_has_no_rates(folder: Path, capsys: pytest.CaptureFixture[s
     assert "tokens/s" not in capsys.readouterr().out
 
 
+def test_stages_and_replicas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = planned(capsys, folder, "--gpu", "h100")[1]
+    status, found = planned(capsys, folder, "--gpu", "h100", "-pp", 2, "-tp", 2, "-dp", 3)
+    assert status == 0
+    assert found["gpus"] == 12
+    assert found["stages"] == 2
+    assert found["parameters"] == one["parameters"]
+    assert 0.24 < found["memory"]["weights"] / one["memory"]["weights"] < 0.28
+    assert plan.run([str(folder), "--gpu", "h100", "-pp", "2"]) == 0
+    assert re.search(r"weights +\d\.\d GiB  of stage \d of 2, the fullest", capsys.readouterr().out)
+
+
+def test_experts_divided_over_ranks_with_requests_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write("qwen3-30b", tmp_path)
+    one = planned(capsys, folder, "--gpu", "h100")[1]
+    found = planned(capsys, folder, "--gpu", "h100", "-dp", 4, "--enable-expert-parallel")[1]
+    assert found["gpus"] == 4
+    assert found["weights"]["experts"] == one["weights"]["experts"] // 4
+    mixers = "attention and other mixers"
+    assert found["weights"][mixers] == one["weights"][mixers]
+    assert found["kv_bytes_per_token"] == one["kv_bytes_per_token"]
+    assert found["requests"]["4096"] == min(
+        1024, 4 * (found["memory"]["kv_cache"] // found["kv_bytes_per_token"] // 4096)
+    )
+
+
+def test_the_hosts_memory_for_all_gpus_of_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [folder, "--gpu", "4090", "--cpu-offload-gb", "2", "-tp", "4"]
+    found = planned(capsys, *words)[1]["memory"]
+    assert found["host_of_one_machine"] == 4 * found["weights_in_host_memory"]
+    halved = planned(capsys, *words, "--nnodes", 2)[1]["memory"]
+    assert halved["host_of_one_machine"] == 2 * found["weights_in_host_memory"]
+    plan.run([*map(str, words)])
+    assert re.search(r"copied by each step; \d+\.\d GiB for 4 GPUs of a machine", capsys.readouterr().out)
+
+
+def test_memory_of_a_cpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [folder, "--device", "cpu", "--dtype", "bfloat16"]
+    status, found = planned(capsys, *words, "--memory", "64GiB")
+    assert status == 0
+    assert found["memory"]["gpu"] == 64 << 30
+    assert found["memory"]["kv_cache"] == 4 << 30
+    assert found["memory"]["graphs"] == 0
+    status, found = planned(capsys, *words, "--memory", "20GiB")
+    assert status == 1
+    plan.run([*map(str, words), "--memory", "20GiB"])
+    text = capsys.readouterr().out
+    assert "It would with one of: --gpu-memory-utilization 0.9" in text
+    assert planned(capsys, *words, "--memory", "20GiB", "--gpu-memory-utilization", "0.9")[0] == 0
+    assert planned(capsys, *words, "--memory", "8GiB")[0] == 1
+
+
+def test_memory_of_this_machine(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "available_memory", lambda: 48 << 30)
+    _, found = planned(capsys, folder, "--device", "cpu")
+    assert found["memory"]["gpu"] == 48 << 30
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device", "cpu", "--gpu", "h100"], "--gpu h100 has no effect with --device cpu"),
+        (["--memory", "8GiB"], "--memory 8GiB is for --device cpu"),
+        (["--device", "cpu", "--memory", "much"], "--memory much: "),
+    ],
+)
+def test_flags_of_the_other_device(words: list[str], says: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan.run([str(folder), *words])
+
+
 @pytest.mark.parametrize("gpu", ["h300", "100", "many"])
 def test_unknown_gpus_name_the_known_ones(gpu: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"--gpu {gpu} must be one of b200, h200"):
@@ -133,7 +209,7 @@ def test_unknown_gpus_name_the_known_ones(gpu: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [("--kv-cache-memory-bytes", "1G"), ("--performance-mode", "throughput"), ("--device", "cpu")]
+    "flags", [("--kv-cache-memory-bytes", "1G"), ("--performance-mode", "throughput"), ("--threads", "2")]
 )
 def test_settings_that_it_does_not_use_are_no_flags(flags: tuple[str, str], folder: Path) -> None:
     with pytest.raises(SystemExit):

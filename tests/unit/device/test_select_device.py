@@ -99,7 +99,9 @@ def test_ranks_of_one_machine_divide_its_memory(monkeypatch):
     assert device.kv_budget(0.9, 2 << 30, 1 << 30) == 7 << 30
     monkeypatch.setattr(host, "available_memory", lambda: 8 << 30)  # after the weights
     assert device.kv_budget(0.9, 2 << 30, 1 << 30) == 3 << 30
-    with pytest.raises(ConfigError, match=r"weights take 6\.00 GiB.*of 10\.00 GiB available memory for each of 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"weights take 6\.00 GiB.*of 10\.00 GiB available memory for each of 2 ranks"
+    ):
         device.kv_budget(None, 6 << 30, 1 << 30)
     with pytest.raises(ConfigError, match=r"4\.00 GiB of memory are free for each of 2 ranks, but"):
         device.kv_budget(None, 2 << 30, 5 << 30)

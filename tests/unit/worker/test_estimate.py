@@ -13,7 +13,7 @@ from octavo.build_worker import DecoderBuild
 from octavo.config import EngineConfig
 from octavo.core.cache_groups import CacheGroup, GroupKind
 from octavo.core.errors import ConfigError
-from octavo.core.estimate import Estimate, Parameters
+from octavo.core.estimate import Estimate, Load, Parameters
 from octavo.core.gpus import GPUS, Gpu, known_as
 from octavo.engine.phases import PhaseTimer
 from octavo.worker.estimate import estimate_of
@@ -33,10 +33,11 @@ def test_sizes_are_those_of_a_worker(family: str, tmp_path: Path) -> None:
     build = DecoderBuild(EngineConfig.of(dtype="float32", device="cpu", threads=1, **limits), files)
     loaded = build.load(PhaseTimer(lambda *_: None))
     worker = build._worker
-    assert found.token_bytes == loaded.kv_bytes_per_token
-    assert found.block_size == loaded.block_size
-    assert found.groups == loaded.groups
-    assert found.workspace == worker.workspace_bytes(8, 64, 0)
+    load = found.load
+    assert load.token_bytes == loaded.kv_bytes_per_token
+    assert load.block_size == loaded.block_size
+    assert load.groups == loaded.groups
+    assert load.workspace == worker.workspace_bytes(8, 64, 0)
     stored = _stored(tmp_path)
     plain = sum(tensor.numel() for name, tensor in stored.items() if "rotary" not in name)
     # Keys that are the values too are in memory twice.
@@ -62,7 +63,7 @@ def test_ranks_and_formats_divide_the_weights(tmp_path: Path) -> None:
     half = estimate_of(EngineConfig.of(dtype="bfloat16", tensor_parallel_size=2), files, gpu)
     assert whole.parameters.total / 2 <= half.parameters.total < whole.parameters.total * 0.7
     assert half.parameters.count == whole.parameters.count
-    assert half.token_bytes == whole.token_bytes / 2
+    assert half.load.token_bytes == whole.load.token_bytes / 2
     rounded = estimate_of(EngineConfig.of(dtype="bfloat16", quantization="w4a16"), files, gpu)
     assert rounded.parameters.total < whole.parameters.total * 0.7
 
@@ -72,14 +73,18 @@ def test_offloaded_layers_are_those_of_the_worker(tmp_path: Path) -> None:
     files, gpu = model_files(tmp_path), GPUS["4090"]
     whole = estimate_of(EngineConfig.of(dtype="float32"), files, gpu)
     found = estimate_of(EngineConfig.of(dtype="float32", cpu_offload_gb=1 / GIB), files, gpu)
-    layer = found.copied / 3
-    assert found.freed == layer
-    assert found.cache - whole.cache == found.freed
-    assert found.decode_rate(1, 100) == gpu.host_bandwidth / found.copied
+    layer = found.load.copied / 3
+    assert found.load.freed == layer
+    assert found.load.cache - whole.load.cache == found.load.freed
+    assert found.decode_rate(1, 100) == gpu.host_bandwidth / found.load.copied
 
 
-def estimate(**changes: Any) -> Estimate:
+def estimate(of_all: dict[str, Any] | None = None, **changes: Any) -> Estimate:
     """Of a model of 10 GB of weights, on a GPU that reads 1 TB and computes 100 T a second."""
+    return Estimate(**{"stages": [load(**changes)], "max_position": 65536} | (of_all or {}))
+
+
+def load(**changes: Any) -> Load:
     gpu = Gpu("some", 24 * GIB, 1e12, 1e14, 1e10)
     parameters = Parameters(5 * 10**9, 5 * 10**9, {"all": 10**10}, 10**10)
     given: dict[str, Any] = {
@@ -95,9 +100,8 @@ def estimate(**changes: Any) -> Estimate:
         "block_size": 16,
         "token_bytes": 200_000,
         "kept": [(CacheGroup(), 100_000)] * 2,
-        "max_position": 65536,
     }
-    return Estimate(**given | changes)
+    return Load(**given | changes)
 
 
 def test_rates_are_bound_by_what_takes_longest() -> None:
@@ -128,20 +132,66 @@ def test_what_is_missing_is_what_must_be_freed() -> None:
     small = estimate(room=13 * GIB)
     assert small.missing > 0
     assert estimate(room=13 * GIB, freed=small.missing).missing == 0
-    assert estimate(room=13 * GIB, freed=small.missing - small.fit.block_bytes).missing > 0
+    assert estimate(room=13 * GIB, freed=small.missing - small.load.fit.block_bytes).missing > 0
 
 
 def test_requests_at_once_fit_the_cache() -> None:
     one = estimate()
     count = one.at_once(4096)
-    assert count * one.fit.held(4096) <= one.fit.most_blocks < (count + 1) * one.fit.held(4096)
+    fit = one.load.fit
+    assert count * fit.held(4096) <= fit.most_blocks < (count + 1) * fit.held(4096)
     assert estimate(limits=(2, 2048)).at_once(16) == 2
+
+
+def test_stages_compute_different_requests_at_once() -> None:
+    """One stream passes both stages after each other; of several, each stage has half."""
+    halves = {"stages": [load(kept=[], ranks=2), load(kept=[], ranks=2)]}
+    two = estimate(halves)
+    assert two.decode_rate(1, 1) == pytest.approx(1 / 0.02)
+    assert two.decode_rate(64, 1) == pytest.approx(64 / 0.02)
+    unlike = estimate({"stages": [load(kept=[], ranks=2), load(kept=[], ranks=2, copied=3 * 10**8)]})
+    assert unlike.decode_rate(1, 1) == pytest.approx(1 / 0.04)
+    assert unlike.decode_rate(64, 1) == pytest.approx(64 / 0.06)
+    assert unlike.prompt_rate() == pytest.approx(2 * 1e14 / 10**10)
+
+
+def test_the_fullest_stage_decides() -> None:
+    small, large = load(ranks=2, token_bytes=100_000), load(ranks=2, token_bytes=400_000)
+    two = estimate({"stages": [small, large]})
+    assert two.fullest == 1
+    assert two.at_once(4096) == large.fit.most_blocks // large.fit.held(4096)
+    without = estimate({"stages": [load(ranks=2, token_bytes=0, room=9 * 10**9), small]})
+    assert without.fullest == 0
+    assert without.missing > 0
+
+
+def test_replicas_and_ranks_with_requests_of_their_own() -> None:
+    one = estimate(kept=[(CacheGroup(), 10**6)])
+    three = estimate({"replicas": 3}, kept=[(CacheGroup(), 10**6)])
+    assert three.ranks == 3
+    assert three.at_once(4096) == 3 * one.at_once(4096)
+    assert three.decode_rate(48, 1000) == pytest.approx(3 * one.decode_rate(16, 1000))  # type: ignore[operator]
+    assert three.decode_rate(1, 1000) == one.decode_rate(1, 1000)
+    own = estimate(kept=[(CacheGroup(), 10**6)], ranks=4, cache_ranks=4)
+    assert own.at_once(4096) == min(256, 4 * one.at_once(4096))
+    assert own.decode_rate(16, 1000) == pytest.approx(16 / ((10**10 + 4 * 10**9) / 1e12))
+
+
+def test_contexts_divide_prompts() -> None:
+    assert estimate({"contexts": 2}).prompt_rate() == pytest.approx(2 * 1e14 / 10**10)
+    assert estimate({"contexts": 2}).decode_rate(1, 1) == estimate().decode_rate(1, 1)
+
+
+def test_weights_in_the_host_are_those_of_all_ranks_of_a_machine() -> None:
+    found = estimate({"neighbours": 4, "host_free": 5 * GIB}, copied=GIB)
+    assert found.fits
+    assert not estimate({"neighbours": 8, "host_free": 5 * GIB}, copied=GIB).fits
+    assert estimate({"neighbours": 8}, copied=GIB).fits
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"pipeline_parallel_size": 2}, "--tensor-parallel-size only"),
         ({"cpu_offload_gb": 900.0}, "--cpu-offload-gb 900: all layers free"),
     ],
 )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.core.errors import ConfigError, ModelFileError, OctavoError
-from octavo.features.media.kinds import kind_of
+from octavo.features.media.kinds import Kind, kind_of
 from octavo.hub.text_config import with_halves
 from octavo.models.hf_config import whole
 from octavo.models.load.checkpoint import Checkpoint
 from octavo.models.load.renamed import RenamedCheckpoint
-from octavo.models.load.weights import load_weights
+from octavo.models.load.weights import load_weights, wanted_bytes
 from octavo.models.text_defaults import TEXT_DEFAULTS
 from octavo.nn.build import Build
 
@@ -132,21 +133,40 @@ def load_tower(config: Mapping[str, Any], processor: Mapping[str, Any], build: B
         ConfigError, ModelFileError: something is not supported, missing or damaged; the text names the setting with
             which the model is served without the tower.
     """
-    kind = kind_of(config)
-    config = with_halves(config)
-    make: BuildTower = importlib.import_module(f"octavo.features.media.towers.{kind.tower}").build_tower
-    try:
-        try:
-            tower = make(config, processor, build)
-        except (KeyError, TypeError, ValueError) as exc:
-            raise ConfigError(f"The model's {kind.half} is incomplete: {exc!r}.") from exc
+    with _refused(kind_of(config)):
+        tower = _built(config, processor, build)
         named = _renamed(checkpoint, tower.names)
         tower.nbytes = load_weights(tower, named, unneeded=tower.unneeded).nbytes
+    return tower
+
+
+def planned_tower(config: Mapping[str, Any], processor: Mapping[str, Any], build: Build) -> Tower:
+    """Build the tower of a model's configuration without weights; its `nbytes` are those that they would take. Raises
+    as `load_tower`."""
+    with _refused(kind_of(config)):
+        tower = _built(config, processor, build)
+    tower.nbytes = wanted_bytes(tower)
+    return tower
+
+
+def _built(config: Mapping[str, Any], processor: Mapping[str, Any], build: Build) -> Tower:
+    kind = kind_of(config)
+    make: BuildTower = importlib.import_module(f"octavo.features.media.towers.{kind.tower}").build_tower
+    try:
+        return make(with_halves(config), processor, build)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ConfigError(f"The model's {kind.half} is incomplete: {exc!r}.") from exc
+
+
+@contextlib.contextmanager
+def _refused(kind: Kind) -> Iterator[None]:
+    """Add to errors how the model is served without its tower."""
+    try:
+        yield
     except OctavoError as exc:
         raise type(exc)(
             f"{exc} To serve the model for text only, set --limit-mm-per-prompt '{{\"{kind.modality}\": 0}}'."
         ) from exc
-    return tower
 
 
 def _renamed(checkpoint: Checkpoint, names: tuple[tuple[str, str], ...]) -> Checkpoint:

@@ -56,6 +56,32 @@ _MOST_BEHIND = 16
 """Most tokens of a step, besides one of each row, up to which the head's logits of all of them cost little."""
 
 
+def head_files(config: DraftConfig, context: FeatureContext, dtype: torch.dtype) -> ModelFiles:
+    """Return the files of a head, with the target's dtype: whatever its own, it reads the target's states and
+    tables."""
+    files = draft_files(config, context)
+    return replace(files, config={**files.config, "dtype": str(dtype).removeprefix("torch.")})
+
+
+def states_bytes(
+    head: HeadSpec, limits: tuple[int, int], dtype: torch.dtype, tree: DraftTree | None, *, waits: bool
+) -> int:
+    """Return the memory of the states that a head reads and makes, and of the logits of a tree.
+
+    Args:
+        limits: sequences at once, and tokens of a step, at most.
+        waits: states wait until something is drafted.
+    """
+    read = len(head.places) * head.target_size
+    states = (max(limits) + 2) * (read + 2 * head.hidden_size) * dtype.itemsize
+    if waits:
+        states += limits[0] * MOST_WAITING * read * dtype.itemsize
+    if tree is not None:
+        widest = int(np.bincount(tree.depths).max())
+        states += 2 * min(limits[0], MOST_DRAFTED) * widest * head.vocab_size * 4
+    return states
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """D rows that get drafts.
@@ -122,13 +148,7 @@ class HeadDrafter(CompanionDrafter):
             check_branches(self._companion, "speculative_config: speculative_token_tree")
         self._dtype = worker.dtype
         self._rewinds = not all(group.grows for group in worker.cache_groups)
-        tokens = max(limits) + 2
-        states = tokens * (len(kept.places) * kept.target_size + 2 * kept.hidden_size) * worker.dtype.itemsize
-        if not worker.device.resident:
-            states += limits[0] * MOST_WAITING * len(kept.places) * kept.target_size * worker.dtype.itemsize
-        if self.tree is not None:
-            widest = int(np.bincount(self.tree.depths).max())
-            states += 2 * min(limits[0], MOST_DRAFTED) * widest * worker.spec.vocab_size * 4  # logits
+        states = states_bytes(kept, limits, worker.dtype, self.tree, waits=not worker.device.resident)
         return self._companion.reserved_for(limits) + Reserved(workspace=states)
 
     def _torch_needed(self, worker: Worker) -> str:
@@ -151,9 +171,7 @@ class HeadDrafter(CompanionDrafter):
     def _files(self, worker: Worker) -> ModelFiles:
         if self._config.method == "mtp":
             return worker.files
-        files = draft_files(self._config, self._context)
-        dtype = str(worker.dtype).removeprefix("torch.")  # whatever its own: it reads the target's states and tables
-        return replace(files, config={**files.config, "dtype": dtype})
+        return head_files(self._config, self._context, worker.dtype)
 
     @property
     def _head_spec(self) -> HeadSpec:

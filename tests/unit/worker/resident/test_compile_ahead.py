@@ -34,7 +34,8 @@ from octavo.parallel.peers import Limits, PeerCollectives
 from octavo.parallel.stage import WHOLE
 from octavo.sampling.resident import ResidentSampler
 from octavo.worker.resident import ahead
-from octavo.worker.resident.batches import Ragged, Singles, sizes, token_counts
+from octavo.worker.resident.batches import Ragged, Singles, token_counts
+from octavo.worker.resident.row_counts import sizes
 from octavo.worker.resident.slots import DeviceSlots
 from octavo.worker.worker import Worker
 

@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from octavo.nn.attention.base import AttentionSpec
 from octavo.nn.attention.triton import TritonAttention
 from octavo.parallel.mesh import Mesh
-from octavo.worker.resident.own_singles import OwnSingles, own_sizes
+from octavo.worker.resident.own_singles import OwnSingles
+from octavo.worker.resident.row_counts import own_sizes
 from octavo.worker.resident.slots import DeviceSlots
 
 RANKS = torch.tensor([0, 1, 0, 2, 1, 0, -1]).numpy()
