@@ -370,6 +370,7 @@ class DecoderBuild:
         timer.begin("kernels")
         worker.prepare_kernels()
         widen(worker.attention, Hooks(halves).tree)
+        worker.looks_ahead = Hooks(halves).looks_ahead
         timer.begin("weights")
         with blamed(config.model.config_overrides):
             worker.load(partial(self._check_cache, max_drafts))

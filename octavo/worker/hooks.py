@@ -115,6 +115,9 @@ class WorkerHook:
     """The shape of drafts that branch: a row with more than `tree.chain` of them, which only the engine half allows,
     has all of the tree."""
 
+    looks_ahead: bool = False
+    """Its `inputs` may have `StepInput.ahead`."""
+
     def prepare(self, worker: Worker, limits: tuple[int, int]) -> Reserved:
         """Load what the feature needs besides the model, before the memory that is left becomes the KV cache.
 
@@ -294,6 +297,7 @@ class Hooks:
         """The hooks that load weights besides the model's."""
         self.added_tokens = max((hook.added_tokens for hook in hooks), default=0)
         self.tree = next((hook.tree for hook in hooks if hook.tree is not None), None)
+        self.looks_ahead = any(hook.looks_ahead for hook in hooks)
         self._laying_out = _with_own(hooks, "lay_out")
         self._varying = _with_own(hooks, "variant")
         self._narrowing = _with_own(hooks, "only_row")

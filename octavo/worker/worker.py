@@ -84,6 +84,7 @@ class Worker:
         most_kv: bytes that the KV cache can have at most; known before the weights are loaded.
         reserved: memory that features need besides the model's.
         offload: layers whose weights are in the host's memory; None for none.
+        looks_ahead: steps may have `StepInput.ahead`, so kernels for that are compiled, too.
         relay: passes hidden states between stages; known when a runner is made.
 
     Raises:
@@ -141,7 +142,7 @@ class Worker:
         self._utilization, self._offload_gib = cache.memory_utilization, cache.cpu_offload_gb
         self.model: Model | None = None
         self.offload: Offload | None = None
-        self.relay = NO_RELAY
+        self.relay, self.looks_ahead = NO_RELAY, False
         self._ahead: Ahead | None = None
         self.weight_bytes = self.most_kv = self._host_free = 0
         self.reserved = Reserved()
@@ -479,6 +480,7 @@ class Worker:
             groups=self.cache_groups,
             share=ModelShare.of(model, self.mesh, self.parallel, self.place),
             static=self.config.dtype == "auto" and has_input_scales(self.files.config),
+            looks_ahead=self.looks_ahead,
         )
         with self._ahead.collecting():
             launch_plain(model)

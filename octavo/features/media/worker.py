@@ -19,8 +19,10 @@ from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedErro
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
 from octavo.features import FeatureContext
-from octavo.features.media.kinds import kind_of, processor_config, refusal
+from octavo.features.media.kinds import kind_of, make_processor, processor_config, refusal
 from octavo.features.media.payload import NAME, MediaStep
+from octavo.features.media.processors.base import LoadTokenizer
+from octavo.features.media.sample import sample_item
 from octavo.features.media.settings import MediaSettings
 from octavo.features.media.towers.tower import Encoding, Tower, load_tower
 from octavo.hub.files import ModelFiles
@@ -61,8 +63,8 @@ class MediaWorker(WorkerHook):
 
     name = NAME
 
-    def __init__(self, files: ModelFiles, settings: MediaSettings) -> None:
-        self._files, self._settings = files, settings
+    def __init__(self, files: ModelFiles, settings: MediaSettings, load_tokenizer: LoadTokenizer) -> None:
+        self._files, self._settings, self._load_tokenizer = files, settings, load_tokenizer
         self._processor = processor_config(files) | settings.mm_processor_kwargs
         self._tower: Tower | None = None
         self._encoded: dict[bytes, Tensor] = {}
@@ -73,6 +75,7 @@ class MediaWorker(WorkerHook):
         self._timed: list[tuple[Any, Any]] = []
         kind = kind_of(files.config)
         self._axes, self._mutual = kind.axes, kind.mutual
+        self.looks_ahead = kind.mutual
         self._after: dict[int, int] = {}
         """Slot -> what is added to the positions of all tokens after its prompt, if it has images."""
         self._shifts = torch.empty(0)
@@ -94,6 +97,8 @@ class MediaWorker(WorkerHook):
         self._check_axes(worker.spec)
         self._hidden = size
         self._capacity, reserved = memory_of(tower, self._settings, worker.spec.max_position, limits)
+        if worker.device.resident:
+            self._rehearse()
         return reserved
 
     def _check_axes(self, spec: ModelSpec) -> None:
@@ -118,6 +123,19 @@ class MediaWorker(WorkerHook):
         build = Build(dtype, device, None, everywhere(Unquantized, dtype, device))
         self._device = device
         self._tower = load_tower(self._files.config, self._processor, build, checkpoint)
+
+    def _rehearse(self) -> None:
+        """Encode a sample, so that libraries load their kernels now and not between the tokens of others."""
+        began = time.perf_counter()
+        processor = make_processor(self._files.config, self._processor, self._load_tokenizer)
+        item = sample_item(processor, kind_of(self._files.config).modality)
+        one = _Begun(b"", item.data.shape, item.layout, item.count, item.data.tobytes(), item.data.dtype.str)
+        while (error := self._advance(one)) is None:
+            pass
+        self._encoded.clear()
+        if error:
+            log.warning("a sample could not be encoded at the start: %s", error)
+        log.info("encoded a sample in %.2f s", time.perf_counter() - began)
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         match method:
@@ -301,4 +319,4 @@ def build_worker(context: FeatureContext) -> MediaWorker | None:
         return None
     shifts = kind_of(context.files.config).axes and context.device == "cpu"
     make = ShiftingWorker if shifts else MediaWorker
-    return make(context.files, context.settings_of(MediaSettings))
+    return make(context.files, context.settings_of(MediaSettings), context.load_tokenizer)

@@ -104,11 +104,13 @@ def compile_ahead(
     groups: Sequence[CacheGroup],
     share: ModelShare = WHOLE,
     static: bool = False,
+    looks_ahead: bool = False,
 ) -> Ahead:
     """Start to compile; return the handle to wait for.
 
     Args:
         static: products have static scales, with which attention may round.
+        looks_ahead: steps with prompts may have `StepInput.ahead`.
     """
     if isinstance(attention, LibraryAttention):
         attention = attention.own  # launches the kernels that the library does not replace
@@ -142,6 +144,12 @@ def compile_ahead(
             for counts, context in _branching(wide, long, max_model_len):
                 step = _step(slots, counts, context)
                 step.unseen = torch.empty(step.num_tokens, dtype=torch.int32, device=device)
+                for layer in layers:
+                    _attend(spec, layer, dtype, kv_dtype, attention, step, block_size, static=static)
+        if isinstance(attention, TritonAttention) and looks_ahead:
+            for counts, context in _looking_ahead(long, max_model_len):
+                step = _step(slots, counts, context)
+                step.ahead = torch.empty(step.num_tokens, dtype=torch.int32, device=device)
                 for layer in layers:
                     _attend(spec, layer, dtype, kv_dtype, attention, step, block_size, static=static)
         if share.samples:
@@ -248,6 +256,13 @@ def _branching(wide: int, long: int, context: int) -> Iterator[tuple[list[int], 
             yield [queries] * rows, context
         yield [queries] * 2, queries
     yield [1] * 16 + [min(wide + 1, long)], context
+
+
+def _looking_ahead(long: int, context: int) -> Iterator[tuple[list[int], int]]:
+    """Yield the tokens of rows, and the longest context, of steps whose tokens may attend to later ones: long prompts,
+    and short ones, alone and beside tokens of others."""
+    for counts in ([long], [min(64, long)], [1] * 16 + [long], [1, min(64, long)]):
+        yield counts, context
 
 
 def _attend(

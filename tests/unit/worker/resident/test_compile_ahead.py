@@ -151,6 +151,14 @@ def test_attention_of_drafts_that_branch_is_compiled_ahead(monkeypatch: pytest.M
             assert {("BRANCHES", True) in each for each in few} == forms
 
 
+def test_attention_to_later_tokens_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of models that have it: with prompts, never of single tokens."""
+    for looks_ahead, forms in ((False, {False}), (True, {False, True})):
+        found = compiled_ahead(FULL, monkeypatch, looks_ahead=looks_ahead)
+        assert {("AHEAD", True) in each for each in found.of("prefill_kernel")} == forms
+        assert found.of("decode_kernel")
+
+
 def test_all_kernels_of_latent_attention_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """In both forms, and for the tiles of recorded steps."""
     spec = spec_of(LATENT)
