@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import ConfigError, ModelFileError
+from octavo.features.media.processors.resize import resize
 from octavo.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -114,14 +115,11 @@ def resized(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
     Raises:
         TooOddError: it would become too large.
     """
-    from PIL import Image
-
     if max(height, width) > _MOST_EDGE:
         raise TooOddError(
             f"is {pixels.shape[1]} x {pixels.shape[0]} pixels, and would be resized to {width} x {height}; crop it"
         )
-    image = Image.fromarray(pixels).resize((width, height), Image.Resampling(resample))
-    return np.asarray(image)
+    return resize(pixels, height, width, resample)
 
 
 def digits(config: Mapping[str, Any], name: str, default: int) -> int:
