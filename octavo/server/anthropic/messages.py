@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from octavo.core.output import CompletionOutput, RequestOutput
 from octavo.server.anthropic.errors import error_event
 from octavo.server.anthropic.events import PING, SIGNATURE, ContentBlocks
-from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat
+from octavo.server.anthropic.protocol import CountBody, MessagesBody, as_chat, own_names
 from octavo.server.body import parse_body
 from octavo.server.context import ServerContext
 from octavo.server.errors import json_response
@@ -22,6 +23,7 @@ from octavo.server.openai.chat import Chat, count_chat, prepare_chat
 from octavo.server.openai.generation import check_not_aborted, run
 from octavo.server.openai.routing import AccumulatedMessage
 from octavo.server.openai.unsupported import check_extras
+from octavo.server.origins import in_names
 from octavo.server.stream import EventStream, named_event, until_disconnect
 
 _STOPS = {"length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
@@ -35,7 +37,8 @@ async def messages(ctx: ServerContext, request: Request) -> Response:
     answer = _MessageEnvelope(f"msg_{request.state.request_id}", ctx.model)
     translated = as_chat(body)
     warnings = check_extras(ctx, translated, chat=True)
-    chat = await prepare_chat(ctx, translated, answer.id)
+    with in_names(partial(own_names, body)):
+        chat = await prepare_chat(ctx, translated, answer.id)
     if body.stream:
         return EventStream(
             _stream(ctx, chat, answer, warnings),
@@ -52,7 +55,9 @@ async def count_tokens(ctx: ServerContext, request: Request) -> Response:
     """Count a conversation's tokens."""
     body = await parse_body(request, CountBody, ctx.config.max_body_bytes)
     ctx = await ctx.for_model(body.model)
-    return json_response({"input_tokens": await count_chat(ctx, as_chat(body))})
+    with in_names(partial(own_names, body)):
+        count = await count_chat(ctx, as_chat(body))
+    return json_response({"input_tokens": count})
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,6 +16,7 @@ from octavo.core.errors import InvalidRequestError, UnsupportedError
 from octavo.server.body import check_one_answer
 from octavo.server.openai.fields import Int
 from octavo.server.openai.protocol import ChatBody
+from octavo.server.origins import Origins
 from octavo.server.validation import explain
 
 _IGNORED = frozenset({"metadata", "service_tier", "cache_control", "inference_geo", "speed", "betas"})
@@ -109,33 +110,41 @@ def as_chat(body: CountBody) -> ChatBody:
     return translated
 
 
-def _messages(body: CountBody) -> list[dict[str, Any]]:
+def own_names(body: CountBody) -> dict[str, str]:
+    """Return the fields of `as_chat` that are about messages -> those that the client sent."""
+    origins = Origins()
+    return origins.names(_messages(body, origins))
+
+
+def _messages(body: CountBody, origins: Origins | None = None) -> list[dict[str, Any]]:
+    origins = origins or Origins()
     messages: list[dict[str, Any]] = []
     system = _system(body.system)
     if system:
-        messages.append({"role": "system", "content": system})
+        messages.append(origins.note({"role": "system", "content": system}, "system"))
     for number, turn in enumerate(body.messages):
         where = f"messages.{number}.content"
         if isinstance(turn.content, str):
-            messages.append({"role": turn.role, "content": turn.content})
+            own = [{"role": turn.role, "content": turn.content}]
         elif turn.role == "assistant":
-            messages.append(_assistant(turn.content, where))
+            own = [_assistant(turn.content, where, origins)]
         else:
-            messages += _user(turn.content, where, turn.role)
+            own = _user(turn.content, where, turn.role, origins)
+        messages += [origins.note(one, f"messages.{number}") for one in own]
     return messages
 
 
 def _system(given: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
     """Return the system's content without the line that Claude Code begins it with for Anthropic's billing: it differs
     in each request, so that no prompt would begin like one in the cache."""
-    content = _content(given or "", "system")
+    content = _content(given or "", "system", Origins())
     if isinstance(content, str):
         return _BILLING.sub("", content)
     kept = [part | {"text": _BILLING.sub("", part["text"])} for part in content]
     return [part for part, whole in zip(kept, content, strict=True) if part["text"] or not whole["text"]]
 
 
-def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
+def _assistant(blocks: Sequence[dict[str, Any]], where: str, origins: Origins) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
     texts, calls, thoughts = [], [], []
     for number, block in enumerate(blocks):
@@ -144,7 +153,9 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
                 texts.append(text)
             case {"type": "tool_use", "id": str(name_id), "name": str(name), "input": dict(given)}:
                 function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
-                calls.append({"id": name_id, "type": "function", "function": function})
+                call = {"id": name_id, "type": "function", "function": function}
+                named = {"function.arguments": "input", "function.name": "name"}
+                calls.append(origins.note(call, f"{where}.{number}", named))
             case {"type": "thinking", "thinking": str(thought)}:
                 thoughts.append(thought)
             case {"type": "redacted_thinking"}:
@@ -160,38 +171,41 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
     return message
 
 
-def _user(blocks: Sequence[dict[str, Any]], where: str, role: str) -> list[dict[str, Any]]:
+def _user(blocks: Sequence[dict[str, Any]], where: str, role: str, origins: Origins) -> list[dict[str, Any]]:
     """Return each tool result as a message of its own, followed by the user's content."""
     results, parts = [], []
     for number, block in enumerate(blocks):
         match block:
             case {"type": "text", "text": str()} | {"type": "image"}:
-                parts.append(_part(block, f"{where}.{number}"))
+                parts.append(_part(block, f"{where}.{number}", origins))
             case {"type": "tool_result", "tool_use_id": str(call)}:
-                content = _content(block.get("content") or "", f"{where}.{number}.content")
+                content = _content(block.get("content") or "", f"{where}.{number}.content", origins)
                 results.append({"role": "tool", "tool_call_id": call, "content": content})
             case _:
                 raise _unreadable(block, f"{where}.{number}")
     return results + ([{"role": role, "content": parts}] if parts or not results else [])
 
 
-def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, origins: Origins) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or a list of blocks.", param=where, value=content)
-    return [_part(block, f"{where}.{number}", images=where != "system") for number, block in enumerate(content)]
+    images = where != "system"
+    return [_part(block, f"{where}.{number}", origins, images=images) for number, block in enumerate(content)]
 
 
-def _part(block: Any, where: str, *, images: bool = True) -> dict[str, Any]:
+def _part(block: Any, where: str, origins: Origins, *, images: bool = True) -> dict[str, Any]:
     """Return a block of text, or an image, as a part of a chat's content."""
     match block:
         case {"type": "text", "text": str(text)}:
-            return {"type": "text", "text": text}
+            return origins.note({"type": "text", "text": text}, where)
         case {"type": "image", "source": {"type": "url", "url": str(url)}} if images:
-            return {"type": "image_url", "image_url": {"url": url}}
+            made = {"type": "image_url", "image_url": {"url": url}}
+            return origins.note(made, where, {"image_url.url": "source.url", "image_url": "source"})
         case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}} if images:
-            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+            made = {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+            return origins.note(made, where, {"image_url.url": "source.data", "image_url": "source"})
         case {"type": "image", "source": {"type": "file"}}:
             raise UnsupportedError(
                 f"{where} is an image of the Files API, which is not supported; send it in base64 or as a URL.",

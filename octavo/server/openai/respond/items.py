@@ -6,39 +6,51 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError, UnsupportedError
+from octavo.server.origins import Origins
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 
-def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(
+    items: Sequence[dict[str, Any]], earlier: int = 0, origins: Origins | None = None
+) -> list[dict[str, Any]]:
     """Return chat messages; calls are merged into the preceding assistant message, and reasoning into what follows it.
 
     Calls that were cut off are left out, unless there is an output for them: their arguments are not JSON.
+
+    Args:
+        earlier: how many of them, at the beginning, are of earlier responses.
+        origins: notes which items become which messages.
 
     Raises:
         InvalidRequestError: an item is malformed.
         UnsupportedError: an item of an unknown type.
     """
+    origins = origins or Origins()
     messages: list[dict[str, Any]] = []
     answered = [item.get("call_id") for item in items if item.get("type") == "function_call_output"]
     thought = ""
     for number, item in enumerate(items):
-        where = f"input.{number}"
+        where = "previous_response_id" if number < earlier else f"input.{number - earlier}"
         before, thought = thought, ""
         match item:
             case {"type": "function_call", "status": "incomplete", "call_id": call} if call not in answered:
                 pass
             case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
                 function = {"name": name, "arguments": arguments}
-                _caller(messages, before)["tool_calls"].append({"id": call, "type": "function", "function": function})
+                caller = _caller(messages, before, where, origins)
+                made = {"id": call, "type": "function", "function": function}
+                named = {"function.arguments": "arguments", "function.name": "name"}
+                caller["tool_calls"].append(origins.note(made, where, named))
             case {"type": "function_call_output", "call_id": str(call), "output": output}:
-                content = _content(output, f"{where}.output")
-                messages.append({"role": "tool", "tool_call_id": call, "content": content})
+                content = _content(output, f"{where}.output", origins)
+                messages.append(origins.note({"role": "tool", "tool_call_id": call, "content": content}, where))
             case {"type": "reasoning"}:
                 thought = before + "\n".join(_texts(item.get("content") or [], f"{where}.content"))
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
                 told = {"reasoning_content": before} if before and role == "assistant" else {}
-                messages.append({"role": role, "content": _content(content, f"{where}.content"), **told})
+                own: dict[str, Any] = {"role": role, "content": _content(content, f"{where}.content", origins), **told}
+                messages.append(origins.note(own, where))
             case {"type": str(kind)} if kind not in ("message", "function_call", "function_call_output"):
                 raise UnsupportedError(f"{where} is of type {kind!r}, which is not supported.", param=where)
             case _:
@@ -60,10 +72,10 @@ def told_item(number: int, item: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _caller(messages: list[dict[str, Any]], thought: str) -> dict[str, Any]:
+def _caller(messages: list[dict[str, Any]], thought: str, where: str, origins: Origins) -> dict[str, Any]:
     """Return the last message if it is the assistant's, else a new one; with the thought, and a list of calls."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant"})
+        messages.append(origins.note({"role": "assistant"}, where))
     caller = messages[-1]
     caller.setdefault("tool_calls", [])
     if thought:
@@ -71,18 +83,18 @@ def _caller(messages: list[dict[str, Any]], thought: str) -> dict[str, Any]:
     return caller
 
 
-def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, origins: Origins) -> str | list[dict[str, Any]]:
     """Return a text, or its parts as a chat has them; the chat template decides how they are joined."""
     if isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
     for place, part in _listed(content, where):
         if isinstance(part, dict) and part.get("type") == "input_image":
-            parts.append(_image(part, place))
+            parts.append(origins.note(_image(part, place), place, {"image_url.url": "image_url"}))
         elif isinstance(part, dict) and part.get("type") == "input_audio":
-            parts.append({"type": "input_audio", "input_audio": part.get("input_audio")})
+            parts.append(origins.note({"type": "input_audio", "input_audio": part.get("input_audio")}, place))
         else:
-            parts.append({"type": "text", "text": _text(part, place)})
+            parts.append(origins.note({"type": "text", "text": _text(part, place)}, place))
     return parts
 
 

@@ -13,6 +13,7 @@ from octavo.server.body import check_one_answer, require
 from octavo.server.openai.fields import Int
 from octavo.server.openai.protocol import ChatBody
 from octavo.server.openai.respond.items import messages_of
+from octavo.server.origins import Origins, in_names
 from octavo.server.validation import explain
 
 InputItems = list[dict[str, Any]]
@@ -118,7 +119,7 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
     include = body.include or []
     chat: dict[str, Any] = {
         "model": body.model,
-        "messages": _led_by(body.instructions, messages_of([*earlier, *body.items])),
+        "messages": _chat_messages(body, earlier, Origins()),
         "stream": True,  # whole responses are assembled from the same pieces
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
@@ -141,6 +142,10 @@ def as_chat(body: ResponseBody, earlier: InputItems) -> ChatBody:
     return translated
 
 
+def _chat_messages(body: ResponseBody, earlier: InputItems, origins: Origins) -> list[dict[str, Any]]:
+    return _led_by(body.instructions, messages_of([*earlier, *body.items], len(earlier), origins))
+
+
 def _led_by(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages after the instructions, in one system message with those of developers that follow at once:
     many chat templates take only one."""
@@ -156,10 +161,16 @@ def _led_by(instructions: str | None, messages: list[dict[str, Any]]) -> list[di
 
 
 @contextmanager
-def in_own_names() -> Iterator[None]:
+def in_own_names(body: ResponseBody, earlier: InputItems) -> Iterator[None]:
     """Give errors about the chat that a request becomes the names of the request's fields."""
+
+    def names() -> dict[str, str]:
+        origins = Origins()
+        return origins.names(_chat_messages(body, earlier, origins))
+
     try:
-        yield
+        with in_names(names):
+            yield
     except InvalidRequestError as exc:
         param, message = exc.param or "", exc.message
         for chat, own in _NAMES:

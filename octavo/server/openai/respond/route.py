@@ -97,8 +97,9 @@ class Responses:
         body = await parse_body(request, ResponseBody, self._ctx.config.max_body_bytes)
         ctx = await self._ctx.for_model(body.model, body)
         body.input = await self._resolved(request, body.items)
-        translated = as_chat(body, await self._earlier(request, body.previous_response_id))
-        with in_own_names():
+        earlier = await self._earlier(request, body.previous_response_id)
+        translated = as_chat(body, earlier)
+        with in_own_names(body, earlier):
             count = await count_chat(ctx, translated)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -168,7 +169,7 @@ class Responses:
         translated = as_chat(body, earlier)
         warnings = check_extras(ctx, translated, chat=True)
         name = answer_id(request, translated.request_id, _PREFIX)
-        with in_own_names():
+        with in_own_names(body, earlier):
             chat = await prepare_chat(ctx, translated, name)
         params = chat.job.request.params
         response = _begun(body, params, name, ctx.model)

@@ -134,6 +134,41 @@ def test_the_messages_api(server: Server, made: Made) -> None:
     assert counted.input_tokens == expected(made)[0]
 
 
+def test_errors_of_the_responses_api_name_its_fields(client: openai.OpenAI) -> None:
+    """With instructions the chat has a message before them, and items of calls and reasoning are merged."""
+    broken = {"type": "input_image", "image_url": "data:image/png;base64,?", "detail": "auto"}
+    given: list[Any] = [
+        {"role": "user", "content": "call it"},
+        {"type": "function_call", "call_id": "1", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "seen"},
+        {"role": "user", "content": [{"type": "input_text", "text": "see "}, broken]},
+    ]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="smollm2", instructions="Be brief.", input=given, max_output_tokens=2)
+    assert caught.value.param == "input.3.content.1.image_url"  # type: ignore[union-attr]
+    assert "input.3.content.1.image_url is not valid base64" in caught.value.message
+    assert "messages" not in caught.value.message
+    odd: list[Any] = [{"role": "user", "content": [broken | {"image_url": data_url(IMAGE), "detail": "huge"}]}]
+    with pytest.raises(openai.BadRequestError, match=r"input\.0\.content\.0\.image_url: detail must be") as caught:
+        client.responses.create(model="smollm2", input=odd, max_output_tokens=2)
+
+
+def test_errors_of_the_messages_api_name_its_fields(server: Server) -> None:
+    """Results of tools are messages of their own in the chat, as is the system's text."""
+    broken = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "?"}}
+    far = {"type": "image", "source": {"type": "url", "url": "ftp://far/away.png"}}
+    call = {"type": "tool_use", "id": "1", "name": "see", "input": {}}
+    start: list[Any] = [{"role": "user", "content": "call it"}, {"role": "assistant", "content": [call]}]
+    asked: dict[str, Any] = {"model": "smollm2", "max_tokens": 2, "system": "Be brief."}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "seen"}
+        for block, field in ((broken, "source.data"), (far, "source.url")):
+            with pytest.raises(anthropic.BadRequestError) as caught:
+                client.messages.create(messages=[*start, {"role": "user", "content": [result, block]}], **asked)
+            assert f"messages.2.content.1.{field}" in caught.value.message
+            assert "image_url" not in caught.value.message
+
+
 def test_urls_of_hosts_and_files(client: openai.OpenAI, host: str, server: Server, made: Made) -> None:
     answer = client.chat.completions.create(messages=messages(f"{host}/image.png"), **GREEDY)
     assert answer.choices[0].message.content == expected(made)[1]
