@@ -376,7 +376,7 @@ class DecoderBuild:
             worker.load(partial(self._check_cache, max_drafts))
         if not worker.device.resident:
             self._check_products()
-        self._hooks = [hook for hook in halves if worker.stage.last or not hook.last_stage_only]
+        self._hooks = worker.hooks = [hook for hook in halves if worker.stage.last or not hook.last_stage_only]
         limits = config.step_limits(self.facts.default_limits)
         worker.reserved = sum((hook.prepare(worker, limits) for hook in self._hooks), Reserved())
         timer.begin("kv cache")

@@ -164,14 +164,14 @@ def _around(case: Case) -> tuple[str, str]:
     return ("<|audio_start|>", "<|audio_end|>") if case.name == "Qwen3ASR" else ("<|audio_bos|>", "<|audio_eos|>")
 
 
-def make(name: str, folder: Path) -> Made:
+def make(name: str, folder: Path, seed: int = 7) -> Made:
     """Write a random checkpoint with tokenizer, template and preprocessor."""
     case = cases()[name]
     config = getattr(transformers, f"{case.name}Config")(
         audio_config=case.audio, text_config={**_TEXT, **case.text}, **case.whole
     )
     config._attn_implementation = "eager"
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = getattr(transformers, f"{case.name}ForConditionalGeneration")._from_config(config, dtype=torch.float32)
     model = model.eval()
     vary_vectors(model)

@@ -437,14 +437,14 @@ class Made:
             return self.model(**inputs).logits[0, -1].float()
 
 
-def make(name: str, folder: Path) -> Made:
+def make(name: str, folder: Path, seed: int = 7) -> Made:
     """Write a random checkpoint with tokenizer, template and preprocessor."""
     case = cases()[name]
     config = getattr(transformers, f"{case.name}Config")(
         vision_config=case.vision, text_config={**_TEXT, **case.text}, **case.whole
     )
     config._attn_implementation = "eager"
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = getattr(transformers, f"{case.name}ForConditionalGeneration")._from_config(config, dtype=torch.float32)
     model = model.eval()
     vary_vectors(model)

@@ -132,6 +132,17 @@ class WorkerHook:
         """
         return Reserved()
 
+    def restage(self, checkpoint: Checkpoint) -> Callable[[], None] | None:
+        """Read the feature's part of new weights of the model, in any thread, while steps run with the current ones.
+
+        Returns:
+            Function that puts them in place, called between steps; None if the checkpoint has none of it.
+
+        Raises:
+            ConfigError, ModelFileError: they are not of the feature's form.
+        """
+        return None
+
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         """Wrap the layers of the loaded model, load weights. Called again, with this model or another one, when a
         sleeping engine wakes up."""

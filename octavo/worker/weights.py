@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -133,7 +133,7 @@ class WorkerWeights:
         self._received = None
         try:
             return self._read(TensorCheckpoint(received))
-        except ModelFileError as error:
+        except (ConfigError, ModelFileError) as error:
             raise InvalidRequestError(str(error)) from error
 
     def _expected(self) -> dict[str, Tensor]:
@@ -146,7 +146,8 @@ class WorkerWeights:
         worker = self._worker
         loaded = worker.read(checkpoint, torch.device("cpu"))
         self._check_form(loaded)
-        return StagedWeights(self, loaded, origin)
+        besides = [put for hook in worker.hooks if (put := hook.restage(checkpoint)) is not None]
+        return StagedWeights(self, loaded, origin, besides)
 
     def _check_shape(self, config: Mapping[str, Any]) -> None:
         """Raise InvalidRequestError unless the configuration has the architecture and shapes of the served model."""
@@ -200,6 +201,8 @@ class WorkerWeights:
         worker = self._worker
         self._updates += 1
         worker.adopt(staged.loaded, rescale=rescale)
+        for put in staged.besides:
+            put()
         worker.weight_version = version or f"update-{self._updates}"
         if staged.origin is not None:
             worker.files, worker.load_format = staged.origin
@@ -218,11 +221,13 @@ class StagedWeights:
 
     Attributes:
         origin: their files and load format; None for received tensors.
+        besides: puts those of features in place.
     """
 
     weights: WorkerWeights
     loaded: LoadedModel
     origin: tuple[ModelFiles, LoadFormat] | None
+    besides: Sequence[Callable[[], None]] = ()
 
     def put_in_place(self, version: str | None, *, rescale: bool) -> None:
         self.weights.put_in_place(self, version, rescale=rescale)

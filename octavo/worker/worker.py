@@ -85,6 +85,7 @@ class Worker:
         reserved: memory that features need besides the model's.
         offload: layers whose weights are in the host's memory; None for none.
         looks_ahead: steps may have `StepInput.ahead`, so kernels for that are compiled, too.
+        hooks: the features whose weights are replaced with the model's.
         relay: passes hidden states between stages; known when a runner is made.
 
     Raises:
@@ -143,6 +144,7 @@ class Worker:
         self.model: Model | None = None
         self.offload: Offload | None = None
         self.relay, self.looks_ahead = NO_RELAY, False
+        self.hooks: Sequence[WorkerHook] = ()
         self._ahead: Ahead | None = None
         self.weight_bytes = self.most_kv = self._host_free = 0
         self.reserved = Reserved()

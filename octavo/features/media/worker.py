@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ from octavo.features.media.payload import NAME, MediaStep
 from octavo.features.media.processors.base import LoadTokenizer
 from octavo.features.media.sample import sample_item
 from octavo.features.media.settings import MediaSettings
-from octavo.features.media.towers.tower import Encoding, Tower, load_tower
+from octavo.features.media.towers.tower import Encoding, Tower, has_tower, load_tower
 from octavo.hub.files import ModelFiles
 from octavo.models.load.checkpoint import Checkpoint
+from octavo.models.load.weights import replace_weights
 from octavo.models.model import EncoderModel, Model, ModelSpec
 from octavo.models.spec import DecoderSpec
 from octavo.nn.build import Build
@@ -108,6 +109,23 @@ class MediaWorker(WorkerHook):
                 "mrope_section. Get the config.json that belongs to the model, or set --limit-mm-per-prompt "
                 "'{\"image\": 0}' to serve it for text only."
             )
+
+    def restage(self, checkpoint: Checkpoint) -> Callable[[], None] | None:
+        """Read a tower in the host's memory."""
+        served = self._tower
+        if served is None or not has_tower(checkpoint, served):
+            return None
+        cpu = torch.device("cpu")
+        build = Build(served.dtype, cpu, None, everywhere(Unquantized, served.dtype, cpu))
+        new = load_tower(self._files.config, self._processor, build, checkpoint)
+
+        def put() -> None:
+            replace_weights(served, new, in_place=self._device.type != "cpu")
+            self._encoded.clear()
+            for one in self._begun:  # what the old tower has begun
+                one.encoding = None
+
+        return put
 
     def attach(self, model: Model | EncoderModel, site: Site) -> None:
         if self._tower is None:  # after a sleep

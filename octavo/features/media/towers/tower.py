@@ -140,6 +140,11 @@ def load_tower(config: Mapping[str, Any], processor: Mapping[str, Any], build: B
     return tower
 
 
+def has_tower(checkpoint: Checkpoint, tower: Tower) -> bool:
+    """Return whether a checkpoint has tensors of a tower, or makes random ones."""
+    return not checkpoint.names() or bool(_renamed(checkpoint, tower.names).names())
+
+
 def planned_tower(config: Mapping[str, Any], processor: Mapping[str, Any], build: Build) -> Tower:
     """Build the tower of a model's configuration without weights; its `nbytes` are those that they would take. Raises
     as `load_tower`."""
