@@ -13,8 +13,8 @@ import image_kit
 import numpy as np
 import torch
 import transformers
+from media_kit import TEXT, greedy, logits, save_tokenizer, saved
 from numpy.typing import NDArray
-from tiny import vary_vectors
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 
 RATE = 16_000
@@ -27,19 +27,7 @@ MARKS = [
     "<|audio_pad|>",
     "<|audio_end|>",
 ]
-_TEXT = {
-    "vocab_size": 570,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_TEXT = {"vocab_size": 570, **TEXT}
 _WHISPER = {"num_mel_bins": 16, "max_source_positions": 50, "initializer_range": 0.15}
 _ENCODER = {
     "num_mel_bins": 16,
@@ -138,16 +126,11 @@ class Made:
 
     def generated(self, text: str, sounds: list[NDArray[np.float32]], count: int) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and `count` greedy ones after them."""
-        inputs = self.inputs(text, sounds)
-        with torch.no_grad():
-            found = self.model.generate(**inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count)
-        size = inputs["input_ids"].shape[1]
-        return inputs["input_ids"][0].tolist(), found[0, size:].tolist()
+        return greedy(self.model, self.inputs(text, sounds), count)
 
     def logits(self, text: str, sounds: list[NDArray[np.float32]]) -> torch.Tensor:
         """Of the token after the prompt."""
-        with torch.no_grad():
-            return self.model(**self.inputs(text, sounds)).logits[0, -1].float()
+        return logits(self.model, self.inputs(text, sounds))
 
 
 def processor(case: Case, own: Any) -> Any:
@@ -167,20 +150,10 @@ def _around(case: Case) -> tuple[str, str]:
 def make(name: str, folder: Path, seed: int = 7) -> Made:
     """Write a random checkpoint with tokenizer, template and preprocessor."""
     case = cases()[name]
-    config = getattr(transformers, f"{case.name}Config")(
-        audio_config=case.audio, text_config={**_TEXT, **case.text}, **case.whole
-    )
-    config._attn_implementation = "eager"
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{case.name}ForConditionalGeneration")._from_config(config, dtype=torch.float32)
-    model = model.eval()
-    vary_vectors(model)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
+    halves = {"audio_config": case.audio, "text_config": {**_TEXT, **case.text}, **case.whole}
+    model = saved(case.name, halves, folder, seed)
     own = tokenizer()
-    own.save(str(folder / "tokenizer.json"))
-    template = image_kit.TEMPLATE.replace("'image'", "'audio'").replace("IMAGE", case.place)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    save_tokenizer(own, folder, "audio", case.place)
     made = processor(case, own)
     case.extractor.save_pretrained(folder)
     if name == "audio-flamingo-3":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -14,22 +13,10 @@ import numpy as np
 import torch
 import toy_tokenizers
 import transformers
+from media_kit import TEMPLATE, TEXT, greedy, logits, save_tokenizer, saved
 from PIL import Image
-from tiny import vary_vectors
 
-_TEXT = {
-    "vocab_size": 560,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_TEXT = {"vocab_size": 560, **TEXT}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -59,11 +46,8 @@ MARKS = [
     "<end_of_image>",
     "<image_soft_token>",
 ]
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
+
+__all__ = ["MARKS", "TEMPLATE", "Case", "Made", "cases", "data_url", "make", "picture", "token", "tokenizer"]
 
 
 def tokenizer() -> Any:
@@ -425,39 +409,20 @@ class Made:
     def generated(self, text: str, images: list[Image.Image], count: int) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and `count` greedy ones after them."""
         inputs = self.processor(text=self.prompt(text), images=images, return_tensors="pt")
-        with torch.no_grad():
-            found = self.model.generate(**inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count)
-        size = inputs["input_ids"].shape[1]
-        return inputs["input_ids"][0].tolist(), found[0, size:].tolist()
+        return greedy(self.model, inputs, count)
 
     def logits(self, text: str, images: list[Image.Image]) -> torch.Tensor:
         """Of the token after the prompt."""
-        inputs = self.processor(text=self.prompt(text), images=images, return_tensors="pt")
-        with torch.no_grad():
-            return self.model(**inputs).logits[0, -1].float()
+        return logits(self.model, self.processor(text=self.prompt(text), images=images, return_tensors="pt"))
 
 
 def make(name: str, folder: Path, seed: int = 7) -> Made:
     """Write a random checkpoint with tokenizer, template and preprocessor."""
     case = cases()[name]
-    config = getattr(transformers, f"{case.name}Config")(
-        vision_config=case.vision, text_config={**_TEXT, **case.text}, **case.whole
-    )
-    config._attn_implementation = "eager"
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{case.name}ForConditionalGeneration")._from_config(config, dtype=torch.float32)
-    model = model.eval()
-    vary_vectors(model)
-    with torch.no_grad():
-        for matrix in model.parameters():  # Gemma 3's projector begins with zeros
-            if matrix.dim() > 1 and not matrix.any():
-                matrix.normal_(std=0.15)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
+    halves = {"vision_config": case.vision, "text_config": {**_TEXT, **case.text}, **case.whole}
+    model = saved(case.name, halves, folder, seed)
     own = tokenizer()
-    own.save(str(folder / "tokenizer.json"))
-    template = TEMPLATE.replace("IMAGE", case.place)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    save_tokenizer(own, folder, "image", case.place)
     case.images.save_pretrained(folder)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<unk>")
     return Made(folder, case, model, case.wrap(case.images, fast))

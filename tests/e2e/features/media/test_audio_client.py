@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from audio_kit import Made, data_url, make, sound, wav
+from media_kit import served
 from serving import Server
 
 pytestmark = pytest.mark.e2e
@@ -30,21 +31,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def server(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     files = tmp_path_factory.mktemp("files")
     (files / "speech.wav").write_bytes(FILE[1])
-    server = Server(
-        str(made.folder),
-        tmp_path_factory.mktemp("server") / "log",
-        *("--kv-cache-memory-bytes", "8M", "--max-model-len", "512", "--threads", "1", "--dtype", "float32"),
+    flags = (
         *("--allowed-local-media-path", str(files), "--max-audio-seconds", "5", "--max-audio-bytes", "512K"),
         *("--limit-mm-per-prompt", '{"audio": 2}'),
     )
-    try:
-        server.wait_ready()
+    with served(made.folder, tmp_path_factory.mktemp("server") / "log", *flags) as server:
         yield server
-        server.wait_idle()
-        assert server.stop() == 0, server.output()
-        assert "Traceback" not in server.output(), server.output()
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import anthropic
 import openai
 import pytest
 from image_kit import Made, data_url, make, picture
+from media_kit import served
 from serving import Server, together
 
 pytestmark = pytest.mark.e2e
@@ -55,21 +56,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def server(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     files = tmp_path_factory.mktemp("files")
     IMAGE.save(files / "image.png")
-    server = Server(
-        str(made.folder),
-        tmp_path_factory.mktemp("server") / "log",
-        *("--kv-cache-memory-bytes", "8M", "--max-model-len", "512", "--threads", "1", "--dtype", "float32"),
+    flags = (
         *("--allowed-media-domains", "127.0.0.1", "--allowed-local-media-path", str(files)),
         *("--max-image-pixels", "10000", "--limit-mm-per-prompt", '{"image": 3}'),
     )
-    try:
-        server.wait_ready()
+    with served(made.folder, tmp_path_factory.mktemp("server") / "log", *flags) as server:
         yield server
-        server.wait_idle()
-        assert server.stop() == 0, server.output()
-        assert "Traceback" not in server.output(), server.output()
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")
