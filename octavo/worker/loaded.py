@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.models.load.weights import LoadReport
 from octavo.models.model import LayeredModel, Model
+from octavo.nn.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +25,9 @@ class LoadedModel:
     source: LayeredModel
     report: LoadReport
     scales: dict[str, Tensor]
+
+    @property
+    def linear_parameters(self) -> int:
+        """The number of weights of linear layers."""
+        layers = (layer for layer in self.source.modules() if isinstance(layer, Linear))
+        return sum(part.out_features * part.in_features for layer in layers for part in layer.parts)

@@ -38,7 +38,6 @@ from octavo.nn.attention.kv_dtype import is_fp8, kv_dtype, name_of
 from octavo.nn.attention.native import NativeBackend
 from octavo.nn.build import Build
 from octavo.nn.cached import CachedLayer
-from octavo.nn.linear import Linear
 from octavo.nn.pages import LargePages
 from octavo.nn.quant.base import Schemes
 from octavo.nn.row_exchange import RowExchange
@@ -200,17 +199,9 @@ class Worker:
         if self.offload is not None:
             self.offload.begin()
         self.model, self._stored_scales, self.weight_version = loaded.model, loaded.scales, self.files_version
-        model, report = loaded.source, loaded.report
-        self.weight_bytes = report.nbytes
-        self.step_parameters = (
-            sum(
-                part.out_features * part.in_features
-                for layer in model.modules()
-                if isinstance(layer, Linear)
-                for part in layer.parts
-            )
-            + (self.spec.tied and self.stage.last) * self.spec.vocab_size * self.spec.hidden_size
-        )
+        self.weight_bytes = loaded.report.nbytes
+        tied = (self.spec.tied and self.stage.last) * self.spec.vocab_size * self.spec.hidden_size
+        self.step_parameters = loaded.linear_parameters + tied
         if isinstance(self.model, NativeDecoder):
             self.weight_bytes = self.model.nbytes
             # torch does only small operations then, and its threads would compete with the program's for the cores.
