@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from octavo.core.cache_fit import CacheFit
@@ -152,6 +152,10 @@ class Estimate:
     replicas: int = 1
     neighbours: int = 1
     host_free: int | None = None
+
+    def beside(self, used: int) -> Estimate:
+        """Return the estimate for devices of which something else uses this many bytes."""
+        return replace(self, stages=[replace(load, room=load.room - used) for load in self.stages])
 
     @property
     def gpu(self) -> Gpu:

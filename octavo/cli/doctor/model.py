@@ -120,15 +120,15 @@ def _with_fit(found: Model, wish: Wish, files: ModelFiles) -> Model:
 
 
 def _on_gpu(found: Model, wish: Wish, files: ModelFiles, gpu: GpuState) -> Model:
-    from octavo.worker.estimate import estimate_of
+    from octavo.build_plan import plan_of
 
     memory = gpu.memory_total or 0
     kind = known_as(gpu.name) or Gpu(gpu.name, memory)
     try:
-        estimate = estimate_of(wish.engine, files, dataclasses.replace(kind, memory=memory))
+        estimate = plan_of(wish.engine, files, dataclasses.replace(kind, memory=memory))
     except OctavoError as error:
         return dataclasses.replace(found, config_problem=str(error))
-    estimate = dataclasses.replace(estimate, room=estimate.room - (gpu.memory_used or 0))
+    estimate = estimate.beside(gpu.memory_used or 0)
     return dataclasses.replace(found, gpu=gpu.name, missing=estimate.missing, longest=estimate.longest)
 
 
