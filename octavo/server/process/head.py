@@ -6,6 +6,9 @@ It subclasses uvicorn's protocol where no setting of uvicorn's has the same effe
   ends, and `h11_max_incomplete_event_size` belongs to uvicorn's other protocol, which parses in Python.
 - Invalid requests get errors in the form of all others, and log lines at a limited rate (`send_400_response`).
 - Offers of HTTP/2, as in the first request of Java's client, are ignored. The parser drops the bodies of such requests.
+  So are offers of a WebSocket with methods other than GET, upon which uvicorn would neither answer nor close.
+- What comes after a response, such as the rest of a body that was refused early, does not end `timeout_keep_alive`; only
+  another request does.
 - HTTP/1.0 clients get responses without chunked encoding, which they can't read.
 """
 
@@ -75,7 +78,6 @@ class HttpConnection(HttpToolsProtocol):
                 self._refuse_size()
 
     def _feed(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -105,6 +107,7 @@ class HttpConnection(HttpToolsProtocol):
         self._feed(b"\r\n".join([*lines, b"", rest]))
 
     def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
         self._start_timer()
         super().on_message_begin()
 
@@ -117,6 +120,7 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         self._num_heads += 1
         self._stop_timer()
+        self._unset_keepalive_if_required()  # set again if the previous response ended within this head
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             self.cycle.send = _UntilClosed(self.cycle).send  # type: ignore[method-assign]  # for this response only
@@ -126,6 +130,9 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._in_head = True
         super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        return bool(self.parser.get_method() == b"GET") and super()._should_upgrade()
 
     def _offers_another_protocol(self) -> bool:
         return bool(self.parser.should_upgrade()) and not self._should_upgrade()

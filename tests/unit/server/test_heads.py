@@ -122,6 +122,47 @@ def test_an_offer_of_http_2_is_passed_over(cut: int) -> None:
     assert answer.count(b'"content":"Bonjour"') == 2
 
 
+def test_a_websocket_is_opened_by_get_only() -> None:
+    offer = b" HTTP/1.1\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    answer = sending(post(b"1.1").replace(b" HTTP/1.1\r\n", offer))
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b'"content":"Bonjour"' in answer
+
+
+@pytest.mark.parametrize("rest", [b"x", b"x" * 99], ids=["unfinished", "finished"])
+def test_the_body_of_a_request_that_was_answered_early_keeps_no_connection(rest: bytes) -> None:
+    async def scenario() -> None:
+        config = ServerConfig(port=0, log_stats_interval_s=0, keep_alive_s=1)
+        async with running(config) as (_, sock):
+            reader, writer = await asyncio.open_connection(*sock.getsockname()[:2])
+            writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nx")
+            assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(rest)
+            await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_within_whose_head_the_previous_response_ended_may_take_its_time() -> None:
+    async def scenario() -> bytes:
+        config = ServerConfig(port=0, log_stats_interval_s=0, keep_alive_s=1)
+        async with running(config) as (_, sock):
+            reader, writer = await asyncio.open_connection(*sock.getsockname()[:2])
+            writer.write(GET + b"\r\n" + post(b"1.1")[:20])
+            await reader.readuntil(b"}")
+            words = post(b"1.1").replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+            writer.write(words[20:-1])
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(), 1.5)  # longer than an idle connection may
+            writer.write(words[-1:])
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    assert b'"content":"Bonjour"' in asyncio.run(scenario())
+
+
 def test_nobody_is_connected_elsewhere() -> None:
     assert error_of(sending(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n"), 400)
 
