@@ -20,9 +20,9 @@ def connection_class(
 ) -> type[Any]:
     """Return a subclass of one of uvicorn's protocols, with a timeout for unread data.
 
-    Unsent data is bounded: a response is paused while 64 KiB are unsent. If the client reads none of it for
-    `unread_timeout_s` seconds, the connection is aborted, and `closed` is called. An orderly close would wait for the
-    client, too.
+    A response is paused while 64 KiB are unsent; a whole answer, which is written at once, may be much more. If the
+    client reads none of it for `unread_timeout_s` seconds, the connection is aborted, and `closed` is called. An orderly
+    close would wait for the client, too.
     """
 
     log = Seldom(logging.getLogger("octavo.server"))
@@ -32,7 +32,7 @@ def connection_class(
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._unread = self.loop.call_later(unread_timeout_s, self._drop)
+            self._watch()
 
         def resume_writing(self) -> None:
             self._watch_no_more()
@@ -41,6 +41,16 @@ def connection_class(
         def connection_lost(self, exc: Exception | None) -> None:
             self._watch_no_more()
             super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            unsent = self.transport.get_write_buffer_size()
+            self._unread = self.loop.call_later(unread_timeout_s, self._look, unsent)
+
+        def _look(self, unsent: int) -> None:
+            if self.transport.get_write_buffer_size() < unsent:  # it reads, only slowly
+                self._watch()
+            else:
+                self._drop()
 
         def _drop(self) -> None:
             closed()
