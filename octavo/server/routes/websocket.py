@@ -41,8 +41,8 @@ CHAT = "/v1/chat/completions"
 STREAMED = frozenset({CHAT, "/v1/completions", "/v1/responses", "/v1/messages"})
 MAX_REQUESTS = 256
 """Maximum number of concurrent requests on one socket."""
-_LOST = (WebSocketDisconnect, RuntimeError)
-"""Exceptions of sending to a client that has disconnected."""
+_GONE = 1006
+"""Close code of a connection that ended without one (RFC 6455, 7.4.1)."""
 
 
 class StreamSocket:
@@ -159,9 +159,11 @@ class _SocketSession:
                         await self._tell(_chunk(request_id, chunk))
             except asyncio.CancelledError:
                 last = _last("cancelled", request_id)
+            except WebSocketDisconnect:
+                return
             except Exception as exc:
                 last = _error(request_id, as_api_error(exc, request_id))
-            with contextlib.suppress(*_LOST):
+            with contextlib.suppress(WebSocketDisconnect):
                 await self._tell(last)
 
     async def _chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
@@ -176,7 +178,15 @@ class _SocketSession:
                 yield payload
 
     async def _tell(self, message: bytes) -> None:
-        await self._socket.send_text(message.decode())
+        """Send a message.
+
+        Raises:
+            WebSocketDisconnect: the client has disconnected.
+        """
+        try:
+            await self._socket.send_text(message.decode())
+        except RuntimeError:  # after the first send that failed
+            raise WebSocketDisconnect(_GONE) from None
 
 
 def _id_of(asked: Mapping[str, Any]) -> str:

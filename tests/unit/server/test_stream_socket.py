@@ -23,6 +23,7 @@ class Socket:
     def __init__(self, app: Any, headers: dict[str, str]) -> None:
         self.status = 0
         self.body = b""
+        self.broken = False
         self._told: asyncio.Queue[Any] = asyncio.Queue()
         self._said: asyncio.Queue[Any] = asyncio.Queue()
         self._said.put_nowait({"type": "websocket.connect"})
@@ -44,6 +45,8 @@ class Socket:
         self.task = asyncio.ensure_future(app(scope, self._said.get, self._send))
 
     async def _send(self, message: Any) -> None:
+        if self.broken:
+            raise OSError
         if message["type"] == "websocket.send":
             self._told.put_nowait(json.loads(message["text"]))
         elif message["type"] == "websocket.accept":
@@ -193,6 +196,21 @@ def test_who_leaves_frees_all_requests() -> None:
         assert house.lifecycle.inflight == 0
 
     in_loop(scenario)
+
+
+def test_a_connection_that_breaks_is_no_fault_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither of requests, whose next chunk can't be sent, nor of a bad message, whose error can't be."""
+
+    async def scenario() -> None:
+        async with open_socket(make_house(saying("Hello")).app) as socket:
+            socket.broken = True
+            socket.request("a")
+            socket.request("b")
+            socket.say("garbage")
+            await socket.task
+
+    in_loop(scenario)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
