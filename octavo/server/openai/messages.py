@@ -13,6 +13,9 @@ from octavo.text.chat.template import ChatTemplate
 from octavo.text.prompts.message_parts import MessageParts
 from octavo.text.tools.tool import Tool, explain_in_words
 
+_AROUND = 16
+"""Characters that a template writes around a message: a thousand short messages are a long conversation, too."""
+
 
 async def render(
     ctx: ServerContext,
@@ -40,21 +43,21 @@ async def render(
     own = _own_template(ctx, template)
     goes_on = bool(continue_final_message)
     _check_options(variables, contradiction=goes_on and bool(add_generation_prompt))
-    plain = [template_message(number, message) for number, message in enumerate(messages)]
     answers = ctx.frontend.answers
-    declared = [tool.declared() for tool in tools] if answers.template_tools else []
     chat = own or ctx.frontend.chat
-    guard = None
-    if (
-        chat
-        and not answers.template_tools
-        and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in plain))
-    ):
-        guard = chat.guard()
-        plain = explain_in_words(plain, tools, answers.tools, guard)
     generate = not goes_on if add_generation_prompt is None else add_generation_prompt
 
     def work() -> str:
+        plain = [template_message(number, message) for number, message in enumerate(messages)]
+        declared = [tool.declared() for tool in tools] if answers.template_tools else []
+        guard = None
+        if (
+            chat
+            and not answers.template_tools
+            and (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in plain))
+        ):
+            guard = chat.guard()
+            plain = explain_in_words(plain, tools, answers.tools, guard)
         write = own.render if own else ctx.frontend.render_chat
         return write(
             plain,
@@ -67,7 +70,7 @@ async def render(
             shown=None if parts is None else parts.shown,
         )
 
-    return await aside(sum(len(message.text) for message in messages), work)
+    return await aside(sum(_AROUND + len(message.text) for message in messages), work)
 
 
 def _check_options(variables: dict[str, Any], *, contradiction: bool) -> None:
