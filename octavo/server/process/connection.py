@@ -21,8 +21,8 @@ def connection_class(
     """Return a subclass of one of uvicorn's protocols, with a timeout for unread data.
 
     A response is paused while 64 KiB are unsent; a whole answer, which is written at once, may be much more. If the
-    client reads none of it for `unread_timeout_s` seconds, the connection is aborted, and `closed` is called. An orderly
-    close would wait for the client, too.
+    client reads none of it for `unread_timeout_s` seconds, the connection is aborted, and `closed` is called. An
+    orderly close would wait for the client, too.
     """
 
     log = Seldom(logging.getLogger("octavo.server"))

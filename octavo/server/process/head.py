@@ -7,8 +7,8 @@ It subclasses uvicorn's protocol where no setting of uvicorn's has the same effe
 - Invalid requests get errors in the form of all others, and log lines at a limited rate (`send_400_response`).
 - Offers of HTTP/2, as in the first request of Java's client, are ignored. The parser drops the bodies of such requests.
   So are offers of a WebSocket with methods other than GET, upon which uvicorn would neither answer nor close.
-- What comes after a response, such as the rest of a body that was refused early, does not end `timeout_keep_alive`; only
-  another request does.
+- What comes after a response, such as the rest of a body that was refused early, does not end `timeout_keep_alive`;
+  only another request does.
 - HTTP/1.0 clients get responses without chunked encoding, which they can't read.
 """
 
