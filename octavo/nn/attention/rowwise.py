@@ -34,9 +34,12 @@ def attend_row(
         [n, num_heads, head_dim] float32.
     """
     count, length = q.shape[0], k.shape[0]
+    # Cells that no query sees may hold anything, NaN included: their blocks may be another sequence's by now.
+    first = 0 if spec.window is None else max(0, spec.first_visible(length - count))
+    k, v = k[first:], v[first:]
     group = spec.num_heads // spec.num_kv_heads
     keys, values = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    places = torch.arange(length)
+    places = torch.arange(first, length)
     # A query's own position shifts all its scores alike, so the softmax doesn't depend on it.
     slopes = torch.zeros(spec.num_heads) if spec.slopes is None else torch.tensor(spec.slopes)
     bias = slopes[:, None, None] * (places - length + 1)
@@ -58,6 +61,6 @@ def attend_row(
             # The bias is that of the last position; relative to it, the sink has the bias of the query's.
             own = sinks[:, None] + slopes[:, None] * (positions[:, 0] - length + 1)
             scores = torch.cat([scores, own[..., None]], dim=-1)
-        weights = scores.softmax(-1)[..., :length]
+        weights = scores.softmax(-1)[..., : length - first]
         out[begin : begin + _QUERIES] = (weights @ values).transpose(0, 1)
     return out
