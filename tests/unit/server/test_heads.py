@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from server_kit import HELLO, running
@@ -177,9 +178,9 @@ def test_http_1_0_gets_no_chunks() -> None:
     assert json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == "Bonjour"
 
 
-def test_what_clients_send_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_clients_send_fills_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running(ServerConfig(port=0, log_stats_interval_s=0)) as (_, sock):
+        async with running(ServerConfig(port=0, log_stats_interval_s=0, jobs_dir=str(tmp_path))) as (_, sock):
             for sent in (b"\x00\x01\r\n\r\n", b"\x16\x03\x01\x00\xff\x01") * 20:
                 reader, writer = await asyncio.open_connection(*sock.getsockname()[:2])
                 writer.write(sent)
