@@ -106,7 +106,7 @@ def _build(
         check_overrides(files, config.model.config_overrides, implementation_of(config, files))
     if is_encoder(files.config):
         _check_encoder_settings(config, files)
-    policy = make_policy(config.scheduler.policy)
+    policy = make_policy(config.scheduler.policy, config.scheduler.tenant_weights)
     timer.begin("setup")
     worker, context = build_worker(config, files, early)
     try:

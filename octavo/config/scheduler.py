@@ -1,7 +1,7 @@
 """Settings of the scheduler."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from octavo.core import quantities
 from octavo.core.flag import setting
@@ -56,8 +56,12 @@ class SchedulerConfig:
     policy: str = setting(
         "fcfs",
         "which request runs first: the earliest (fcfs), the one with the lowest `priority`, the one with the fewest "
-        "tokens of prompt and `max_tokens` (shortest-first), or the one with the largest `max_tokens` (longest-first)",
+        "tokens of prompt and `max_tokens` (shortest-first), the one with the largest `max_tokens` (longest-first), or "
+        "one of the tenant that has had the fewest tokens for its weight (fair)",
         flag="scheduling-policy",
+    )
+    tenant_weights: dict[str, Any] = setting(
+        {}, 'shares of tenants under --scheduling-policy fair, as a JSON object: {"NAME": 2.5}; others have 1'
     )
     depth: int | None = setting(
         None,

@@ -61,7 +61,17 @@ class ServerConfig(LogConfig):
         metavar="KEY",
         env="OCTAVO_API_KEY",
     )
-    api_key_file: str | None = setting(None, "a file with more API keys, one per line", metavar="FILE")
+    api_key_file: str | None = setting(
+        None, "a file with more API keys, one per line; ` name=NAME` after a key names its tenant", metavar="FILE"
+    )
+    tenant_by: str = setting(
+        "api-key",
+        "what names the tenant of a request: its API key, its `user` (of messages: `metadata.user_id`), or a header "
+        "that your proxy sets (header:NAME); with the last two, clients can invent tenants, unless the proxy prevents "
+        "it",
+        read=parsing.tenant_by,
+        metavar="WHAT",
+    )
     allowed_origins: tuple[str, ...] = setting(
         (),
         "origins whose pages may call the server (CORS); * for all",

@@ -8,6 +8,8 @@ from typing import Any
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 """What browsers send as `Origin`: scheme, host and port in lower case, without a path. It is compared as a text."""
+_HEADER = re.compile(r"header:[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+LONGEST_TENANT = 128
 
 
 def word(text: str) -> str:
@@ -20,6 +22,20 @@ def word(text: str) -> str:
 def dtype(text: str) -> str:
     """Return the name of a dtype for one of its names."""
     return {"float": "float32", "half": "float16"}.get(text, text)
+
+
+def tenant_name(text: str) -> str:
+    """Return the name of a tenant."""
+    if not 0 < len(text) <= LONGEST_TENANT or not text.isprintable():
+        raise ValueError(f"the name of a tenant has 1 to {LONGEST_TENANT} printable characters, got {text[:80]!r}")
+    return text
+
+
+def tenant_by(text: str) -> str:
+    """Return what names a request's tenant."""
+    if text in ("api-key", "user") or _HEADER.fullmatch(text):
+        return text
+    raise ValueError(f"{text!r} is not what names a tenant: give api-key, user, or header:NAME")
 
 
 def method(text: str) -> str | None:

@@ -33,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         params: sampling parameters.
         namespace: requests share KV cache only within one namespace (a tenant's salt).
         priority: lower runs earlier, under the priority policy; from `BACKGROUND` on, under all policies.
+        tenant: whose share of the engine it takes, under the fair policy; "" for requests that name none.
         arrival: `time.monotonic()` when the request reached the front end.
         options: feature name -> that feature's struct, encoded; the core passes it on undecoded.
         prompt_only: end the request once its prompt is computed, without sampling.
@@ -48,6 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     keys: list[int | bytes] = msgspec.field(default_factory=list)
     namespace: str = ""
     priority: int = 0
+    tenant: str = ""
     arrival: float = 0.0
     options: dict[str, msgspec.Raw] = msgspec.field(default_factory=dict)
     prompt_only: bool = False

@@ -15,8 +15,9 @@ from octavo.schedule.counters import Counters
 from octavo.schedule.drafts import DraftBounds
 from octavo.schedule.hooks import NO_ROOM, EngineHook, admitted
 from octavo.schedule.limits import Limits
-from octavo.schedule.policy import Pace, Policy, Rank, displaced_by, victim_of
+from octavo.schedule.policy import Pace, Policy, displaced_by, victim_of
 from octavo.schedule.quarantine import Quarantine
+from octavo.schedule.queue import Rank
 from octavo.schedule.request import Request
 from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import yielding
@@ -70,6 +71,8 @@ class Planner:
         self.at = None
         step = StepBuilder.empty(self._limits.max_num_batched_tokens, self._cache.ranks, self._unsent)
         alone = self._quarantine.current is not None
+        if self._requests.waiting:
+            self._policy.measure(self._requests.running)
         try:
             if alone:
                 self._plan_alone(step, in_flight=in_flight)
@@ -339,7 +342,8 @@ class Planner:
         """
         running = self._requests.running
         first = self._requests.waiting.peek()
-        if first is None or not running or not self._policy.displaces(first, running[-1]):
+        last = running[-1:] if self._policy.displaces_last else running
+        if first is None or not any(self._policy.displaces(first, other) for other in last):
             return
         self.at = first
         if not self._kv.share(first, step.prompts):
@@ -354,6 +358,7 @@ class Planner:
             step.yielding.update(victims)
         else:
             for victim in victims:
+                self._policy.displaced(victim)
                 self.preempt(victim)
 
     def _yield_one(self, step: StepBuilder) -> bool:

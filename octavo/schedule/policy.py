@@ -8,25 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from octavo.cache.cache import KVCache
 from octavo.core.errors import ConfigError
 from octavo.core.request import BACKGROUND
+from octavo.schedule.queue import FairQueue, Queue, Rank, RankedQueue
 from octavo.schedule.request import Request
-
-Rank = tuple[int, ...]
+from octavo.schedule.shares import Accounts
 
 
 class Policy(Protocol):
-    """Two total orders. `rank` must not change during a request's life and must end in the arrival number;
-    `victim_rank` may depend on what the request has computed.
+    """Two total orders. `rank` must end in the arrival number, and must not change from a request's first slot on,
+    except in `displaced`; before that, only its queue may depend on it. `victim_rank` may depend on what the request
+    has computed.
 
     Attributes:
         spreads_prompts: whether prompts may wait for the steps that longer answers need anyway; see `Pace`.
+        displaces_last: whether a request that displaces any of the running ones displaces the last by rank.
     """
 
     spreads_prompts: bool
+    displaces_last: bool
+
+    def queue(self) -> Queue:
+        """Return the queue of waiting requests. Called once."""
+        ...
 
     def arrive(self, request: Request) -> None:
         """Set `request.turn`, if `rank` depends on when the request came. Called once, before the request waits."""
@@ -34,6 +41,18 @@ class Policy(Protocol):
 
     def begin(self, request: Request) -> None:
         """Called when a request takes a slot; again after it was preempted."""
+        ...
+
+    def measure(self, running: Sequence[Request]) -> None:
+        """Called before a step is planned while requests wait."""
+        ...
+
+    def displaced(self, request: Request) -> None:
+        """Called before a request is preempted for one that `displaces` it. From now on it ranks after that one."""
+        ...
+
+    def end(self, request: Request) -> None:
+        """Called when a request has ended; it may be called twice, and for one that did not arrive."""
         ...
 
     def rank(self, request: Request) -> Rank:
@@ -47,8 +66,8 @@ class Policy(Protocol):
     def displaces(self, waiting: Request, running: Request) -> bool:
         """Return whether a waiting request may preempt a running one.
 
-        True only if `running` ranks after `waiting`, and never in both directions, or the two would preempt each other
-        in turns.
+        True only if `running` ranks after `waiting`, at the latest once it was `displaced`, and never in both
+        directions, or the two would preempt each other in turns.
         """
         ...
 
@@ -57,11 +76,24 @@ class Fcfs:
     """First come, first served; the victim is the request with the least to recompute. Background work comes last."""
 
     spreads_prompts = False
+    displaces_last = True
+
+    def queue(self) -> Queue:
+        return RankedQueue(self.rank)
 
     def arrive(self, request: Request) -> None:
         """Do nothing."""
 
     def begin(self, request: Request) -> None:
+        """Do nothing."""
+
+    def measure(self, running: Sequence[Request]) -> None:
+        """Do nothing."""
+
+    def displaced(self, request: Request) -> None:
+        """Do nothing."""
+
+    def end(self, request: Request) -> None:
         """Do nothing."""
 
     def rank(self, request: Request) -> Rank:
@@ -125,6 +157,64 @@ class ShortestFirst(Fcfs):
         return (_in_background(request), request.turn, request.order)
 
 
+class Fair(Fcfs):
+    """The tenant that has had the least for its weight first; see `Accounts`. Background work comes last, with accounts
+    of its own.
+
+    A waiting request ranks by its tenant's account, which changes while others run; one that has begun, by the account
+    as it was then.
+
+    The queue divides what begins; running requests keep their slots, which long answers may hold for long. So a request
+    may also displace one of a tenant that has had more and would still have as many slots for its weight as the other
+    one then has. Each request is displaced at most once, and the two tenants' slots become more equal each time.
+    """
+
+    displaces_last = False
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._accounts = Accounts(weights or {})
+
+    def queue(self) -> Queue:
+        return FairQueue(self._accounts, self.rank)
+
+    def arrive(self, request: Request) -> None:
+        request.turn = _NOT_BEGUN
+        self._accounts.arrive(request)
+
+    def begin(self, request: Request) -> None:
+        value = self._accounts.begin(request)
+        if request.turn == _NOT_BEGUN:
+            request.turn = value
+
+    def measure(self, running: Sequence[Request]) -> None:
+        self._accounts.measure(running)
+
+    def displaced(self, request: Request) -> None:
+        request.turn = _NOT_BEGUN
+        self._accounts.of(request).slots -= 1
+
+    def end(self, request: Request) -> None:
+        self._accounts.end(request)
+
+    def rank(self, request: Request) -> Rank:
+        turn = self._accounts.of(request).value if request.turn == _NOT_BEGUN else request.turn
+        return (_in_background(request), turn, request.order)
+
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        if _in_background(waiting) != _in_background(running):
+            return _in_background(running)
+        if running.num_preemptions or waiting.turn != _NOT_BEGUN:
+            return False
+        mine, other = self._accounts.of(waiting), self._accounts.of(running)
+        behind = mine is not other and mine.value < other.value
+        return behind and other.slots * mine.weight > (mine.slots + 1) * other.weight
+
+
+_LEAST_WEIGHT = 0.001
+_NOT_BEGUN = -1
+"""`Request.turn` under `Fair` before a request has a slot, and once it was displaced."""
+
+
 def _expected(request: Request) -> int:
     """Return the most tokens that a request computes; the choices after the first one share its prompt."""
     return request.max_tokens + (0 if request.index else request.num_prompt)
@@ -139,18 +229,38 @@ POLICIES: Mapping[str, type[Policy]] = {
     "priority": Priority,
     "shortest-first": ShortestFirst,
     "longest-first": LongestFirst,
+    "fair": Fair,
 }
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str, weights: Mapping[str, Any] | None = None) -> Policy:
     """Return a new policy.
 
+    Args:
+        weights: tenant -> its weight, for the fair policy.
+
     Raises:
-        ConfigError: the name is not in `POLICIES`.
+        ConfigError: the name is not in `POLICIES`, a weight is out of range, or weights have no effect.
     """
     if name not in POLICIES:
         raise ConfigError(f"--scheduling-policy {name!r} is not known; choose one of: {', '.join(POLICIES)}.")
+    if POLICIES[name] is Fair:
+        return Fair(_checked(weights or {}))
+    if weights:
+        raise ConfigError(
+            f"--tenant-weights has no effect with --scheduling-policy {name}: choose fair, or leave it out."
+        )
     return POLICIES[name]()
+
+
+def _checked(weights: Mapping[str, Any]) -> Mapping[str, float]:
+    for tenant, weight in weights.items():
+        if type(weight) not in (int, float) or not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
+            raise ConfigError(
+                f"--tenant-weights: the weight of {tenant!r} must be a number from {_LEAST_WEIGHT} to "
+                f"{1 / _LEAST_WEIGHT:,.0f}, got {weight!r}."
+            )
+    return weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from octavo.cache.cache import KVCache
 from octavo.cache.table import BlockTable
@@ -12,7 +11,7 @@ from octavo.core.output import FinishReason
 from octavo.schedule.hooks import EngineHook, finished, finishing, released
 from octavo.schedule.kv_planner import KvPlanner
 from octavo.schedule.limits import Limits
-from octavo.schedule.policy import Policy, Rank
+from octavo.schedule.policy import Policy
 from octavo.schedule.request import Request
 from octavo.schedule.tiers import Tiers
 
@@ -21,7 +20,7 @@ class Requests:
     """All requests that have not been released.
 
     Attributes:
-        waiting: requests without a slot, by rank.
+        waiting: requests without a slot, in the policy's order.
         running: requests with a slot, by rank.
         kv: finds, reserves and registers their KV blocks.
     """
@@ -35,7 +34,7 @@ class Requests:
         tiers: Tiers | None = None,
         life: str = "",
     ) -> None:
-        self.waiting = WaitingQueue(policy)
+        self.waiting = policy.queue()
         self.running: list[Request] = []
         self.kv = KvPlanner(
             cache,
@@ -82,6 +81,8 @@ class Requests:
                 self.waiting.push(choice)
         except BaseException:
             del self._alive[choices[0].id]
+            for choice in choices:
+                self._policy.end(choice)
             alive = (request for others in self._alive.values() for request in others)
             self.waiting.refill(request for request in alive if request.slot < 0 and request.finish is None)
             raise
@@ -154,6 +155,7 @@ class Requests:
         request.slot = -1
 
     def _forget(self, request: Request) -> None:
+        self._policy.end(request)
         self.kv.forget(request)
         released(self._hooks, request)
         if all(r.finish is not None and r.slot < 0 for r in self._alive.get(request.id, ())):
@@ -166,46 +168,3 @@ def _begin_anew(request: Request) -> None:
     request.num_lost = request.num_computed
     request.num_preemptions += 1
     request.num_computed = request.pending = request.num_drafts = request.unsure = 0
-
-
-class WaitingQueue:
-    """A heap by `policy.rank`, which is unique. Requests that end while they wait are dropped at the top."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._heap: list[tuple[Rank, Request]] = []
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (self._policy.rank(request), request))
-        self._size += 1
-
-    def peek(self) -> Request | None:
-        """Return the first request that has not ended, or None."""
-        while self._heap and self._heap[0][1].finish is not None:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self) -> None:
-        """Remove what `peek` returned."""
-        heapq.heappop(self._heap)
-        self._size -= 1
-
-    def remove(self, request: Request) -> None:
-        """Remove a request from any position."""
-        self._heap = [entry for entry in self._heap if entry[1] is not request]
-        heapq.heapify(self._heap)
-        self._size -= 1
-
-    def refill(self, requests: Iterable[Request]) -> None:
-        """Replace the contents by these requests."""
-        self._heap = [(self._policy.rank(request), request) for request in requests]
-        heapq.heapify(self._heap)
-        self._size = len(self._heap)
-
-    def discard(self) -> None:
-        """Reduce the size by a request that has just ended while it waited."""
-        self._size -= 1

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from octavo.cache.table import Growth
 from octavo.core.plan import NewRow, PlanDraft
-from octavo.schedule.policy import Pace, Rank
+from octavo.schedule.policy import Pace
+from octavo.schedule.queue import Rank
 from octavo.schedule.request import Request
 
 

@@ -57,6 +57,7 @@ from octavo.server.siblings.crew import Crew
 from octavo.server.siblings.routes import private_app, relayed
 from octavo.server.siblings.siblings import SiblingProcesses
 from octavo.server.stream import CLIENT_CLOSED_REQUEST, ClientGoneError
+from octavo.server.tenants import ApiKeys, Tenants
 from octavo.server.transcript import Transcripts
 from octavo.text.frontend import Frontend
 from octavo.version import __version__
@@ -184,6 +185,7 @@ def make_context(
         tracing=traces,
         draining=lambda: running.draining,
     )
+    keys = ApiKeys(config.api_keys)
     return ServerContext(
         frontend=frontend,
         config=config,
@@ -198,6 +200,8 @@ def make_context(
             board=running.board,
         ),
         transcripts=Transcripts(config),
+        keys=keys,
+        tenants=Tenants(config.tenant_by, keys),
         siblings=siblings,
         fingerprint=fingerprint(config, frontend.info),
         model=name,

@@ -21,6 +21,7 @@ from octavo.server.metrics.metrics import Metrics
 from octavo.server.metrics.requests import RequestRecord
 from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.siblings.siblings import SiblingProcesses
+from octavo.server.tenants import ApiKeys, Tenants
 from octavo.server.transcript import Transcripts
 from octavo.text.frontend import Frontend
 from octavo.text.hooks import AddedModel
@@ -36,12 +37,16 @@ class ServerContext:
     lifecycle: Lifecycle
     admission: Admission
     transcripts: Transcripts
+    keys: ApiKeys
+    tenants: Tenants
     siblings: SiblingProcesses | None = None
     """The other API processes of the server, if there are several."""
     background: bool = False
     """Requests through this context run in capacity that other requests leave free."""
     model: str
     """The model's name in answers."""
+    tenant: str = ""
+    """The tenant of all requests through this context; see `Tenants`."""
     options: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     """Features' options of all requests through this context: those of a model that a feature adds."""
     fingerprint: str | None = None
@@ -60,6 +65,12 @@ class ServerContext:
             InvalidRequestError: it is one of background work.
         """
         return BACKGROUND if self.background else client_priority(asked or 0, "priority")
+
+    async def for_request(self, request: Request, name: str | None, body: Any = None) -> ServerContext:
+        """Return the context for a request that generates with this model: `for_model`, and its tenant."""
+        tenant = self.tenants.of_body(body, getattr(request.state, "tenant", ""))
+        found = await self.for_model(name, body)
+        return replace(found, tenant=tenant) if tenant else found
 
     async def for_model(self, name: str | None, body: Any = None) -> ServerContext:
         """Return the context for requests to this model. A request without a name means the served model.

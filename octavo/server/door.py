@@ -7,12 +7,9 @@ exceptions to error objects.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import re
 import time
 import uuid
-from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,24 +40,6 @@ _OPEN_PATHS = frozenset(
 _PRINTABLE_ID = re.compile(r"[!-~]{1,128}")
 
 
-class ApiKeys:
-    """The accepted API keys; without keys, every request is accepted."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
-
-    def allow(self, headers: Headers) -> bool:
-        """Return whether `Authorization: Bearer` or `x-api-key` contains a valid key. Takes constant time for wrong
-        keys."""
-        if not self._digests:
-            return True
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        shown = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        digests = [_digest(one) for one in shown if one]
-        matches = [hmac.compare_digest(one, known) for one in digests for known in self._digests]
-        return any(matches)
-
-
 def key_error() -> ApiError:
     """Return the error for a missing or wrong key."""
     return ApiError(
@@ -85,17 +64,13 @@ def busy(ctx: ServerContext, method: str = "POST") -> ApiError | None:
     return None
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
 class Door:
     """ASGI middleware around all routes."""
 
     def __init__(self, app: ASGIApp, *, ctx: ServerContext) -> None:
         self._app = app
         self._ctx = ctx
-        self._keys = ApiKeys(ctx.config.api_keys)
+        self._keys = ctx.keys
         # Requests are accepted with and without the root path: some proxies remove it, others don't.
         self._root = ctx.config.root
 
@@ -137,6 +112,7 @@ class Door:
         if refusal is not None:
             await error_response(scope, refusal)(scope, receive, send)
             return
+        scope["state"]["tenant"] = self._ctx.tenants.of_headers(Headers(scope=scope))
         with self._ctx.lifecycle.serving():
             await self._app(scope, _in_time(receive, self._ctx.config.body_timeout_s), send)
 

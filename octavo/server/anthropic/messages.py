@@ -33,7 +33,7 @@ _STOPS = {"length": "max_tokens", "repetition": "max_tokens", "tool_calls": "too
 async def messages(ctx: ServerContext, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     body = await parse_body(request, MessagesBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model, body)
+    ctx = await ctx.for_request(request, body.model, body)
     answer = _MessageEnvelope(f"msg_{request.state.request_id}", ctx.model)
     translated = as_chat(body)
     warnings = check_extras(ctx, translated, chat=True)

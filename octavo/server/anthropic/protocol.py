@@ -57,6 +57,13 @@ class CountBody(BaseModel):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
+    @property
+    def user(self) -> str | None:
+        """`metadata.user_id`, if it is a text."""
+        metadata = (self.model_extra or {}).get("metadata")
+        user = metadata.get("user_id") if isinstance(metadata, dict) else None
+        return user if isinstance(user, str) else None
+
 
 class MessagesBody(CountBody):
     """`POST /v1/messages`."""

@@ -14,6 +14,7 @@ from octavo.core.output import FinishReason, RequestOutput, RequestTimes
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
 from octavo.server.metrics.histogram import BucketCounts
+from octavo.server.metrics.tenants import TenantMetrics
 
 logger = logging.getLogger("octavo.server.requests")
 
@@ -88,12 +89,14 @@ class RequestHistograms:
         self.finished: Counter[str] = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
         self.live: set[RequestRecord] = set()
         """Requests that have not ended."""
+        self.tenants = TenantMetrics()
         self._log_level = logging.INFO if log_requests else logging.DEBUG
 
     def begin(self, request: GenerateRequest) -> RequestRecord:
         """Start to follow `request`; the caller must end the record, however the request ends."""
         record = RequestRecord(self, request)
         self.live.add(record)
+        self.tenants.begin(request.tenant)
         return record
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
@@ -201,6 +204,13 @@ class RequestRecord:
         metrics.observe("request_num_preemptions", self._preemptions)
         if self._times is not None:
             self._observe_times(self._times)
+        metrics.tenants.end(
+            self.request.tenant,
+            prompt=len(self.request.tokens),
+            cached=self._cached,
+            generated=total,
+            queued_s=self._queued_s(),
+        )
         if metrics.logs:
             metrics.log(self._line(total, reasons))
         if metrics.tracing is not None:
@@ -208,6 +218,11 @@ class RequestRecord:
                 self.request, self.arrival, reasons, total, self._cached, self._preemptions, self._times
             )
             metrics.tracing.end(self._trace, ended)
+
+    def _queued_s(self) -> float:
+        """Return the time from its arrival to its first step, or to its end if it had none."""
+        begun = 0.0 if self._times is None else self._times.first_scheduled
+        return max(0.0, (begun or time.monotonic()) - self.arrival)
 
     def _observe_times(self, times: RequestTimes) -> None:
         metrics = self._metrics

@@ -45,7 +45,7 @@ from octavo.text.tools.tool import ToolUse
 async def chat_completions(ctx: ServerContext, request: Request) -> Response:
     """Answer one conversation, streamed or whole."""
     body = await parse_body(request, ChatBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model, body)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chat = await prepare_chat(ctx, body, reply.id)
     params = chat.job.request.params

@@ -22,7 +22,7 @@ from octavo.server.stream import until_disconnect
 async def chat_completions_batch(ctx: ServerContext, request: Request) -> Response:
     """Answer several conversations; each choice's index is its conversation's position."""
     body = await parse_body(request, ChatBatchBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model, body)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = Reply.of(ctx, request, body, "chatcmpl-", check_extras(ctx, body, chat=True))
     chats = await _prepare(ctx, body, reply.id)
     params = chats[0].job.request.params

@@ -33,7 +33,7 @@ PromptEntries = list[dict[int, Logprob] | None]
 async def completions(ctx: ServerContext, request: Request) -> Response:
     """Complete one prompt or several, streamed or whole. Choice j of prompt i has index i * n + j."""
     body = await parse_body(request, CompletionBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model, body)
+    ctx = await ctx.for_request(request, body.model, body)
     if not ctx.frontend.tokenizer.present and not body.detokenize:
         body.detokenize = False
     reply = Reply.of(ctx, request, body, "cmpl-", check_extras(ctx, body, chat=False))

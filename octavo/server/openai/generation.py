@@ -75,6 +75,7 @@ async def prepare(
         params,
         request_id=engine_id(response_id),
         priority=ctx.priority(body.priority),
+        tenant=ctx.tenant,
         namespace=body.cache_salt or "",
         truncate=body.truncate_prompt_tokens,
         side=body.truncation_side or "left",

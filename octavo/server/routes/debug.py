@@ -21,6 +21,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: "first token" until that has arrived: the request is queued, or its prompt is computed.
         since_last_token: None before the first token.
+        tenant: whose share of the engine it takes; "" for requests that name none.
         waits_for: what a feature makes it wait for, such as an adapter; "" for nothing.
     """
 
@@ -33,6 +34,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None
     n: int
     priority: int
+    tenant: str
     waits_for: str
 
 
@@ -79,5 +81,6 @@ def _live(ctx: ServerContext, record: RequestRecord, now: float, waits: Mapping[
         max_tokens=request.params.max_tokens,
         n=request.params.n,
         priority=request.priority,
+        tenant=request.tenant,
         waits_for=waits.get(request.id, ""),
     )

@@ -32,7 +32,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from octavo.core.errors import InvalidRequestError
 from octavo.server.body import decode_json
 from octavo.server.context import ServerContext
-from octavo.server.door import ApiKeys, busy, key_error
+from octavo.server.door import busy, key_error
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.routes.endpoints import Endpoint, inner_request
 from octavo.server.stream import EventStream
@@ -55,16 +55,18 @@ class StreamSocket:
     def __init__(self, ctx: ServerContext, endpoints: Mapping[str, Endpoint]) -> None:
         self._ctx = ctx
         self._endpoints = endpoints
-        self._keys = ApiKeys(ctx.config.api_keys)
 
     async def __call__(self, socket: WebSocket) -> None:
         """Serve one socket until it is closed; then cancel its requests."""
-        refusal = self._refusal(socket.headers)
+        try:
+            refusal, tenant = self._refusal(socket.headers), self._ctx.tenants.of_headers(socket.headers)
+        except InvalidRequestError as exc:
+            refusal, tenant = as_api_error(exc), ""
         if refusal is not None:
             await socket.send_denial_response(refusal.response())
             return
         await socket.accept()
-        visit = _SocketSession(self._ctx, self._endpoints, socket)
+        visit = _SocketSession(self._ctx, self._endpoints, socket, tenant)
         try:
             while True:
                 await visit.take(await socket.receive())
@@ -74,7 +76,7 @@ class StreamSocket:
             await visit.end()
 
     def _refusal(self, headers: Headers) -> ApiError | None:
-        if not self._keys.allow(headers):
+        if not self._ctx.keys.allow(headers):
             return key_error()
         origin, allowed = headers.get("origin"), self._ctx.config.allowed_origins
         if origin and origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != headers.get("host"):
@@ -86,10 +88,11 @@ class StreamSocket:
 class _SocketSession:
     """One open socket."""
 
-    def __init__(self, ctx: ServerContext, endpoints: Mapping[str, Endpoint], socket: WebSocket) -> None:
+    def __init__(self, ctx: ServerContext, endpoints: Mapping[str, Endpoint], socket: WebSocket, tenant: str) -> None:
         self._ctx = ctx
         self._endpoints = endpoints
         self._socket = socket
+        self._tenant = tenant
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def take(self, message: Mapping[str, Any]) -> None:
@@ -168,7 +171,7 @@ class _SocketSession:
 
     async def _chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Yield the JSON of each event, or of the single answer."""
-        request = inner_request(url, msgspec.json.encode(body), secrets.token_hex(16))
+        request = inner_request(url, msgspec.json.encode(body), secrets.token_hex(16), self._tenant)
         response = await self._endpoints[url](request)
         if not isinstance(response, EventStream):
             yield bytes(response.body)

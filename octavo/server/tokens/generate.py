@@ -27,7 +27,7 @@ async def generate(ctx: ServerContext, request: Request) -> Response:
     """Continue a prompt of token ids, whole or streamed."""
     body = await parse_body(request, GenerateBody, ctx.config.max_body_bytes)
     asked = as_completion(body)
-    ctx = await ctx.for_model(asked.model, asked)
+    ctx = await ctx.for_request(request, asked.model, asked)
     reply = Reply.of(ctx, request, asked, "", check_extras(ctx, asked, chat=False))
     params = completion_params(ctx, asked, defaults={})
     if (body.sampling_params or {}).get("skip_reading_prefix_cache"):

@@ -62,7 +62,7 @@ class LabelsBody(BaseModel):
 async def generative_scoring(ctx: ServerContext, request: Request) -> Response:
     """Score each item by the probability of the token that follows it."""
     body = await parse_body(request, LabelsBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_request(request, body.model, body)
     warnings = check_undeclared(body, strict=ctx.config.strict_params)
     name = body.request_id or request.state.request_id
     jobs = await _prepare(ctx, body, name)
@@ -102,6 +102,7 @@ async def _prepare(ctx: ServerContext, body: LabelsBody, name: str) -> list[Gene
                 params,
                 request_id=engine_id(name),
                 priority=ctx.priority(body.priority),
+                tenant=ctx.tenant,
                 namespace=body.cache_salt or "",
                 param="items",
                 options=ctx.options,

@@ -35,7 +35,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.process import CoreElsewhere
 from octavo.engine.toy import toy_generate
 from octavo.schedule.hooks import EngineHook
-from octavo.schedule.requests import WaitingQueue
+from octavo.schedule.queue import RankedQueue
 
 
 def test_many_requests_each_get_their_own_tokens(short_path):
@@ -156,7 +156,7 @@ def test_a_request_that_can_not_be_queued_ends_alone(short_path):
 
 
 def test_of_a_request_that_is_queued_in_part_nothing_stays(short_path, monkeypatch):
-    push, pushed = WaitingQueue.push, []
+    push, pushed = RankedQueue.push, []
 
     def fails_once(queue, request):
         pushed.append(request)
@@ -164,7 +164,7 @@ def test_of_a_request_that_is_queued_in_part_nothing_stays(short_path, monkeypat
             raise KeyError("a rank")
         push(queue, request)
 
-    monkeypatch.setattr(WaitingQueue, "push", fails_once)
+    monkeypatch.setattr(RankedQueue, "push", fails_once)
 
     async def main():
         async with client_of(short_path) as (client, process):

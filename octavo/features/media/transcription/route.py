@@ -68,7 +68,7 @@ class _Asked:
 async def transcribe(ctx: ServerContext, info: MediaInfo, request: Request, task: str) -> Response:
     """Answer with what is said in a file, streamed or whole."""
     data, form = await _read(request, info)
-    ctx = await ctx.for_model(form.model)
+    ctx = await ctx.for_request(request, form.model)
     asked = await _prepare(ctx, info, request, task, data, form)
     if form.streamed:
         return EventStream(_stream(ctx, asked), keep_alive_s=ctx.config.sse_keep_alive_s)

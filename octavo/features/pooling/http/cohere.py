@@ -37,7 +37,7 @@ class EmbedBody(VectorBody):
 async def embed(ctx: ServerContext, request: Request) -> Response:
     """Return a vector for each text, in each requested format."""
     body = await parse_body(request, EmbedBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = PoolingReply.of(ctx, request, body, "embd-")
     if body.input_type not in (None, *_TYPES):
         raise UnsupportedError(

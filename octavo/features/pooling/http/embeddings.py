@@ -27,7 +27,7 @@ _BYTES = ("bytes", "bytes_only")
 async def embeddings(ctx: ServerContext, request: Request) -> Response:
     """Return a vector for each input."""
     body = await parse_body(request, EmbeddingBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = PoolingReply.of(ctx, request, body, "embd-")
     params = preparer_of(ctx).params("embed", dimensions=body.dimensions, normalize=_normalize(body))
     jobs = await prepare_inputs(ctx, body, reply, params)
@@ -45,7 +45,7 @@ async def embeddings(ctx: ServerContext, request: Request) -> Response:
 async def pooling(ctx: ServerContext, request: Request) -> Response:
     """Return the task's result for each input."""
     body = await parse_body(request, PoolingBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = PoolingReply.of(ctx, request, body, "pooling-")
     task = _task(ctx, body.task)
     params = preparer_of(ctx).params(task, dimensions=body.dimensions, normalize=_normalize(body))
@@ -65,7 +65,7 @@ async def pooling(ctx: ServerContext, request: Request) -> Response:
 async def classify(ctx: ServerContext, request: Request) -> Response:
     """Return the label of each input."""
     body = await parse_body(request, ClassifyBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = PoolingReply.of(ctx, request, body, "classify-")
     params = preparer_of(ctx).params("classify", normalize=body.use_activation)
     jobs = await prepare_inputs(ctx, body, reply, params)

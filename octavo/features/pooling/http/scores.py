@@ -29,7 +29,7 @@ from octavo.server.listing import ScoreItem
 async def score(ctx: ServerContext, request: Request) -> Response:
     """Score texts: one with each of many, or pair by pair."""
     body = await parse_body(request, ScoreBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = PoolingReply.of(ctx, request, body, "score-")
     (first, second), names = body.sides()
     for texts, name in zip((first, second), names, strict=True):
@@ -43,7 +43,7 @@ async def score(ctx: ServerContext, request: Request) -> Response:
 async def rerank(ctx: ServerContext, request: Request) -> Response:
     """Order documents by relevance to a query, best first."""
     body = await parse_body(request, RerankBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model)
+    ctx = await ctx.for_request(request, body.model, body)
     reply = PoolingReply.of(ctx, request, body, "rerank-")
     check_count(ctx.config.max_inputs, len(body.documents), "documents")
     pairs = [(body.query, document) for document in body.documents]

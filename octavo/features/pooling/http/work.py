@@ -94,6 +94,7 @@ def preparation(ctx: ServerContext, body: VectorBody, reply: PoolingReply) -> Ca
             params,
             request_id=engine_id(reply.id),
             priority=ctx.priority(body.priority),
+            tenant=ctx.tenant,
             namespace=body.cache_salt or "",
             add_special_tokens=body.add_special_tokens is not False,
             truncate=body.truncate_prompt_tokens,

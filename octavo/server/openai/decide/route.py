@@ -29,7 +29,7 @@ from octavo.server.stream import until_disconnect
 async def decisions(ctx: ServerContext, request: Request) -> Response:
     """Answer each question by the probabilities of the model's next token."""
     body = await parse_body(request, DecisionBody, ctx.config.max_body_bytes)
-    ctx = await ctx.for_model(body.model, body)
+    ctx = await ctx.for_request(request, body.model, body)
     warnings = check_undeclared(body, strict=ctx.config.strict_params)
     name = f"decision-{request.state.request_id}"
     jobs, tokens = [], []
@@ -61,6 +61,7 @@ async def _job(
         params,
         request_id=engine_id(name),
         priority=ctx.priority(None),
+        tenant=ctx.tenant,
         namespace=body.cache_salt or "",
         add_special_tokens=False,
         param="input",

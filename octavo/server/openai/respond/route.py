@@ -163,7 +163,7 @@ class Responses:
         return json_response(stored.response)
 
     async def _prepare(self, request: Request, body: ResponseBody) -> _Making:
-        ctx = await self._ctx.for_model(body.model, body)
+        ctx = await self._ctx.for_request(request, body.model, body)
         earlier = await self._earlier(request, body.previous_response_id)
         body.input = await self._resolved(request, body.items)
         translated = as_chat(body, earlier)
