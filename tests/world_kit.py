@@ -281,6 +281,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerateRequest]:
                 tokens=prompt,
                 params=params.replace(n=1) if alone else params,
                 priority=rng.choice([0, 0, 1, 2]),
+                tenant=f"tenant {i % 3}",
                 prompt_only=alone,
                 reads_cache=rng.random() < 0.8,
             )

@@ -21,10 +21,40 @@ _FIRST_GUESS = 128
 """Tokens of the first answer of all."""
 _MEMORY = 8
 """Answers over which the mean length is taken."""
+_NONE = 1e-6
+"""Less than any weight: sums of weights are not exact."""
 MOST_ACCOUNTS = 1024
 """Beyond this number of tenants who wait, run or are ahead of others, further names share an account."""
 
 Key = tuple[str | None, bool]
+
+
+@dataclass(slots=True, eq=False)
+class _Clock:
+    """The virtual time of all foreground work, or of all background work.
+
+    Attributes:
+        time: where new accounts begin: the highest value with which a request has begun, moved on when a tenant leaves
+            with more than its share.
+        highest: no account has ever had a higher value.
+        weight: sum over the accounts with requests.
+    """
+
+    time: int = 0
+    highest: int = 0
+    weight: float = 0.0
+
+    def left(self, account: Account) -> None:
+        """Take in that an account has no requests any more.
+
+        What it has had beyond its share, the others have had less: newcomers begin later by as much. So an endless
+        stream of new tenants can't keep one waiting that is ahead of them.
+        """
+        self.weight -= account.weight
+        if self.weight < _NONE:
+            self.weight, self.time = 0.0, max(self.time, self.highest)
+        elif account.value > self.time:
+            self.time += int((account.value - self.time) * account.weight / (account.weight + self.weight))
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +70,7 @@ class Account:
         slots: its running requests, as of the last `measure` and what has begun since.
     """
 
+    clock: _Clock
     weight: float
     value: int
     floor: int
@@ -71,19 +102,17 @@ class Accounts:
         weights: tenant -> its weight; others have 1.
 
     Attributes:
-        time: the highest value with which a request has begun. New accounts begin here, so nobody saves up credit.
         on_change: called after the value of an account that waits has changed.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        self.time = 0
         self.on_change: Callable[[Account], None] = lambda account: None
         self._weights = weights
         self._accounts: dict[Key, Account] = {}
         self._charges: dict[Request, _Charge] = {}
         self._mean = float(_FIRST_GUESS)
-        self._highest = 0
-        """No account has ever had a higher value."""
+        self._clocks = {False: _Clock(), True: _Clock()}
+        """For background work (True) and the rest."""
         self._seated: list[Account] = []
         """The account of each slot in use."""
 
@@ -94,6 +123,8 @@ class Accounts:
         """Give a request its account, until `end`."""
         key: Key = (request.spec.tenant, request.spec.priority >= BACKGROUND)
         account = self._accounts.get(key) or self._new(key)
+        if not account.alive:
+            account.clock.weight += account.weight
         account.alive += 1
         self._charges[request] = _Charge(account)
 
@@ -103,8 +134,8 @@ class Accounts:
 
     def join(self, account: Account) -> None:
         """Take in a tenant that comes to wait: what it left unused before is lost."""
-        account.floor = self.time
-        account.value = max(account.value, self.time)
+        account.floor = account.clock.time
+        account.value = max(account.value, account.floor)
         account.waits = True
 
     def begin(self, request: Request) -> int:
@@ -113,7 +144,7 @@ class Accounts:
         account, value = charge.account, charge.account.value
         account.slots += 1
         self._seated.append(account)
-        self.time = max(self.time, value)
+        account.clock.time = max(account.clock.time, value)
         if not charge.begun:
             charge.begun, charge.start = True, request.num_computed
             charge.prompt = max(0, request.num_prompt - request.num_computed)
@@ -139,11 +170,12 @@ class Accounts:
         charge = self._charges.pop(request, None)
         if charge is None:
             return
-        charge.account.alive -= 1
         if charge.begun:
             self._settle(request, charge)
-        if not self._charges:  # nobody is behind any more
-            self.time = max(self.time, self._highest)
+        account = charge.account
+        account.alive -= 1
+        if not account.alive:
+            account.clock.left(account)
 
     def _settle(self, request: Request, charge: _Charge) -> None:
         account, output = charge.account, request.num_output
@@ -159,7 +191,7 @@ class Accounts:
             return
         changed = account.value + account.of_cost(cost)
         account.value = changed if cost > 0 else max(changed, min(account.value, account.floor))
-        self._highest = max(self._highest, account.value)
+        account.clock.highest = max(account.clock.highest, account.value)
         if account.waits:
             self.on_change(account)
 
@@ -173,9 +205,10 @@ class Accounts:
                 if (shared := self._accounts.get(key)) is not None:
                     return shared
         weight = self._weights[tenant] if tenant is not None and named else 1.0
-        account = self._accounts[key] = Account(weight, self.time, self.time, self._mean)
+        clock = self._clocks[background]
+        account = self._accounts[key] = Account(clock, weight, clock.time, clock.time, self._mean)
         return account
 
     def _forget(self) -> None:
         """Forget the accounts that a new one would equal."""
-        self._accounts = {key: one for key, one in self._accounts.items() if one.alive or one.value > self.time}
+        self._accounts = {key: one for key, one in self._accounts.items() if one.alive or one.value > one.clock.time}
