@@ -15,7 +15,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.request import BACKGROUND
 from octavo.schedule.queue import FairQueue, Queue, Rank, RankedQueue
 from octavo.schedule.request import Request
-from octavo.schedule.shares import COST_OUTPUT, Accounts
+from octavo.schedule.shares import Accounts
 
 
 class Policy(Protocol):
@@ -166,7 +166,7 @@ class Fair(Fcfs):
 
     The queue divides what begins; running requests keep their slots, which long answers may hold for long. So a request
     may also displace one of a tenant that has had more and would still have as many slots for its weight as the other
-    one then has; if that one has a slot, only if it is behind by a further answer. Each request is displaced at most
+    one then has; if that one has a slot, only if it is behind also with this request. Each request is displaced at most
     once, and the two tenants' slots become more equal each time.
     """
 
@@ -207,8 +207,8 @@ class Fair(Fcfs):
         if running.num_preemptions or waiting.turn != _NOT_BEGUN:
             return False
         mine, other = self._accounts.of(waiting), self._accounts.of(running)
-        answer = mine.of_cost(COST_OUTPUT * mine.mean) if mine.slots else 0
-        behind = mine is not other and mine.value + answer < other.value
+        cost = mine.of_cost(mine.expected(waiting)) if mine.slots else 0
+        behind = mine is not other and mine.value + cost < other.value
         return behind and other.slots * mine.weight > (mine.slots + 1) * other.weight
 
 

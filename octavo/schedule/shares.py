@@ -79,6 +79,14 @@ class Account:
     waits: bool = False
     slots: int = 0
 
+    def expected(self, request: Request) -> int:
+        """Return what a request will cost, as far as known before it begins."""
+        return COST_PROMPT * request.num_prompt + COST_OUTPUT * self.answer(request)
+
+    def answer(self, request: Request) -> int:
+        """Return the expected tokens of its answer."""
+        return min(request.max_tokens, max(1, round(self.mean)))
+
     def of_cost(self, cost: float) -> int:
         """Return the virtual time for a cost."""
         return round(cost * _SCALE / self.weight)
@@ -148,7 +156,7 @@ class Accounts:
         if not charge.begun:
             charge.begun, charge.start = True, request.num_computed
             charge.prompt = max(0, request.num_prompt - request.num_computed)
-            charge.output = min(request.max_tokens, max(1, round(account.mean)))
+            charge.output = account.answer(request)
             self._add(account, COST_PROMPT * charge.prompt + COST_OUTPUT * charge.output)
         return value
 

@@ -175,12 +175,14 @@ def test_nobody_starves_behind_many_tenants():
 
 def test_idle_time_is_no_credit():
     engine = Shared()
-    for number in range(40):
+    for number in range(80):
         engine.ask("busy", prompt_of(random.Random(number), number), 20, ignore_eos=True)
-    while len(engine.ended) < 20:
+    engine.ask("idle", [3, 3, 3], 1)
+    while len(engine.ended) < 40:
         engine.step()
-    before = engine.served["busy"]
-    for number in range(20):
+    before = engine.served["busy"] - engine.served["idle"]
+    assert before > 2 * 5 * COST  # what would be credit
+    for number in range(40):
         engine.ask("idle", prompt_of(random.Random(number), 100 + number), 20, ignore_eos=True)
     while all(engine.waiting()[tenant] for tenant in ("busy", "idle")):
         engine.step()
@@ -201,6 +203,23 @@ def test_who_asks_for_more_than_it_takes_is_not_punished():
     value = {key[0]: account.value for key, account in engine.accounts._accounts.items()}
     unit = next(iter(engine.accounts._accounts.values())).of_cost(1)
     assert abs(value["modest"] - value["greedy"]) / unit < 2 * COST_OUTPUT * 100
+
+
+@pytest.mark.parametrize("cached", [0, 40])
+def test_an_aborted_prompt_costs_what_was_computed(cached):
+    engine = Shared(seqs=1, budget=16)
+    prompt = [7] * cached + list(range(1, 100))
+    if cached:
+        engine.ask("a", prompt[:cached], 1)
+        engine.run()
+    engine.ask("a", prompt, 2)
+    account = next(iter(engine.accounts._accounts.values()))
+    before = account.value
+    for _ in range(2):
+        engine.step()
+    engine.loop.abort(None)
+    engine.run()
+    assert (account.value - before) // account.of_cost(1) == 2 * 16 * COST_PROMPT
 
 
 def test_what_the_cache_has_is_free():
