@@ -1,16 +1,16 @@
 """What `--scheduling-policy fair` gives a light tenant beside a heavy one, and what shortest-first gains in latency.
 
-    python benchmarks/fair_share.py [--model smollm2] [--runs 3] [--seconds 12] [--output FILE]
+    python benchmarks/fair_share.py [--model smollm2] [--runs 2] [--seconds 8] [--output FILE]
 
 The engine runs in this process with one thread; arrivals are taken in between its steps, as a server's core does. The
 clock is the process's CPU time, so that other work on the machine changes little: seconds are those of one free core.
 
-    tenants  A heavy tenant keeps 64 requests (prompts of 64 tokens, answers of 48) with an engine that runs 16 at once.
-             A light one sends a request (32 and 16 tokens) every second. Time to first token of the light one, and
+    tenants  A heavy tenant keeps 64 requests (prompts of 32 tokens, answers of 24) with an engine that runs 16 at once.
+             A light one sends a request (32 and 8 tokens) every second. Time to first token of the light one, and
              computed tokens per second of both until the last light request was sent.
-    long     The same, but the heavy tenant keeps 20 requests, whose answers have 200 tokens.
-    mixed    64 requests at once, answers of 8 to 256 tokens, 16 at once. Mean seconds until an answer ends, where
-             max_tokens is the answer's length (exact), or anything from there to 256 (loose).
+    long     The same, but the heavy tenant keeps 20 requests, whose answers have 100 tokens.
+    mixed    64 requests at once, answers of 8 to 128 tokens, 16 at once. Mean seconds until an answer ends, where
+             max_tokens is the answer's length (exact), or anything from there to 128 (loose).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ SLOTS = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=12)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--parts", nargs="*", default=["tenants", "long", "mixed"])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -53,17 +54,21 @@ def main() -> None:
         "seconds": args.seconds,
     }
     report = Report(facts, args.output)
-    loops = {policy: engine(args.model, policy) for policy in ("fcfs", "fair", "shortest-first")}
-    for name, keep, answer in (("tenants", 64, 48), ("long", 20, 200)):
+    loops: dict[str, EngineLoop] = {}
 
-        def shared(policy: str, keep: int = keep, answer: int = answer) -> dict[str, float]:
-            return tenants(loops[policy], keep, answer, args.seconds)
+    def loop_of(policy: str) -> EngineLoop:
+        if policy not in loops:
+            loops[policy] = engine(args.model, policy)
+        return loops[policy]
 
+    for name, keep, answer in (("tenants", 64, 24), ("long", 20, 100)):
         if name in args.parts:
-            report.note(name, in_turns(("fcfs", "fair"), args.runs, shared))
+            measure = partial(tenants, keep=keep, answer=answer, seconds=args.seconds)
+            in_turns(report, name, ("fcfs", "fair"), args.runs, lambda policy, one=measure: one(loop_of(policy)))
     for case in ("exact", "loose") if "mixed" in args.parts else ():
-        found = in_turns(("fcfs", "shortest-first"), args.runs, lambda policy, case=case: mixed(loops[policy], case))
-        report.note(f"mixed, {case}", found)
+        measure = partial(mixed, case=case)
+        name, policies = f"mixed, {case}", ("fcfs", "shortest-first")
+        in_turns(report, name, policies, args.runs, lambda policy, one=measure: one(loop_of(policy)))
 
 
 def engine(model: str, policy: str) -> EngineLoop:
@@ -72,19 +77,22 @@ def engine(model: str, policy: str) -> EngineLoop:
     return loop
 
 
-def in_turns(policies: tuple[str, ...], runs: int, measure: Callable[[str], dict[str, float]]) -> dict[str, Any]:
-    """Policy -> figure -> its value in each run."""
-    found: dict[str, list[dict[str, float]]] = {policy: [] for policy in policies}
+def in_turns(
+    report: Report, name: str, policies: tuple[str, ...], runs: int, measure: Callable[[str], dict[str, float]]
+) -> None:
+    """Note policy -> figure -> its value in each run."""
+    found: dict[str, dict[str, list[float]]] = {policy: {} for policy in policies}
     for run in range(runs):
         for policy in policies if run % 2 == 0 else policies[::-1]:
-            found[policy].append(measure(policy))
-    return {policy: {name: [one[name] for one in each] for name in each[0]} for policy, each in found.items()}
+            for figure, value in measure(policy).items():
+                found[policy].setdefault(figure, []).append(value)
+            report.note(name, found)
 
 
 def tenants(loop: EngineLoop, keep: int, answer: int, seconds: float) -> dict[str, float]:
     """Run a heavy and a light tenant for some seconds, and the light one's requests to their end."""
     loop.forget_past()
-    heavy, light = prompts(64, seed=1), prompts(32, seed=2)
+    heavy, light = prompts(32, seed=1), prompts(32, seed=2)
     began = time.process_time()
     sent: dict[str, float] = {}
     first: dict[str, float] = {}
@@ -97,7 +105,7 @@ def tenants(loop: EngineLoop, keep: int, answer: int, seconds: float) -> dict[st
         if now < seconds and len(sent) <= now:
             name = f"light-{began}-{len(sent)}"
             sent[name] = now
-            loop.add(request(name, next(light), 16, "light"))
+            loop.add(request(name, next(light), 8, "light"))
         for delta in loop.step():
             tenant = delta.id.partition("-")[0]
             now = time.process_time() - began
@@ -127,14 +135,14 @@ def tenants(loop: EngineLoop, keep: int, answer: int, seconds: float) -> dict[st
 def mixed(loop: EngineLoop, case: str) -> dict[str, float]:
     """Run requests of many lengths, each to its true length; see the module."""
     loop.forget_past()
-    rng, source = random.Random(3), prompts(64, seed=3)
-    true = [round(8 * 32 ** rng.random()) for _ in range(64)]
+    rng, source = random.Random(3), prompts(32, seed=3)
+    true = [round(8 * 16 ** rng.random()) for _ in range(64)]
     began = time.process_time()
     left = {}
     for number, length in enumerate(true):
         name = f"mixed-{began}-{number}"
         left[name] = length
-        loop.add(request(name, next(source), length if case == "exact" else rng.randint(length, 256), ""))
+        loop.add(request(name, next(source), length if case == "exact" else rng.randint(length, 128), ""))
     ends = []
     while left:
         for delta in loop.step():

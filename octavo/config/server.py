@@ -109,6 +109,13 @@ class ServerConfig(LogConfig):
         read=quantities.count,
         metavar="TOKENS",
     )
+    max_tenant_requests: int | None = setting(
+        None,
+        "most requests that one tenant (--tenant-by) may have here, running or waiting; further ones get a 429",
+        shown="no limit",
+        read=quantities.count,
+        metavar="N",
+    )
     strict_params: bool = setting(False, "refuse requests with unknown fields, instead of a warning in the answer")
     chat_template: str | None = setting(None, "a Jinja file, or the template itself", shown="the model's")
     response_role: str = setting(

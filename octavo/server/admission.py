@@ -27,6 +27,7 @@ class Admission:
 
     Args:
         max_requests, max_tokens: limits on waiting choices, and on their prompt tokens; None for no limit.
+        max_tenant_requests: limit on each tenant's requests, running or waiting; None for no limit.
         seats: number of choices that the engine runs at once.
         stats: the engine's counters.
         refused: reason -> number of refused requests, incremented here.
@@ -37,6 +38,7 @@ class Admission:
         self,
         max_requests: int | None,
         max_tokens: int | None,
+        max_tenant_requests: int | None = None,
         *,
         seats: int,
         stats: Callable[[], EngineStats],
@@ -46,6 +48,7 @@ class Admission:
         self._refused = refused
         self._max_requests = max_requests
         self._max_tokens = max_tokens
+        self._max_tenant_requests = max_tenant_requests
         self._seats = seats
         self._stats = stats
         self._board = board
@@ -67,6 +70,9 @@ class Admission:
             return
         with self._board.alone():
             self._check(request)
+            self._check_tenant(request)
+            if self._max_tenant_requests is not None:
+                self._board.add_tenant(request.tenant, 1)
             self._board.add(Count.CHOICES, request.params.n)
             self._board.add(Count.QUEUED, 1)
             self._board.add(Count.QUEUED_TOKENS, len(request.tokens))
@@ -84,7 +90,20 @@ class Admission:
             self._board.add(Count.BACKGROUND, -request.params.n)
             return
         self._board.add(Count.CHOICES, -request.params.n)
+        if self._max_tenant_requests is not None:
+            self._board.add_tenant(request.tenant, -1)
         self.begun(request)
+
+    def _check_tenant(self, request: GenerateRequest) -> None:
+        most = self._max_tenant_requests
+        if most is None or self._board.of_tenant(request.tenant) < most:
+            return
+        self._refused["tenant"] += 1
+        whose = f"Tenant {request.tenant!r} has" if request.tenant else "Clients without a tenant have"
+        raise QueueFullError(
+            f"{whose} {most} requests here, as many as --max-tenant-requests allows. Send this one when one has ended.",
+            retry_after_s=1,
+        )
 
     def _check(self, request: GenerateRequest) -> None:
         choices = self._board.total(Count.CHOICES)

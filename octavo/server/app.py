@@ -194,6 +194,7 @@ def make_context(
         admission=Admission(
             config.max_num_queued_reqs,
             config.max_num_queued_tokens,
+            config.max_tenant_requests,
             seats=frontend.info.max_num_seqs,
             stats=frontend.engine.stats,
             refused=metrics.requests.refused,

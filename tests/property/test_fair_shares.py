@@ -134,8 +134,7 @@ def test_equal_requests_hold_slots_by_weight(weights, slots):
     assert seen.keys() == {tuple(slots.items())}
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("length", [4, 200])
+@pytest.mark.parametrize(("depth", "length"), [(0, 4), (1, 200)])
 def test_a_light_tenant_does_not_wait_for_ten_thousand_requests(depth, length):
     """It gets a place in the next steps: a free one, or one of the tenant that has all."""
     engine = Shared(seqs=8, budget=32, depth=depth)

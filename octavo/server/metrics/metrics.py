@@ -175,7 +175,7 @@ class Metrics(Collector):
         yield success
         rejections = CounterMetricFamily(
             prefix + "admission_rejections",
-            "Requests refused because the queue was full, by limit.",
+            "Requests refused because the queue was full, or their tenant had too many, by limit.",
             labels=[*self._labels, "reason"],
         )
         for reason, count in self.requests.refused.items():

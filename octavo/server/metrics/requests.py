@@ -84,8 +84,8 @@ class RequestHistograms:
     def __init__(self, *, log_requests: bool = False, tracing: Tracing | None = None) -> None:
         self.tracing = tracing
         self.histograms = {name: BucketCounts(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self.refused: Counter[str] = Counter({"requests": 0, "tokens": 0})
-        """Refused requests by the queue limit."""
+        self.refused: Counter[str] = Counter({"requests": 0, "tokens": 0, "tenant": 0})
+        """Refused requests by limit."""
         self.finished: Counter[str] = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
         self.live: set[RequestRecord] = set()
         """Requests that have not ended."""

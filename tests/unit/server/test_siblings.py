@@ -269,11 +269,19 @@ def test_requests_in_flight_end_quietly_with_the_link(short_path: Path, caplog: 
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize(("limit", "message"), [("reqs", "1 requests are waiting"), ("tokens", "tokens are waiting")])
-def test_limits_of_the_queue_hold_for_all_processes_together(short_path: Path, limit: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_num_queued_reqs": 1}, "1 requests are waiting"),
+        ({"max_num_queued_tokens": 50}, "tokens are waiting"),
+        ({"max_tenant_requests": 2}, "without a tenant have 2 requests here, as many as --max-tenant-requests allows"),
+    ],
+)
+def test_limits_of_the_queue_hold_for_all_processes_together(
+    short_path: Path, limits: dict[str, int], message: str
+) -> None:
     async def scenario() -> None:
         gate = asyncio.Event()
-        limits = {"max_num_queued_reqs": 1} if limit == "reqs" else {"max_num_queued_tokens": 50}
         async with family(short_path, pace=gate.wait, max_num_seqs=1, **limits) as (first, second):
             running = [Visitor(app, "/v1/completions", WORK) for app in (first, second)]
             for index in range(2):
@@ -309,11 +317,29 @@ def test_requests_at_once_are_limited_over_all_processes(short_path: Path) -> No
 
 def test_what_a_dead_process_held_is_given_back(short_path: Path) -> None:
     boards = [Board(index, 2, short_path / "board") for index in range(2)]
+    for board in boards:
+        board.add_tenant("a", 1)
+    boards[1].add_tenant("b", 1)
     boards[0].add(Count.CHOICES, 3)
     boards[1].add(Count.CHOICES, 4)
     assert boards[0].total(Count.CHOICES) == boards[1].total(Count.CHOICES) == 7
+    assert [boards[0].of_tenant(name) for name in "abc"] == [2, 1, 0]
     boards[0].clear(1)
+    assert [boards[0].of_tenant(name) for name in "abc"] == [1, 0, 0]
     assert [board.total(Count.CHOICES) for board in boards] == [3, 3]
+
+
+def test_places_of_tenants_are_used_again_and_the_last_one_is_of_all_further_names(short_path: Path) -> None:
+    boards = [Board(index, 2, short_path / "board") for index in range(2)]
+    for _ in range(3):
+        for number in range(1030):
+            boards[0].add_tenant(f"t{number}", 1)
+        boards[0].add_tenant("t5", 1)
+        assert [boards[1].of_tenant(f"t{number}") for number in (0, 5, 1022)] == [1, 2, 1]
+        assert boards[0].of_tenant("t1029") == boards[0].of_tenant("other") == 7
+        for number in (*range(1023, 1030), *range(1023), 5):
+            boards[0].add_tenant(f"t{number}", -1)
+        assert boards[0].of_tenant("t5") == boards[0].of_tenant("t1029") == 0
 
 
 def test_a_board_without_room_on_the_disk_is_refused(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

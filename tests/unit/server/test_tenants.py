@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_kit import HELLO, ask_now, get_now, make_house, saying
+from server_kit import HELLO, Visitor, ask, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError
@@ -105,7 +107,7 @@ def test_a_source_of_names_that_is_none(text: str) -> None:
 
 def test_metrics_have_a_bounded_number_of_names() -> None:
     house = make_house(saying("abc"), ServerConfig(tenant_by="user"))
-    assert b"tenant" not in get_now(house.app, "/metrics").body
+    assert b"octavo:tenant_" not in get_now(house.app, "/metrics").body
     for number in range(MOST_NAMES + 5):
         assert ask_now(house.app, CHAT, {**HELLO, "user": f"u{number}"}).status == 200
     found = {
@@ -117,3 +119,29 @@ def test_metrics_have_a_bounded_number_of_names() -> None:
     assert len(found) == MOST_NAMES + 1
     assert found[OTHERS] == 5
     assert found["u0"] == 1
+
+
+def test_a_tenant_may_have_so_many_requests_and_no_more() -> None:
+    async def visit() -> None:
+        gate = asyncio.Event()
+        house = make_house(saying("x"), ServerConfig(tenant_by="user", max_tenant_requests=2), pace=gate.wait)
+        first = [Visitor(house.app, CHAT, HELLO | {"user": "ann"}) for _ in range(2)]
+        await eventually(lambda: len(house.engine.running) == 2)
+        refused = await ask(house.app, CHAT, HELLO | {"user": "ann"})
+        assert refused.status == 429
+        assert refused.error()["type"] == "TooManyRequestsError"
+        assert refused.error()["message"].startswith("Tenant 'ann' has 2 requests here, as many as --max-tenant-requ")
+        assert refused.headers["retry-after"] == "1"
+        other = Visitor(house.app, CHAT, HELLO | {"user": "bob"})
+        await eventually(lambda: len(house.engine.running) == 3)
+        live = (await ask(house.app, "/debug/requests", method="GET")).json()["requests"]
+        assert sorted(one["tenant"] for one in live) == ["ann", "ann", "bob"]
+        text = (await ask(house.app, "/metrics", method="GET")).body.decode()
+        assert re.search(r'octavo:admission_rejections_total\{[^}]*reason="tenant"\} 1.0', text)
+        assert re.search(r'octavo:tenant_requests_waiting\{[^}]*tenant="ann"\} 2.0', text)
+        gate.set()
+        for visitor in (*first, other):
+            assert (await visitor.whole()).status == 200
+        assert (await ask(house.app, CHAT, HELLO | {"user": "ann"})).status == 200
+
+    asyncio.run(visit())
