@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from machine import Report, describe
