@@ -77,7 +77,7 @@ class LineExecutor:
             endpoint = self._endpoints.get(line.url)
             if endpoint is None:  # the server was restarted with other settings
                 raise ApiError(404, f"This server no longer serves {line.url}.", param="url")
-            response = await endpoint(inner_request(line.url, bytes(line.body), request_id))
+            response = await endpoint(inner_request(line.url, bytes(line.body), request_id, ""))
         except Exception as exc:
             error = as_api_error(exc, request_id)
             return error.status, error.body()

@@ -158,7 +158,7 @@ class _Ollama:
 
     async def _embedded(self, request: Request, model: str, asked: dict[str, Any]) -> dict[str, Any]:
         asked |= {"model": await models.served_name(self._ctx, model), "encoding_format": "float"}
-        work = self._asked(_EMBEDDING, asked, request.state.request_id)
+        work = self._asked(_EMBEDDING, asked, request)
         response = await until_disconnect(request.receive, work)
         found: dict[str, Any] = msgspec.json.decode(response.body)
         return found
@@ -178,14 +178,14 @@ class _Ollama:
     async def _answer(
         self, request: Request, body: OllamaGenerationBody, path: str, asked: dict[str, Any], answer: OllamaAnswer
     ) -> Response:
-        response = await self._asked(path, asked, request.state.request_id)
+        response = await self._asked(path, asked, request)
         assert isinstance(response, EventStream)
         pieces = _pieces(response, answer)
         if body.streamed:
             return _LineStream(_lines(pieces), closing=b"", on_error=lambda error: error_line(in_own_words(error)))
         return json_response(merged(await until_disconnect(request.receive, _collected(pieces))))
 
-    async def _asked(self, path: str, asked: dict[str, Any], request_id: str) -> Response:
+    async def _asked(self, path: str, asked: dict[str, Any], request: Request) -> Response:
         """Return the response of one of OpenAI's routes.
 
         Raises:
@@ -194,9 +194,10 @@ class _Ollama:
         if path not in self._endpoints:
             raise ApiError(404, "This build of Octavo has no embeddings.")
         try:
-            return await self._endpoints[path](inner_request(path, msgspec.json.encode(asked), request_id))
+            inner = inner_request(path, msgspec.json.encode(asked), request.state.request_id, request.state.tenant)
+            return await self._endpoints[path](inner)
         except (ApiError, InvalidRequestError) as exc:
-            raise in_own_words(as_api_error(exc, request_id)) from None
+            raise in_own_words(as_api_error(exc, request.state.request_id)) from None
 
 
 def _check_prompt(body: OllamaGenerateBody) -> None:

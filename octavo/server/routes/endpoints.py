@@ -21,7 +21,7 @@ def post_endpoints(*routers: APIRouter) -> dict[str, Endpoint]:
     return {route.path: route.endpoint for route in posts}
 
 
-def inner_request(path: str, body: bytes, request_id: str, tenant: str = "") -> Request:
+def inner_request(path: str, body: bytes, request_id: str, tenant: str) -> Request:
     """Return a POST of JSON whose client never disconnects; to abort, cancel the handler's task."""
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -268,6 +268,22 @@ def test_keys_open_sockets_as_they_open_routes() -> None:
     in_loop(scenario)
 
 
+@pytest.mark.parametrize(("by", "expected"), [("api-key", "team"), ("header:x-team", "blue"), ("user", "ann")])
+def test_requests_are_of_the_tenant_that_opened_the_socket(by: str, expected: str) -> None:
+    async def scenario() -> None:
+        house = make_house(saying("x"), ServerConfig(api_keys=("k name=team",), tenant_by=by))
+        headers = {"authorization": "Bearer k", "x-team": "blue"}
+        async with open_socket(house.app, **headers) as socket:
+            socket.request("a", body=HELLO | {"user": "ann"})
+            await eventually(lambda: len(house.engine.requests) == 1)
+        assert [one.tenant for one in house.engine.requests] == [expected]
+        house = make_house(saying("x"), ServerConfig(tenant_by="header:x-team"))
+        async with open_socket(house.app, **{"x-team": "a" * 129}) as socket:
+            assert socket.status == 400
+
+    in_loop(scenario)
+
+
 def test_pages_of_other_sites_are_refused_unless_named() -> None:
     async def scenario() -> None:
         app = make_house(saying("x")).app

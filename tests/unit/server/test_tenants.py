@@ -27,12 +27,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": TEXT,
     "/v1/responses": {"input": "hi"},
     "/v1/messages": MESSAGES,
+    "/api/chat": {**HELLO, "model": "toy", "stream": False},
     "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}},
 }
 
 NAMED: dict[str, dict[str, Any]] = {
     "/v1/messages": {"metadata": {"user_id": "other"}},
     "/inference/v1/generate": {},
+    "/api/chat": {},
 }
 """How a body names its user, where that is not `user`."""
 
