@@ -274,7 +274,7 @@ def test_requests_are_of_the_tenant_that_opened_the_socket(by: str, expected: st
         house = make_house(saying("x"), ServerConfig(api_keys=("k name=team",), tenant_by=by))
         headers = {"authorization": "Bearer k", "x-team": "blue"}
         async with open_socket(house.app, **headers) as socket:
-            socket.request("a", body=HELLO | {"user": "ann"})
+            socket.request("a", prompt="hi", user="ann")
             await eventually(lambda: len(house.engine.requests) == 1)
         assert [one.tenant for one in house.engine.requests] == [expected]
         house = make_house(saying("x"), ServerConfig(tenant_by="header:x-team"))
