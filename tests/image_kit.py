@@ -45,6 +45,7 @@ MARKS = [
     "<start_of_image>",
     "<end_of_image>",
     "<image_soft_token>",
+    "<video>",
 ]
 
 __all__ = ["MARKS", "TEMPLATE", "Case", "Made", "cases", "data_url", "make", "picture", "token", "tokenizer"]

@@ -7,7 +7,7 @@ half's results to the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -177,6 +177,11 @@ class TextHook:
             InvalidRequestError: this model can't read them.
         """
 
+    @property
+    def unshown(self) -> Collection[str]:
+        """Types of `shown_as` that the model's chat template does not know: marks stand for such parts."""
+        return ()
+
     def read_argument(self, name: str, value: Any, count: int) -> ReadArgument:
         """Read one of `arguments` of a call of the Python API with `count` prompts; its value is not None.
 
@@ -206,7 +211,7 @@ class TextHook:
     @property
     def attached(self) -> str:
         """Media types of files that users of the chat page may attach to a message, separated by commas; "" for none.
-        The page sends them as parts of the type `image_url`."""
+        The page sends them as parts of the types `image_url`, `video_url` and `audio_url`."""
         return ""
 
     def start_rows(self) -> list[tuple[str, str]]:

@@ -46,8 +46,6 @@ _NEEDLESS: Mapping[str, str] = {
     "USE_MODELSCOPE": "models come from Hugging Face, or from a folder",
     "LORA_RESOLVER_CACHE_DIR": "use --lora-dir",
     "PLUGINS": "plugins are not supported by this version",
-    "AUDIO_FETCH_TIMEOUT": "audio is not supported by this version",
-    "VIDEO_FETCH_TIMEOUT": "video is not supported by this version",
     "BATCH_INVARIANT": "on a CPU, answers never depend on the batch (docs/cpu.md); on a GPU they may",
 }
 

@@ -26,7 +26,7 @@ def decoded(data: bytes, max_pixels: int, param: str) -> Image:
     try:
         opened = Image.open(io.BytesIO(data), formats=FORMATS)
         _check_size(opened.size, max_pixels, param)
-        return _in_rgb(ImageOps.exif_transpose(opened))
+        return in_rgb(ImageOps.exif_transpose(opened))
     except InvalidRequestError:
         raise
     except UnidentifiedImageError:
@@ -66,10 +66,10 @@ def converted(given: Any, max_pixels: int, param: str) -> Image:
             param=param,
         )
     _check_size(given.size, max_pixels, param)
-    return _in_rgb(given)
+    return in_rgb(given)
 
 
-def _in_rgb(image: Image) -> Image:
+def in_rgb(image: Image) -> Image:
     """Convert to RGB; what is transparent becomes white, as in Transformers."""
     from PIL import Image as Pillow
 

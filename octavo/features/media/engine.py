@@ -1,5 +1,5 @@
-"""`MediaEngine`: the engine half. It has images and audio encoded before requests compute their tokens, and tells the
-worker half which of them a step needs."""
+"""`MediaEngine`: the engine half. It has images, frames and audio encoded before requests compute their tokens, and
+tells the worker half which of them a step needs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from octavo.core.plan import PlanDraft
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import FeatureMetric
 from octavo.features import FeatureContext
-from octavo.features.media.kinds import PLURALS, has_media, kind_of, modality_of, processor_config, refusal
+from octavo.features.media.kinds import PLURALS, has_media, kind_of
 from octavo.features.media.payload import NAME, EmbedPiece, MediaInfo, MediaItem, MediaStep, ShiftPiece
+from octavo.features.media.preprocessing import info_of, refusals
 from octavo.features.media.settings import MediaSettings
-from octavo.hub.text_config import with_halves
 from octavo.schedule.hooks import EngineHook
 from octavo.schedule.pages import Pages
 from octavo.schedule.request import Request
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ENCODED = {
-    "image": ("images_encoded", "counter", "Images, or tiles of them, encoded."),
+    "image": ("images_encoded", "counter", "Images, tiles of them, or frames of videos, encoded."),
     "audio": ("audio_windows_encoded", "counter", "Windows of audio encoded."),
 }
 
 
 @dataclass(slots=True, eq=False)
 class _Media:
-    """The images or audio of a request.
+    """The images, videos or audio of a request.
 
     Attributes:
         positions: what they add to positions; None for models whose positions are those of a text.
@@ -57,14 +57,14 @@ class _Media:
 
 
 class NoMedia(EngineHook):
-    """For models whose images or audio are not read: it only says why."""
+    """For models of which only text is read: it only says why."""
 
     name = NAME
     opt_in = True
     admits_for_good = True
 
-    def __init__(self, why: str, modality: str) -> None:
-        self.info = msgspec.Raw(msgspec.msgpack.encode(MediaInfo(modality=modality, refused=why)))
+    def __init__(self, info: MediaInfo) -> None:
+        self.info = msgspec.Raw(msgspec.msgpack.encode(info))
 
     def namespace(self, spec: Any) -> str:
         raise InvalidRequestError("This engine reads only text.", param="multi_modal_data")
@@ -90,7 +90,7 @@ class MediaEngine(EngineHook):
             axes, mutual: see `Kind`.
         """
         self.info = msgspec.Raw(msgspec.msgpack.encode(info))
-        self._modality, self._some = info.modality, PLURALS[info.modality]
+        self._modality, self._some = info.modality, " or ".join(PLURALS[one.modality] for one in info.read)
         self._axes, self._mutual = axes, mutual
         self._pages: Pages
         self._capacity = self._budget = 0
@@ -285,9 +285,14 @@ class MediaEngine(EngineHook):
         found = (
             (*_ENCODED[self._modality], self._num_encoded),
             (f"{self._modality}_encode_seconds", "counter", f"Seconds of encoding {self._some}.", self._seconds),
-            ("mm_cache_queries", "counter", "Images, tiles or windows that requests needed.", self._num_looked_up),
+            (
+                "mm_cache_queries",
+                "counter",
+                "Images, tiles, frames or windows that requests needed.",
+                self._num_looked_up,
+            ),
             ("mm_cache_hits", "counter", "Of these, those that were encoded already.", self._num_found),
-            ("mm_cache_tokens", "gauge", "Embeddings of encoded images or audio that are kept.", kept),
+            ("mm_cache_tokens", "gauge", "Embeddings of encoded images, frames or audio that are kept.", kept),
         )
         return [FeatureMetric(name, kind, text, "", {"": float(value)}) for name, kind, text, value in found]
 
@@ -334,28 +339,16 @@ def build_engine(context: FeatureContext) -> EngineHook | None:
         if settings.mm_processor_kwargs:
             raise ConfigError("--mm-processor-kwargs has no effect: this model takes only text. Leave it out.")
         return None
-    if not context.generates:
-        return NoMedia("this server makes embeddings of texts", modality_of(files.config))
-    why = refusal(context)
-    if why:
+    why = refusals(context)
+    info = info_of(context, why)
+    if all(why.values()):
+        first = next(iter(why.values()))
         if settings.mm_processor_kwargs:
-            raise ConfigError(f"--mm-processor-kwargs has no effect: {why}. Leave it out.")
-        if settings.limit_of(modality_of(files.config)):
-            log.warning("the model is served for text only: %s", why)
-        return NoMedia(why, modality_of(files.config))
-    kind, config = kind_of(files.config), with_halves(files.config)
-    audio = kind.modality == "audio"
-    kept = {name: value for name, value in config.items() if not isinstance(value, dict)}
-    info = MediaInfo(
-        modality=kind.modality,
-        config={**kept, kind.half: config.get(kind.half, {})},
-        processor=processor_config(files) | settings.mm_processor_kwargs,
-        limit=settings.limit_of(kind.modality),
-        domains=list(settings.allowed_media_domains),
-        local_path=settings.folder,
-        timeout_s=settings.audio_fetch_timeout if audio else settings.image_fetch_timeout,
-        max_bytes=settings.max_audio_bytes if audio else settings.max_image_bytes,
-        max_pixels=settings.max_image_pixels,
-        max_seconds=settings.max_audio_seconds,
-    )
+            raise ConfigError(f"--mm-processor-kwargs has no effect: {first}. Leave it out.")
+        if context.generates and any(settings.limit_of(modality) for modality in why):
+            log.warning("the model is served for text only: %s", first)
+        return NoMedia(info)
+    if (no_videos := why.get("video")) and settings.limit_of("video"):
+        log.warning("videos are not read: %s", no_videos)
+    kind = kind_of(files.config)
     return MediaEngine(info, axes=kind.axes, mutual=kind.mutual)

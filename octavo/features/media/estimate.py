@@ -13,7 +13,7 @@ FLAGS = frozenset({"limit-mm-per-prompt", "mm-processor-kwargs", "mm-encoder-cac
 
 
 def estimate(context: FeatureContext, planned: Planned, limits: tuple[int, int]) -> Needs | None:
-    from octavo.features.media.kinds import processor_config, refusal
+    from octavo.features.media.preprocessing import most_of_videos, own_fields, processor_config, refusals
     from octavo.features.media.settings import MediaSettings
     from octavo.features.media.towers.tower import planned_tower
     from octavo.features.media.worker import memory_of
@@ -22,10 +22,12 @@ def estimate(context: FeatureContext, planned: Planned, limits: tuple[int, int])
     from octavo.nn.quant.none import Unquantized
     from octavo.worker.planned import NOWHERE, Needs
 
-    if refusal(context):
+    if all(refusals(context).values()):
         return None
     settings, files = context.settings_of(MediaSettings), planned.files
     build = Build(planned.dtype, NOWHERE, None, everywhere(Unquantized, planned.dtype, NOWHERE))
-    tower = planned_tower(files.config, processor_config(files) | settings.mm_processor_kwargs, build)
-    _, reserved = memory_of(tower, settings, planned.spec.max_position, limits)
+    processor = processor_config(files) | own_fields(files.config, settings.mm_processor_kwargs)
+    tower = planned_tower(files.config, processor, build)
+    of_videos = most_of_videos(context)
+    _, reserved = memory_of(tower, settings, planned.spec.max_position, limits, of_videos)
     return Needs("tower", reserved)

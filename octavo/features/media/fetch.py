@@ -1,4 +1,4 @@
-"""Get the bytes of an image or of audio that a request names by a URL: `data:`, `http(s):`, `file:`.
+"""Get the bytes of an image, a video or audio that a request names by a URL: `data:`, `http(s):`, `file:`.
 
 A server that fetches what clients name can be used to reach hosts that only it can reach. So a host's address is looked
 up once, must be public unless the settings name the host, and is the one that is connected to. Redirects are followed
@@ -27,7 +27,8 @@ from octavo.version import __version__
 
 _REDIRECTS = 3
 _CHUNK = 1 << 16
-_EXAMPLES = {"image": "data:image/png", "audio": "data:audio/wav"}
+_EXAMPLES = {"image": "data:image/png", "audio": "data:audio/wav", "video": "data:video/mp4"}
+_FRAMES = "data:video/jpeg;base64,"
 _SHOWN = 120
 """Characters of a URL that errors show."""
 
@@ -73,13 +74,40 @@ class Fetcher:
             value=_shown(url),
         )
 
+    def frames(self, url: Any, most: int, param: str) -> list[bytes] | None:
+        """Return the JPEG files of a URL that begins with data:video/jpeg;base64, where commas separate them; None for
+        another URL.
+
+        Args:
+            most: files.
+
+        Raises:
+            InvalidRequestError: one is not valid base64, or they are too many, or too large together.
+        """
+        if not isinstance(url, str) or url[: len(_FRAMES)].lower() != _FRAMES:
+            return None
+        count = url.count(",", len(_FRAMES)) + 1
+        if count > most:
+            raise InvalidRequestError(
+                f"{param} has {count:,} frames; video may have {most:,} (--max-video-frames). Send fewer frames.",
+                param=param,
+                value=count,
+            )
+        found = [_of_base64(one, param) for one in url[len(_FRAMES) :].split(",")]
+        if sum(map(len, found)) > self.max_bytes:
+            raise self._too_large(param)
+        return found
+
     def checked(self, data: bytes, param: str) -> bytes:
         if len(data) > self.max_bytes:
-            raise InvalidRequestError(
-                f"{param} is larger than {self.max_bytes:,} bytes (--max-{self.modality}-bytes). Send a smaller file.",
-                param=param,
-            )
+            raise self._too_large(param)
         return data
+
+    def _too_large(self, param: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{param} is larger than {self.max_bytes:,} bytes (--max-{self.modality}-bytes). Send a smaller file.",
+            param=param,
+        )
 
     # Files
 
@@ -214,6 +242,10 @@ def _of_data(url: str, param: str) -> bytes:
         raise InvalidRequestError(f"{param} is a data: URL without a comma before its data.", param=param)
     if not head.endswith(";base64"):
         return unquote_to_bytes(body)
+    return _of_base64(body, param)
+
+
+def _of_base64(body: str, param: str) -> bytes:
     try:
         return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError) as exc:

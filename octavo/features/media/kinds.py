@@ -1,25 +1,16 @@
-"""The architectures whose images or audio are read: which files of this folder they need. Without torch and NumPy."""
+"""The architectures whose images, videos or audio are read: which files of this folder they need. Without torch and
+NumPy."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from octavo.core.errors import ConfigError, OctavoError
-from octavo.features import FeatureContext
-from octavo.features.media.settings import MediaSettings
-from octavo.hub.files import ModelFiles
-from octavo.hub.json_file import read_json_if_there
 from octavo.hub.text_config import with_halves
 
-if TYPE_CHECKING:
-    from octavo.features.media.processors.base import LoadTokenizer, Processor
-
-_FOLDER = "octavo.features.media"
 _HALVES = {"image": "vision_config", "audio": "audio_config"}
-PLURALS = {"image": "images", "audio": "audio"}
+PLURALS = {"image": "images", "audio": "audio", "video": "videos"}
 """A modality -> the word for some of it in messages."""
 
 
@@ -34,6 +25,7 @@ class Kind:
         axes: positions of an image's tokens follow its rows and columns (M-RoPE).
         mutual: an image's tokens attend to each other, also to later ones.
         modality: what it reads besides text.
+        videos: module and class of the preprocessing of videos, which the same tower encodes; None if it has none.
     """
 
     processor: tuple[str, str]
@@ -42,6 +34,7 @@ class Kind:
     axes: bool = False
     mutual: bool = False
     modality: Literal["image", "audio"] = "image"
+    videos: tuple[str, str] | None = None
 
     @property
     def half(self) -> str:
@@ -51,13 +44,19 @@ class Kind:
 
 _TILED = ("tiled", "TiledProcessor")
 _NATIVE = ("native", "NativeProcessor")
+_QWEN_VIDEOS = ("native_videos", "QwenVideoProcessor")
+_TIMED_VIDEOS = ("native_videos", "TimedVideoProcessor")
 _PIXTRAL = Kind(("rows", "RowsProcessor"), "pixtral", ("pixtral",))
 _WHISPER = ("speech", "WhisperProcessor")
 _ASR_ENCODERS = ("qwen3_asr_encoder", "qwen3_asr_audio_encoder")
 
 
+def _qwen2(name: str) -> Kind:
+    return Kind(_NATIVE, "qwen_vl", (name, f"{name}_vision"), axes=True, videos=_QWEN_VIDEOS)
+
+
 def _qwen3(name: str) -> Kind:
-    return Kind(_NATIVE, "qwen3_vl", (name, f"{name}_vision"), axes=True)
+    return Kind(_NATIVE, "qwen3_vl", (name, f"{name}_vision"), axes=True, videos=_TIMED_VIDEOS)
 
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
@@ -68,19 +67,31 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
         Kind(("pooled", "PooledProcessor"), "gemma3", ("siglip_vision_model",), mutual=True),
     ),
     "Idefics3ForConditionalGeneration": (Kind(_TILED, "idefics3", ("idefics3_vision", "idefics3")),),
-    "InternVLForConditionalGeneration": (Kind(("grid", "GridProcessor"), "internvl", ("internvl_vision",)),),
+    "InternVLForConditionalGeneration": (
+        Kind(
+            ("grid", "GridProcessor"),
+            "internvl",
+            ("internvl_vision",),
+            videos=("frame_videos", "InternVideoProcessor"),
+        ),
+    ),
     "LlavaForConditionalGeneration": (
         Kind(("single", "SingleProcessor"), "llava", ("clip_vision_model", "siglip_vision_model")),
         _PIXTRAL,
     ),
     "LlavaNextForConditionalGeneration": (Kind(("anyres", "AnyresProcessor"), "llava_next", ("clip_vision_model",)),),
     "LlavaOnevisionForConditionalGeneration": (
-        Kind(("anyres", "AnyresProcessor"), "llava_next", ("siglip_vision_model",)),
+        Kind(
+            ("anyres", "AnyresProcessor"),
+            "llava_next",
+            ("siglip_vision_model",),
+            videos=("frame_videos", "OnevisionVideoProcessor"),
+        ),
     ),
     "Mistral3ForConditionalGeneration": (_PIXTRAL,),
     "Qwen2AudioForConditionalGeneration": (Kind(_WHISPER, "whisper", ("qwen2_audio_encoder",), modality="audio"),),
-    "Qwen2VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_vl", "qwen2_vl_vision"), axes=True),),
-    "Qwen2_5_VLForConditionalGeneration": (Kind(_NATIVE, "qwen_vl", ("qwen2_5_vl", "qwen2_5_vl_vision"), axes=True),),
+    "Qwen2VLForConditionalGeneration": (_qwen2("qwen2_vl"),),
+    "Qwen2_5_VLForConditionalGeneration": (_qwen2("qwen2_5_vl"),),
     "Qwen3ASRForConditionalGeneration": (
         Kind(("speech", "QwenAsrProcessor"), "qwen3_asr", _ASR_ENCODERS, modality="audio"),
     ),
@@ -88,7 +99,9 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     "Qwen3VLMoeForConditionalGeneration": (_qwen3("qwen3_vl_moe"),),
     "Qwen3_5ForConditionalGeneration": (_qwen3("qwen3_5"),),
     "Qwen3_5MoeForConditionalGeneration": (_qwen3("qwen3_5_moe"),),
-    "SmolVLMForConditionalGeneration": (Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm")),),
+    "SmolVLMForConditionalGeneration": (
+        Kind(_TILED, "idefics3", ("smolvlm_vision", "smolvlm"), videos=("frame_videos", "SmolVideoProcessor")),
+    ),
 }
 """Architecture -> its kinds, by their towers."""
 _LACKING = {
@@ -129,79 +142,6 @@ def lacking(config: Mapping[str, Any]) -> str:
     if not any(tower in kind.types for kind in KINDS[name]):
         return f"{PLURALS[modality_of(config)]} of {name} with a tower of type {tower!r} are not supported"
     return ""
-
-
-def refusal(context: FeatureContext) -> str:
-    """Return why images or audio of the model are not read; "" if they are. Both halves follow it.
-
-    Raises:
-        ConfigError: a setting has no effect on the model.
-    """
-    files, settings = context.files, context.settings_of(MediaSettings)
-    if files is None or not context.generates:
-        return "this model takes only text"
-    if why := lacking(files.config):
-        return why
-    modality = kind_of(files.config).modality
-    if files.format == "gguf":
-        return f"a GGUF file has no weights for {PLURALS[modality]}; files of their own (mmproj) are not read"
-    if not settings.limit_of(modality):
-        return f"the server was started with --limit-mm-per-prompt {modality}=0"
-    stated = processor_config(files)
-    if not stated:
-        return f"{files.path} has neither preprocessor_config.json nor processor_config.json"
-    check_fields(files.config, settings.mm_processor_kwargs)
-    try:
-        make_processor(files.config, stated | settings.mm_processor_kwargs, context.load_tokenizer)
-    except OctavoError as exc:
-        return str(exc)
-    return ""
-
-
-def processor_config(files: ModelFiles) -> dict[str, Any]:
-    """Return how a checkpoint says that images or audio are prepared; {} if it does not. Transformers 5 writes one file
-    for all that a processor does, with that of images or audio inside.
-
-    Raises:
-        ModelFileError: a file is not JSON.
-    """
-    whole = read_json_if_there(files.path / "processor_config.json")
-    if modality_of(files.config) == "image":
-        return dict(whole.get("image_processor") or {}) or read_json_if_there(files.path / "preprocessor_config.json")
-    inner = whole.pop("feature_extractor", None) or read_json_if_there(files.path / "preprocessor_config.json")
-    return {**whole, **inner} if inner else {}
-
-
-def make_processor(config: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: LoadTokenizer) -> Processor:
-    """Return the preprocessing of a model whose images or audio are supported.
-
-    Raises:
-        ConfigError, ModelFileError: the checkpoint asks for something that is not supported, or its files don't fit.
-    """
-    try:
-        make = _processor_class(config)
-        return make(with_halves(config), processor, tokenizer)
-    except OctavoError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"The model's preprocessor_config.json or config.json is damaged: {exc!r}.") from exc
-
-
-def _processor_class(config: Mapping[str, Any]) -> type[Processor]:
-    module, name = kind_of(config).processor
-    found: type[Processor] = getattr(importlib.import_module(f"{_FOLDER}.processors.{module}"), name)
-    return found
-
-
-def check_fields(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a field in place of a preprocessor's has no effect on this model."""
-    known = _processor_class(config).fields
-    odd = next((name for name in given if name not in known), None)
-    if odd is not None:
-        raise ConfigError(
-            f"--mm-processor-kwargs has {odd!r}, which has no effect on this model. It takes "
-            f"{', '.join(sorted(known)) or 'none'}."
-        )
 
 
 def _tower_type(config: Mapping[str, Any], kinds: Sequence[Kind]) -> str:

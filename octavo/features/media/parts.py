@@ -1,4 +1,4 @@
-"""Open the parts of prompts: the forms of images and of audio that requests have."""
+"""Open the parts of prompts: the forms of images, videos and audio that requests have."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from octavo.core.errors import InvalidRequestError
 from octavo.features.media.fetch import Fetcher
 from octavo.features.media.payload import MediaInfo
+from octavo.features.media.video.video import Limits, Video
 from octavo.text.prompts.message_parts import GivenPart
 
 IMAGES = {"image": "image", "image_url": "image_url", "image_pil": "image_pil", "input_image": "image_url"}
@@ -22,7 +23,7 @@ MODALITIES: Mapping[str, str] = {
 }
 """Type of a part -> its modality, under which chat templates know it, too."""
 _DETAILS = (None, "auto", "low", "high")
-_BY_URL = ("image_url", "input_image", "audio_url")
+_BY_URL = ("image_url", "input_image", "audio_url", "video_url")
 
 
 class Opener(Protocol):
@@ -41,9 +42,13 @@ class Opener(Protocol):
         ...
 
 
-def opener(own: MediaInfo) -> Opener:
+def fetcher_of(own: MediaInfo) -> Fetcher:
     hosts = tuple(host.lower() for host in own.domains)
-    fetcher = Fetcher(hosts, own.local_path, own.timeout_s, own.max_bytes, own.modality)
+    return Fetcher(hosts, own.local_path, own.timeout_s, own.max_bytes, own.modality)
+
+
+def opener(own: MediaInfo) -> Opener:
+    fetcher = fetcher_of(own)
     return AudioParts(fetcher, own.max_seconds) if own.modality == "audio" else ImageParts(fetcher, own.max_pixels)
 
 
@@ -111,8 +116,49 @@ class AudioParts:
         return self._fetcher.checked(found, f"{param}.data")
 
 
+class VideoParts:
+    def __init__(self, own: MediaInfo) -> None:
+        self._fetcher = fetcher_of(own)
+        self._limits = Limits(own.max_frames, own.max_seconds, own.max_frame_pixels, own.max_pixels)
+
+    def open(self, part: GivenPart, fps: float | None) -> Video:
+        """Return a video, most of which is not decoded yet.
+
+        Args:
+            fps: what the request asks for: the rate of frames that come without one.
+
+        Raises:
+            InvalidRequestError: the part is malformed, can't be fetched or read, or is too large.
+        """
+        from octavo.features.media.video.decode import decoded_video, of_pictures  # imported here: they need Pillow
+        from octavo.features.media.video.given import converted_video
+
+        given: Any = part.data
+        param = part.param
+        if isinstance(given, Mapping):
+            given, param = given.get("url"), f"{param}.url"
+        if given is None:
+            given, param = _of_template(part)
+        if not isinstance(given, str) and part.kind not in _BY_URL:
+            return converted_video(given, self._limits, fps, param)
+        if (frames := self._fetcher.frames(given, self._limits.frames, param)) is not None:
+            return of_pictures(frames, fps, self._limits, param)
+        return decoded_video(self._fetcher.fetch(given, param), self._limits, param)
+
+    def listed(self, given: Any) -> list[Any]:
+        """A list of frames is one video, and so is a tuple: frames and what is known of them."""
+        if isinstance(given, tuple) or not isinstance(given, list):
+            several = getattr(given, "ndim", 4) == 5
+            return list(given) if several else [given]
+        return [given] if given and _is_frame(given[0]) else given
+
+
+def _is_frame(given: Any) -> bool:
+    return not isinstance(given, str | tuple | list) and getattr(given, "ndim", 3) == 3
+
+
 def _of_template(part: GivenPart) -> tuple[Any, str]:
     """Return the data of a part in the form of templates, {"type": "image", "url": ...}, and its field."""
-    if part.kind not in ("image", "audio"):
+    if part.kind not in ("image", "audio", "video"):
         return None, part.param
     return part.part.get("url"), f"{part.param.rpartition('.')[0]}.url"

@@ -15,11 +15,11 @@ from octavo.features.media.payload import MediaItem
 class Positions:
     """What is added to a token's place in the sequence for its position along each of three axes: time, rows, columns.
 
-    An image's tokens have one time; their rows and columns count from it. Text goes on after the largest of them, and
-    has the same position along all axes.
+    An image's tokens have one time; their rows and columns count from it. So do those of a group of frames of a video,
+    whose times differ. Text goes on after the largest of them, and has the same position along all axes.
 
     Attributes:
-        shifts: [prompt tokens, 3] int32, not positive.
+        shifts: [prompt tokens, 3] int32.
         after: of all later tokens.
     """
 
@@ -29,15 +29,21 @@ class Positions:
     @classmethod
     def of(cls, items: Sequence[MediaItem], num_prompt: int) -> Positions:
         shifts = np.zeros((num_prompt, 3), dtype=np.int32)
-        after = 0
-        for item in items:
+        after = origin = 0
+        runs = sorted((run, number) for number, item in enumerate(items) for run in item.runs)
+        for (start, first, count), number in runs:
+            item = items[number]
             rows, columns = item.layout
-            start, end = item.start, item.end
-            places = np.arange(item.count)
-            axes = np.stack([np.zeros_like(places), places // columns, places % columns], axis=1)
-            shifts[start:end] = after + axes - places[:, None]
-            after += max(rows, columns) - item.count
-            shifts[end:] = after
+            if not item.group:
+                origin = start + after
+                furthest = origin
+            groups, places = np.divmod(np.arange(first, first + count), rows * columns)
+            times = np.asarray(item.times or [0] * (int(groups[-1]) + 1))[groups]
+            axes = np.stack([times, places // columns, places % columns], axis=1)
+            shifts[start : start + count] = origin + axes - np.arange(start, start + count)[:, None]
+            furthest = max(furthest, origin + max(rows, columns, int(times.max()) + 1))
+            after = furthest - start - count
+            shifts[start + count :] = after
         return cls(shifts, after)
 
     def between(self, first: int, end: int) -> memoryview:

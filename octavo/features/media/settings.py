@@ -1,4 +1,4 @@
-"""Settings of images and audio in prompts."""
+"""Settings of images, videos and audio in prompts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class MediaSettings(FeatureSettings):
         limit_mm_per_prompt: kind -> most of it in a prompt. With 0 of what it reads, the model is served as one of
             text, and the weights that read images or audio are not loaded.
         mm_processor_kwargs: fields that replace those of the checkpoint's preprocessor_config.json.
-        mm_encoder_cache_gb: GiB of encoded images or audio on the device.
-        allowed_media_domains: hosts that images and audio may be fetched from; empty for all public ones.
+        mm_encoder_cache_gb: GiB of encoded images, frames or audio on the device.
+        allowed_media_domains: hosts that images, videos and audio may be fetched from; empty for all public ones.
         allowed_local_media_path: folder whose files `file://` URLs may name; empty for none.
 
     Raises:
@@ -35,21 +35,21 @@ class MediaSettings(FeatureSettings):
 
     limit_mm_per_prompt: dict[str, Any] = setting(
         {},
-        'most images or pieces of audio in a prompt, such as {"image": 4} or {"audio": 1}; by default 999. With 0 of '
-        "what the model reads, only text is served, and without the weights of its tower",
+        'most images, videos or pieces of audio in a prompt, such as {"image": 4, "video": 1}; by default 999. With 0 '
+        "of all that the model reads, only text is served, and without the weights of its tower",
     )
     mm_processor_kwargs: dict[str, Any] = setting(
-        {}, 'fields in place of those of preprocessor_config.json, such as {"max_pixels": 802816}'
+        {}, 'fields in place of those of preprocessor_config.json, such as {"max_pixels": 802816} or {"fps": 1}'
     )
     mm_encoder_cache_gb: float = setting(
         0.25,
-        "GiB of the device's memory for encoded images or audio, so that equal ones are encoded once; one always fits",
+        "GiB of the device's memory for encoded images, frames or audio, so that equal ones are encoded once; one always fits",
         read=quantities.gibibytes,
         metavar="GIB",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "hosts that images and audio may be fetched from, also if their addresses are private; without it, all hosts "
+        "hosts that images, videos and audio may be fetched from, also if their addresses are private; without it, all hosts "
         "with public addresses",
         metavar="HOST",
     )
@@ -72,6 +72,21 @@ class MediaSettings(FeatureSettings):
         1800.0, "longest audio as sent, which it is decoded to", read=quantities.positive, metavar="S"
     )
 
+    video_fetch_timeout: float = setting(
+        30.0, "seconds that fetching a video may take", read=quantities.positive, metavar="S", env="VIDEO_FETCH_TIMEOUT"
+    )
+    max_video_bytes: int = setting(64 << 20, "largest file of a video", read=quantities.size, metavar="SIZE")
+    max_video_seconds: float = setting(
+        600.0, "longest video as sent, of which some frames are used", read=quantities.positive, metavar="S"
+    )
+    max_video_frames: int = setting(36_000, "most frames of a video as sent", read=quantities.natural, metavar="N")
+    max_video_pixels: int = setting(
+        40_000_000_000,
+        "most pixels of a video as sent, in all its frames together; --max-image-pixels holds for each",
+        read=quantities.natural,
+        metavar="N",
+    )
+
     def __post_init__(self) -> None:
         for kind, given in self.limit_mm_per_prompt.items():
             if kind not in _KINDS:
@@ -79,19 +94,22 @@ class MediaSettings(FeatureSettings):
             count = given.get("count") if isinstance(given, dict) else given
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ConfigError(f"--limit-mm-per-prompt {kind}={given!r} must be a whole number, 0 or more.")
-            if kind == "video" and count:
-                raise ConfigError(
-                    f"--limit-mm-per-prompt {kind}={count}: {kind} is not supported by this version. Leave it out, or "
-                    "set it to 0."
-                )
         if not 1 <= self.max_image_pixels <= MOST_PIXELS:
             raise ConfigError(f"--max-image-pixels {self.max_image_pixels} must be from 1 to {MOST_PIXELS:,}.")
-        for kind, size in (("image", self.max_image_bytes), ("audio", self.max_audio_bytes)):
+        for name, size in (
+            ("image-bytes", self.max_image_bytes),
+            ("audio-bytes", self.max_audio_bytes),
+            ("video-bytes", self.max_video_bytes),
+            ("video-frames", self.max_video_frames),
+            ("video-pixels", self.max_video_pixels),
+        ):
             if size < 1:
-                raise ConfigError(f"--max-{kind}-bytes {size} must be at least 1.")
+                raise ConfigError(f"--max-{name} {size} must be at least 1.")
         for name, seconds in (
             ("image-fetch-timeout", self.image_fetch_timeout),
             ("audio-fetch-timeout", self.audio_fetch_timeout),
+            ("video-fetch-timeout", self.video_fetch_timeout),
+            ("max-video-seconds", self.max_video_seconds),
             ("max-audio-seconds", self.max_audio_seconds),
         ):
             if not seconds > 0:

@@ -1,8 +1,8 @@
-"""`MediaText`: the text half. It reads images and audio, and lays out their placeholders among the prompt's tokens."""
+"""`MediaText`: the text half. It reads images, videos and audio, and lays out their placeholders among the prompt's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,18 +16,24 @@ from octavo.text.hooks import ReadPrompt, TextContext, TextHook
 
 if TYPE_CHECKING:
     from octavo.features.media.read import Reader
-    from octavo.text.prompts.message_parts import GivenPart
+    from octavo.text.prompts.message_parts import GivenPart, MessageParts
 
 _THREADS = 16
 """Prompts whose images or audio are fetched and decoded at once. Hosts may be slow, and what is decoded is large."""
-_ATTACHED = "image/png,image/jpeg,image/webp,image/gif,image/bmp"
+_ATTACHED = {
+    "image": ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"),
+    "video": ("video/mp4", "video/quicktime", "video/webm", "video/x-matroska", "video/x-msvideo"),
+    "audio": ("audio/wav", "audio/x-wav", "audio/flac", "audio/x-flac", "audio/ogg", "audio/mpeg"),
+}
+_SAMPLING = ("mm_processor_kwargs", "media_io_kwargs")
 
 
 class MediaText(TextHook):
-    """Claims prompts with images or audio, alone or among the parts of messages. Video is claimed to be refused."""
+    """Claims prompts with images, videos or audio, alone or among the parts of messages."""
 
     name = NAME
     prompt_fields = ("multi_modal_data",)
+    body_fields = _SAMPLING
     shown_as: ClassVar[Mapping[str, str]] = MODALITIES
     part_fields: ClassVar[Mapping[str, str]] = {**IMAGES, **AUDIO, **VIDEO}
 
@@ -37,25 +43,39 @@ class MediaText(TextHook):
         self._reader: Reader | None = None
 
     def start_rows(self) -> list[tuple[str, str]]:
-        if self._info is None:
-            return []
-        read = f"no: {self._info.refused}" if self._info.refused else f"up to {self._info.limit} a prompt"
-        return [(PLURALS[self._info.modality], read)]
+        rows = []
+        for own in () if self._info is None else (self._info, self._info.video):
+            if own is not None:
+                read = f"no: {own.refused}" if own.refused else f"up to {own.limit} a prompt"
+                rows.append((PLURALS[own.modality], read))
+        return rows
 
     @property
     def attached(self) -> str:
-        info = self._info
-        return _ATTACHED if info is not None and info.modality == "image" and not info.refused else ""
+        read = () if self._info is None else self._info.read
+        return ",".join(kind for own in read for kind in _ATTACHED[own.modality])
+
+    @property
+    def unshown(self) -> Collection[str]:
+        """Videos whose mark is no token: templates were made without them."""
+        return VIDEO if self._info is not None and self._info.video and self._made().marks_are_text else ()
+
+    def params_of(self, body: Any, *, max_bytes: int) -> dict[str, Any]:
+        given = {name: value for name in _SAMPLING if (value := (body.model_extra or {}).get(name))}
+        if not given:
+            return {}
+        parts: MessageParts | None = getattr(body, "parts", None)
+        if parts is None or not any(MODALITIES.get(part.kind) == "video" for part in parts.given):
+            name = next(iter(given))
+            raise UnsupportedError(
+                f"{name} has no effect: it says how videos are read, and the request has none. Leave it out.",
+                param=name,
+            )
+        return {"feature_args": {NAME: given}}
 
     def check_parts(self, given: Sequence[GivenPart]) -> None:
         for part in given:
             modality = MODALITIES[part.kind]
-            if modality == "video":
-                raise UnsupportedError(
-                    f"{part.param} is {modality}, which this version does not support. Leave it out.",
-                    param=part.param,
-                    value=part.kind,
-                )
             if self._info is None:
                 where = part.param.rsplit(".", 1)[0]
                 raise UnsupportedError(
@@ -63,13 +83,17 @@ class MediaText(TextHook):
                     param=where.rpartition(".")[0],
                     value=part.kind,
                 )
-            self._check_supported(part.param)
-            if modality != self._info.modality:
+            own = self._info.of(modality)
+            if own is None:
+                self._check_supported(part.param)
+                some = " and ".join(PLURALS[one.modality] for one in self._info.read)
                 raise UnsupportedError(
-                    f"{part.param} is {modality}, and this model reads {PLURALS[self._info.modality]}. Leave it out.",
+                    f"{part.param} is {modality}, and this model reads {some}. Leave it out.",
                     param=part.param,
                     value=part.kind,
                 )
+            if own.refused:
+                raise UnsupportedError(f"{part.param} can't be read: {own.refused}. Leave it out.", param=part.param)
 
     @cached_property
     def threads(self) -> Executor:
@@ -77,16 +101,20 @@ class MediaText(TextHook):
 
     def read_prompt(self, prompt: Mapping[str, Any], params: SamplingParams, *, truncated: bool) -> ReadPrompt:
         self._check_supported("multi_modal_data")
-        assert self._info is not None
+        return self._made().read(prompt, params, truncated=truncated)
+
+    def _made(self) -> Reader:
         if self._reader is None:
             from octavo.features.media.read import Reader  # imported here: it needs NumPy and Pillow
 
+            assert self._info is not None
             self._reader = Reader(self.context.tokenizer, self.context.info, self._info)
-        return self._reader.read(prompt, params, truncated=truncated)
+        return self._reader
 
     def _check_supported(self, param: str) -> None:
+        """Raise UnsupportedError if only text is read."""
         why = "this model takes only text" if self._info is None else self._info.refused
-        if why:
+        if why and not (self._info and self._info.read):
             raise UnsupportedError(f"{param} can't be read: {why}. Leave it out.", param=param)
 
 

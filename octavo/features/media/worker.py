@@ -1,5 +1,5 @@
-"""`MediaWorker`: the worker half. It encodes images and audio, keeps the results, and writes those of a step over the
-embeddings of the placeholders."""
+"""`MediaWorker`: the worker half. It encodes images, frames and audio, keeps the results, and writes those of a step
+over the embeddings of the placeholders."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedErro
 from octavo.core.plan import StepPlan
 from octavo.device.transfer import upload
 from octavo.features import FeatureContext
-from octavo.features.media.kinds import kind_of, make_processor, processor_config, refusal
+from octavo.features.media.kinds import kind_of
 from octavo.features.media.payload import NAME, MediaStep
+from octavo.features.media.preprocessing import (
+    make_processor,
+    most_of_videos,
+    own_fields,
+    processor_config,
+    refusals,
+)
 from octavo.features.media.processors.base import LoadTokenizer
 from octavo.features.media.sample import sample_item
 from octavo.features.media.settings import MediaSettings
@@ -64,9 +71,15 @@ class MediaWorker(WorkerHook):
 
     name = NAME
 
-    def __init__(self, files: ModelFiles, settings: MediaSettings, load_tokenizer: LoadTokenizer) -> None:
-        self._files, self._settings, self._load_tokenizer = files, settings, load_tokenizer
-        self._processor = processor_config(files) | settings.mm_processor_kwargs
+    def __init__(
+        self, files: ModelFiles, settings: MediaSettings, load_tokenizer: LoadTokenizer, most: int = 0
+    ) -> None:
+        """
+        Args:
+            most: embeddings of the largest item of a video.
+        """
+        self._files, self._settings, self._load_tokenizer, self._most = files, settings, load_tokenizer, most
+        self._processor = processor_config(files) | own_fields(files.config, settings.mm_processor_kwargs)
         self._tower: Tower | None = None
         self._encoded: dict[bytes, Tensor] = {}
         self._begun: list[_Begun] = []
@@ -97,7 +110,7 @@ class MediaWorker(WorkerHook):
             )
         self._check_axes(worker.spec)
         self._hidden = size
-        self._capacity, reserved = memory_of(tower, self._settings, worker.spec.max_position, limits)
+        self._capacity, reserved = memory_of(tower, self._settings, worker.spec.max_position, limits, self._most)
         if worker.device.resident:
             self._rehearse()
         return reserved
@@ -301,21 +314,24 @@ class MediaWorker(WorkerHook):
             encoded = self._encoded.get(piece.digest)
             if encoded is None:  # a recorded step, which is computed again without the calls in between
                 raise UnsupportedError(
-                    "The images or audio of this step are not encoded here, so it can't be computed."
+                    "The images, frames or audio of this step are not encoded here, so it can't be computed."
                 )
             rows = encoded[piece.first : piece.first + piece.count]
             x[piece.start : piece.start + piece.count] = rows[:, columns]
 
 
-def memory_of(tower: Tower, settings: MediaSettings, longest: int, limits: tuple[int, int]) -> tuple[int, Reserved]:
+def memory_of(
+    tower: Tower, settings: MediaSettings, longest: int, limits: tuple[int, int], of_videos: int
+) -> tuple[int, Reserved]:
     """Return how many embeddings are kept, and the memory of a tower.
 
     Args:
         longest: tokens of the longest prompt; larger items are refused with it.
         limits: sequences at once, and tokens of a step, at most.
+        of_videos: embeddings of the largest item of a video.
     """
     size = tower.hidden_size * tower.dtype.itemsize
-    each, most = (1 + tower.additions) * size, min(tower.most, longest)
+    each, most = (1 + tower.additions) * size, min(max(tower.most, of_videos), longest)
     capacity = max(most, int(settings.mm_encoder_cache_gb * 2**30) // each)
     patches = tower.most_patches * most // tower.most
     workspace = tower.workspace_bytes(max(patches, _WORKSPACE_PATCHES))
@@ -332,9 +348,9 @@ class ShiftingWorker(MediaWorker):
 
 
 def build_worker(context: FeatureContext) -> MediaWorker | None:
-    """Return None if images or audio of the model are not read."""
-    if context.files is None or refusal(context):
+    """Return None if only text of the model is read."""
+    if context.files is None or all(refusals(context).values()):
         return None
     shifts = kind_of(context.files.config).axes and context.device == "cpu"
     make = ShiftingWorker if shifts else MediaWorker
-    return make(context.files, context.settings_of(MediaSettings), context.load_tokenizer)
+    return make(context.files, context.settings_of(MediaSettings), context.load_tokenizer, most_of_videos(context))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -74,9 +74,14 @@ class Mixture:
 
 @dataclass(slots=True)
 class MessageParts:
-    """The parts of one feature in one request. Their marks are random, so clients can't forge them."""
+    """The parts of one feature in one request. Their marks are random, so clients can't forge them.
+
+    Attributes:
+        unshown: types of parts that the model's template does not know, see `TextHook.unshown`.
+    """
 
     key: str
+    unshown: Collection[str] = ()
     _name: str = field(default_factory=lambda: f"octavo-part-{secrets.token_hex(8)}")
     _given: list[GivenPart] = field(default_factory=list)
 
@@ -95,7 +100,7 @@ class MessageParts:
         are a text of their own."""
         if not isinstance(content, list):
             return content
-        kinds = {f"{self._name}-{n};": _shown_as(given) for n, given in enumerate(self._given)}
+        kinds = {f"{self._name}-{n};": self._shown_as(given) for n, given in enumerate(self._given)}
         return [{"type": kind} if (kind := kinds.get(part.get("text"), "")) else part for part in content]
 
     def prompt(self, text: str) -> Prompt:
@@ -113,7 +118,7 @@ class MessageParts:
             at = found.end()
         texts.append(part_of(text, at, len(text)))
         unmarked = [given for number, given in enumerate(self._given) if number not in numbers]
-        lost = next((given for given in unmarked if not _shown_as(given)), None)
+        lost = next((given for given in unmarked if not self._shown_as(given)), None)
         if lost is not None:
             raise InvalidRequestError(
                 f"The chat template leaves {lost.param} out of the prompt. Put it into another message.",
@@ -125,6 +130,9 @@ class MessageParts:
         mixture = Mixture([piece for piece in pieces if piece], unmarked)
         prompt = {"prompt": "".join(texts), self.key: mixture}
         return cast("Prompt", prompt)
+
+    def _shown_as(self, given: GivenPart) -> str:
+        return "" if given.kind in self.unshown else part_kinds()[given.kind].shown_as
 
 
 def taken(messages: Sequence[M]) -> tuple[Sequence[M], MessageParts | None]:
@@ -150,10 +158,6 @@ def taken(messages: Sequence[M]) -> tuple[Sequence[M], MessageParts | None]:
             texts.append(part)
         plain[number] = {**message, "content": texts}
     return (messages, None) if found is None else (plain, found)
-
-
-def _shown_as(given: GivenPart) -> str:
-    return part_kinds()[given.kind].shown_as
 
 
 def _kind_of(part: Any) -> PartKind | None:

@@ -153,10 +153,15 @@ class Preparer:
         return next((h for h in self.hooks for name in h.prompt_fields if prompt.get(name) is not None), None)
 
     def check_parts(self, parts: MessageParts) -> None:
-        """Raise InvalidRequestError if this model can't read the parts of messages; see `TextHook.check_parts`."""
+        """Check the parts of messages before they are rendered.
+
+        Raises:
+            InvalidRequestError: this model can't read them; see `TextHook.check_parts`.
+        """
         for hook in self.hooks:
             if parts.key in hook.prompt_fields:
                 hook.check_parts(parts.given)
+                parts.unshown = hook.unshown
 
     def _split_options(
         self, params: SamplingParams, text: str | None, tokens: list[int], options: dict[str, msgspec.Raw]

@@ -70,6 +70,26 @@ def framed(text: str, name: str, before: str, after: str) -> str:
     return LiteralText(made, spans) if spans else made
 
 
+def split_at(text: str, name: str) -> list[str]:
+    """Split a text at each occurrence of a special token's text, except for literal ones."""
+    literal = text.literal if isinstance(text, LiteralText) else ()
+    found = [part.span() for part in re.finditer(re.escape(name), text) if part.span() not in literal]
+    begins, ends = [0, *(end for _, end in found)], [*(begin for begin, _ in found), len(text)]
+    return [part_of(text, begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Concatenate texts, in which literal spans stay literal."""
+    spans: list[CharSpan] = []
+    at = 0
+    for text in texts:
+        if isinstance(text, LiteralText):
+            spans += [(low + at, high + at) for low, high in text.literal]
+        at += len(text)
+    made = "".join(texts)
+    return LiteralText(made, spans) if spans else made
+
+
 class SpecialTokens:
     """The special tokens of a tokenizer, found in texts exactly as the tokenizer finds them.
 

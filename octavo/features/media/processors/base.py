@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from octavo.core.errors import ConfigError, ModelFileError
 from octavo.features.media.processors.resize import resize
 from octavo.text.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
@@ -36,12 +33,14 @@ class Item:
     Attributes:
         data: as `MediaItem` has it.
         count: embeddings that it has.
-        layout: see `MediaItem`.
+        layout, times, group: see `MediaItem`.
     """
 
     data: NDArray[Any]
     count: int
     layout: tuple[int, ...] = ()
+    times: tuple[int, ...] = ()
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,9 @@ LoadTokenizer = Callable[[], Tokenizer]
 NORMALIZING = frozenset(("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"))
 """Fields that the tower reads."""
 
-Piece = list[int] | Run
-"""A part of what an image, or a piece of audio, is in a prompt: tokens, or placeholders."""
+Piece = list[int] | str | Run
+"""A part of what an image, a piece of audio or a video is in a prompt: tokens, placeholders, or text that is tokenized
+together with the text beside it."""
 
 
 class Processor(ABC):
@@ -154,6 +154,12 @@ def one_token(tokenizer: LoadTokenizer, text: str) -> int:
             "model."
         )
     return found[0]
+
+
+def token_or_none(tokenizer: LoadTokenizer, text: str) -> int | None:
+    """Return the token of a text; None if it is none, or several."""
+    found = tokenizer().encode(text, add_special_tokens=False)
+    return found[0] if len(found) == 1 else None
 
 
 def edge(config: Mapping[str, Any], name: str, default: int) -> int:

@@ -28,7 +28,7 @@ from octavo.features.media.processors.base import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_RATIO = 200
+MOST_RATIO = 200
 _COARSE_PIXELS = 512 * 512
 
 
@@ -74,17 +74,21 @@ class NativeProcessor(Processor):
 
     def _target(self, height: int, width: int, limit: int) -> tuple[int, int]:
         """Return a size of whole groups of patches, near the image's ratio, and within the bounds of pixels."""
-        if max(height, width) / min(height, width) > _MOST_RATIO:
+        if max(height, width) / min(height, width) > MOST_RATIO:
             raise TooOddError(
-                f"is {width} x {height} pixels; the longer edge may be at most {_MOST_RATIO} times the shorter one"
+                f"is {width} x {height} pixels; the longer edge may be at most {MOST_RATIO} times the shorter one"
             )
-        edge = self._edge
-        high, wide = round(height / edge) * edge, round(width / edge) * edge
-        if high * wide > limit:
-            scale = math.sqrt(height * width / limit)
-            high = max(edge, math.floor(height / scale / edge) * edge)
-            wide = max(edge, math.floor(width / scale / edge) * edge)
-        elif high * wide < self._least:
-            scale = math.sqrt(self._least / (height * width))
-            high, wide = math.ceil(height * scale / edge) * edge, math.ceil(width * scale / edge) * edge
-        return high, wide
+        return near(height, width, self._edge, self._least, limit)
+
+
+def near(height: int, width: int, edge: int, least: int, most: int) -> tuple[int, int]:
+    """Return a size of whole edges, near the ratio, and within bounds of pixels."""
+    high, wide = round(height / edge) * edge, round(width / edge) * edge
+    if high * wide > most:
+        scale = math.sqrt(height * width / most)
+        high = max(edge, math.floor(height / scale / edge) * edge)
+        wide = max(edge, math.floor(width / scale / edge) * edge)
+    elif high * wide < least:
+        scale = math.sqrt(least / (height * width))
+        high, wide = math.ceil(height * scale / edge) * edge, math.ceil(width * scale / edge) * edge
+    return high, wide

@@ -29,7 +29,7 @@ from octavo.features.media.processors.base import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_EDGE = 4096
+MOST_EDGE = 4096
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
@@ -103,22 +103,22 @@ class TiledProcessor(Processor):
         ratio = width / height
         if width >= height:
             width = long
-            height = _even(int(width / ratio))
+            height = even(int(width / ratio))
         else:
             height = long
-            width = _even(int(height * ratio))
+            width = even(int(height * ratio))
         height, width = max(height, 1), max(width, 1)
         ratio = width / height
-        if width >= height and width > _MOST_EDGE:
-            width = _MOST_EDGE
+        if width >= height and width > MOST_EDGE:
+            width = MOST_EDGE
             height = int(width / ratio)
-        elif height > width and height > _MOST_EDGE:
-            height = _MOST_EDGE
+        elif height > width and height > MOST_EDGE:
+            height = MOST_EDGE
             width = int(height * ratio)
         return max(height, 1), max(width, 1)
 
 
-def _even(value: int) -> int:
+def even(value: int) -> int:
     return value + value % 2
 
 

@@ -32,7 +32,9 @@ class LlavaNextTower(LlavaTower):
         self.most_patches = (1 + tiles) * (patches**2 + 1)
 
     def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
-        """`layout`: see `AnyresProcessor`."""
+        """`layout`: see `AnyresProcessor`, of a frame `OnevisionVideoProcessor`."""
+        if len(layout) == 1:
+            return (yield from self._frame(images, ends=bool(layout[0])))
         tiles, rows, columns, *fewer = layout
         found = yield from self.features(images)
         whole, parts = found.split([1, len(images) - 1])
@@ -44,6 +46,15 @@ class LlavaNextTower(LlavaTower):
             kept = F.interpolate(kept.permute(2, 0, 1)[None], fewer, mode="bilinear")[0].permute(1, 2, 0)
         ended = torch.cat([kept, self.newline.weight.expand(len(kept), 1, -1)], dim=1)
         return torch.cat([whole[0], ended.flatten(0, 1)])
+
+    def _frame(self, images: Tensor, *, ends: bool) -> Encoding:
+        """Pool the patches of a frame to half their rows and columns."""
+        found = yield from self.features(images)
+        side = int(found.shape[1] ** 0.5)
+        half = -(-side // 2)
+        grid = found.transpose(1, 2).unflatten(2, (side, side))
+        pooled = F.interpolate(grid, (half, half), mode="bilinear").flatten(2).transpose(1, 2)[0]
+        return torch.cat([pooled, self.newline.weight[None]]) if ends else pooled
 
 
 def build_tower(config: Mapping[str, Any], processor: Mapping[str, Any], b: Build) -> LlavaNextTower:

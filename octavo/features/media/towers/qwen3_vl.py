@@ -103,9 +103,10 @@ class Qwen3Tower(PatchTower):
     def encoding(self, images: Tensor, layout: tuple[int, ...]) -> Encoding:
         rows, columns = layout
         axes = self.axes(np.arange(rows * columns), columns)
-        places = self.places(axes, [])
+        groups = self.groups(images)
+        places = self.places(axes, [], groups)
         x = self.patches(self._pixels(images), (rows, columns))
-        x = x + self._learned(axes, rows * self.merge, columns * self.merge)
+        x = x + self._learned(axes, rows * self.merge, columns * self.merge).repeat(groups, 1)
         found: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             x = block(x, places)

@@ -96,7 +96,7 @@ class PatchTower(Tower):
 
     Attributes:
         merge: patches along the edge of a square that becomes one embedding.
-        frames: of a video, in a patch; of an image they are the same.
+        frames: in a patch of a video; of an image they are the same.
         kernel: of the patches' embedding.
         bias: of that; None for none.
     """
@@ -109,13 +109,26 @@ class PatchTower(Tower):
     bias: Table | None
 
     def patches(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Embed the patches, those that are merged after each other: [1, 3, height, width] to [T, hidden_size]."""
+        """Embed the patches, those that are merged after each other: [n, 3, height, width] to [T, hidden_size].
+
+        Args:
+            pixels: an image, or the frames of whole groups, whose patches follow each other.
+        """
         rows, columns = grid
         edge, patch = self.merge, self.patch_size
-        parts = pixels[0].reshape(3, rows, edge, patch, columns, edge, patch).permute(1, 4, 2, 5, 0, 3, 6)
-        frames = parts.flatten(0, 3).unsqueeze(2).expand(-1, -1, self.frames, -1, -1)
+        shape = (3, rows, edge, patch, columns, edge, patch)
+        if len(pixels) == 1:
+            parts = pixels[0].reshape(shape).permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
+            frames = parts.unsqueeze(2).expand(-1, -1, self.frames, -1, -1)
+        else:
+            parts = pixels.reshape(-1, self.frames, *shape).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+            frames = parts.flatten(0, 4)
         bias = None if self.bias is None else self.bias.weight
         return F.linear(frames.flatten(1), self.kernel.weight.flatten(1), bias)
+
+    def groups(self, images: Tensor) -> int:
+        """Return how many groups of frames there are; an image is one."""
+        return max(1, len(images) // self.frames)
 
     def axes(self, order: np.ndarray, columns: int) -> np.ndarray:
         """Return the row and the column of each patch, [T, 2], with the merged ones in this order."""
@@ -124,21 +137,22 @@ class PatchTower(Tower):
         across = (order % columns * self.merge)[:, None] + inner % self.merge
         return np.stack([down.ravel(), across.ravel()], axis=1)
 
-    def places(self, axes: np.ndarray, windows: Sequence[int]) -> Places:
+    def places(self, axes: np.ndarray, windows: Sequence[int], groups: int = 1) -> Places:
         """Return where patches are, from their rows and columns.
 
         Args:
             windows: merged patches of each window, in their order.
+            groups: how often both are repeated; patches attend within their group.
         """
         device, each = self.kernel.weight.device, self.merge**2
         quarter = self.head_dim // 4
         frequencies = 1.0 / (_THETA ** (torch.arange(0, 2 * quarter, 2, dtype=torch.float) / (2 * quarter)))
-        angles = (torch.from_numpy(axes).float()[:, :, None] * frequencies).flatten(1)
+        angles = (torch.from_numpy(axes).float()[:, :, None] * frequencies).flatten(1).repeat(groups, 1)
         return Places(
             torch.cat([angles.cos(), angles.sin()], dim=1).to(device),
-            torch.arange(len(axes), device=device),
-            groups_of([len(axes)], device),
-            groups_of([window * each for window in windows], device),
+            torch.arange(groups * len(axes), device=device),
+            groups_of([len(axes)] * groups, device),
+            groups_of([window * each for window in windows] * groups, device),
         )
 
 
@@ -192,9 +206,11 @@ class QwenTower(PatchTower):
         """Compute in the order of windows: patches of a window, and the four that are merged, follow each other."""
         rows, columns = layout
         order, windows = self._order(rows, columns)
-        places = self.places(self.axes(order, columns), windows)
+        count = self.groups(images)
+        places = self.places(self.axes(order, columns), windows, count)
         device = images.device
-        groups = upload(order, device)
+        starts = np.arange(count)[:, None] * len(order)
+        groups = upload((starts + order).ravel(), device)
         x = self.patches(self._pixels(images), (rows, columns))
         x = x.unflatten(0, (-1, self.merge**2))[groups].flatten(0, 1)
         for block in self.blocks:

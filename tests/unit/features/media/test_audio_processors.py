@@ -11,7 +11,7 @@ from audio_kit import RATE, cases, sound, token, tokenizer
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 
 from octavo.core.errors import ConfigError, ModelFileError
-from octavo.features.media.kinds import check_fields, make_processor
+from octavo.features.media.preprocessing import check_fields, make_processor
 from octavo.features.media.processors.base import Item, Processor, Run, TooOddError
 from octavo.features.media.processors.speech import convolved
 from octavo.text.tokenizers.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from PIL import Image
 
 from octavo.core.errors import ConfigError
 from octavo.features.media.decode import converted
-from octavo.features.media.kinds import check_fields, make_processor
+from octavo.features.media.preprocessing import check_fields, make_processor
 from octavo.features.media.processors.base import Item, Processor, Run, TooOddError
 from octavo.features.media.towers.tower import Pixels
 from octavo.nn.build import Build
