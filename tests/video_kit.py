@@ -1,7 +1,7 @@
 """Tiny models of each kind with videos: a checkpoint on disk, and what Transformers makes of prompts with it.
 
-Transformers resizes videos with torchvision only. Here, Pillow does it in its place, as in Octavo: their filters round in
-other ways.
+Transformers resizes videos with torchvision only. Here, Pillow does it in its place, as in Octavo: their filters round
+in other ways.
 """
 
 from __future__ import annotations
@@ -261,9 +261,10 @@ def positions_of(
     second_per_grid_ts: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of Qwen2-VL and Qwen2.5-VL as their authors describe them: what follows a video begins after its largest
-    position. Transformers' own function begins after rows and columns, which differs for long videos."""
-    grids = {1: iter(image_grid_thw if image_grid_thw is not None else ()), 2: iter(video_grid_thw if video_grid_thw is not None else ())}
+    """Positions of Qwen2-VL and Qwen2.5-VL as their authors describe them: what follows a video begins after its
+    largest position. Transformers' own function begins after rows and columns, which differs for long videos."""
+    given = {1: image_grid_thw, 2: video_grid_thw}
+    grids = {kind: iter(() if grid is None else grid) for kind, grid in given.items()}
     seconds = iter(second_per_grid_ts if second_per_grid_ts is not None else ())
     found: list[list[int]] = []
     for kind, group in itertools.groupby(mm_token_type_ids[0].tolist()):

@@ -25,7 +25,6 @@ _TOKENIZATION = {
 }
 _REMEDIES = {
     "lora_request": "adapters are not supported; merge the adapter into the weights and load the result",
-    "mm_processor_kwargs": "give it to LLM, for all requests, and leave it out here",
     "trace_headers": "only a server traces requests; leave it out",
     "data_parallel_rank": "a request can't choose its replica; leave it out",
     "timeout": "a call in this process can't be interrupted; leave it out",
@@ -128,6 +127,24 @@ def tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {_TOKENIZATION[name]: value for name, value in (given or {}).items()}
 
 
+def with_sampling(prompts: Prompt | Sequence[Prompt], given: Mapping[str, Any] | None) -> list[Prompt]:
+    """Return the prompts, each with `mm_processor_kwargs` of a call, unless it has some of its own.
+
+    Raises:
+        UnsupportedError: one has nothing that they have an effect on.
+    """
+    found = as_list(prompts)
+    if not given:
+        return found
+    if any(not isinstance(prompt, Mapping) or "multi_modal_data" not in prompt for prompt in found):
+        raise UnsupportedError(
+            "mm_processor_kwargs has no effect on a prompt of text alone. Leave it out, or put it into the prompts "
+            "with videos.",
+            param="mm_processor_kwargs",
+        )
+    return [cast("Prompt", {"mm_processor_kwargs": given, **cast("dict[str, Any]", prompt)}) for prompt in found]
+
+
 def conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """Return one conversation or several as a list."""
     several = bool(messages) and isinstance(messages, Sequence) and not isinstance(messages[0], Mapping)
@@ -141,7 +158,6 @@ def written_options(given: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: an argument affects something else, or is unknown.
     """
     options = dict(given)
-    refuse(mm_processor_kwargs=options.pop("mm_processor_kwargs", None))
     options["content_format"] = options.pop("chat_template_content_format", "auto")
     check_chat(options["content_format"], options.get("tools"))
     options["template_kwargs"] = options.pop("chat_template_kwargs", None)

@@ -23,9 +23,9 @@ from octavo.python_api.inputs import (
     conversations,
     no_running_reset,
     one_each,
-    refuse,
     sampling_of,
     tokenization,
+    with_sampling,
     written_options,
 )
 from octavo.python_api.local import LocalEngine
@@ -122,14 +122,14 @@ class LLM(OfflineMethods, WorkerMethods):
             use_tqdm: show progress on standard error; None only if that is a terminal; or a factory of bars, such as
                 `tqdm`.
             lora_request: adapter, one for all or one each; a list of adapters for a prompt adds them up.
-            mm_processor_kwargs: refused unless None.
+            mm_processor_kwargs: how videos of the prompts are read, such as {"num_frames": 16}; see docs/video.md.
             priority: one for all, or one each; lower ones run earlier, with `scheduling_policy="priority"`.
             tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`.
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; nothing was computed.
         """
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        prompts = with_sampling(prompts, mm_processor_kwargs)
         tokenizing = tokenization(tokenization_kwargs)
         assemblers = self._prepare(prompts, sampling_params, priority, tokenizing, lora_request=lora_request)
         return self._complete(assemblers, use_tqdm)
@@ -164,7 +164,6 @@ class LLM(OfflineMethods, WorkerMethods):
                 writes them.
             chat_template_kwargs: further variables for the template.
         """
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
         check_chat(chat_template_content_format, tools)
         prompts = self._written(
             messages,
@@ -175,6 +174,7 @@ class LLM(OfflineMethods, WorkerMethods):
             template_kwargs=chat_template_kwargs,
             content_format=chat_template_content_format,
         )
+        prompts = with_sampling(prompts, mm_processor_kwargs)
         tokenizing = tokenization(tokenization_kwargs)
         assemblers = self._prepare(prompts, sampling_params, priority, tokenizing, lora_request=lora_request)
         return self._complete(assemblers, use_tqdm)
@@ -212,7 +212,9 @@ class LLM(OfflineMethods, WorkerMethods):
         **options: Any,
     ) -> list[str]:
         """Like `enqueue`, for conversations; `options` are the arguments of `chat` that affect the prompt."""
+        sampling = options.pop("mm_processor_kwargs", None)
         prompts = self._written(messages, **{"add_generation_prompt": True, **written_options(options)})
+        prompts = with_sampling(prompts, sampling)
         return self.enqueue(prompts, sampling_params, lora_request, priority)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: UseTqdm = None) -> list[RequestOutput]:

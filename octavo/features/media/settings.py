@@ -43,14 +43,14 @@ class MediaSettings(FeatureSettings):
     )
     mm_encoder_cache_gb: float = setting(
         0.25,
-        "GiB of the device's memory for encoded images, frames or audio, so that equal ones are encoded once; one always fits",
+        "GiB of the device's memory for encoded images, frames or audio; equal ones are encoded once. One always fits",
         read=quantities.gibibytes,
         metavar="GIB",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "hosts that images, videos and audio may be fetched from, also if their addresses are private; without it, all hosts "
-        "with public addresses",
+        "hosts that images, videos and audio may be fetched from, also if their addresses are private; without it, all "
+        "hosts with public addresses",
         metavar="HOST",
     )
     allowed_local_media_path: str = setting(

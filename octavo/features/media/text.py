@@ -1,4 +1,5 @@
-"""`MediaText`: the text half. It reads images, videos and audio, and lays out their placeholders among the prompt's tokens."""
+"""`MediaText`: the text half. It reads images, videos and audio, and lays out their placeholders among the tokens of
+prompts."""
 
 from __future__ import annotations
 

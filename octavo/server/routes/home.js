@@ -13,7 +13,7 @@ function make(tag, properties, ...children) {
 const KEY = "octavo-api-key", kept = (() => { try { return sessionStorage; } catch { return null; } })();
 let key = kept?.getItem(KEY);
 let conversation = []; // the messages so far; another list after "New chat"
-let images = []; // data URLs of those that go with the next message
+let files = []; // data URLs of those that go with the next message
 let running = null; // the AbortController of the answer that is coming
 
 /* A request to this server, with the key if there is one. A 401 brings up the field for it. */
@@ -70,16 +70,28 @@ const dataOf = (file) => new Promise((resolve, reject) => {
 async function attach(files) {
   const known = byId("files").accept.split(",");
   const read = await Promise.all([...files].filter((file) => known.includes(file.type)).map(dataOf));
-  showAttached([...images, ...read]);
+  showAttached([...files, ...read]);
+}
+
+/* An image, or a player of a video or of audio. */
+function shownFile(data, label) {
+  const kind = kindOf(data);
+  if (kind === "image") return make("img", {src: data, alt: label});
+  const player = make(kind, {src: data, controls: true});
+  player.setAttribute("aria-label", label);
+  return player;
 }
 
 function showAttached(list) {
-  images = list;
-  byId("attached").hidden = !images.length;
-  byId("attached").replaceChildren(...images.map((data, place) => make("button", {
-    type: "button", className: "quiet", title: "Remove this image",
-    onclick: () => showAttached(images.filter((_, other) => other !== place)),
-  }, make("img", {src: data, alt: `Attached image ${place + 1}`}))));
+  files = list;
+  byId("attached").hidden = !files.length;
+  byId("attached").replaceChildren(...files.map((data, place) => {
+    const label = `Attached ${kindOf(data)} ${place + 1}`;
+    return make("span", {}, shownFile(data, label), make("button", {
+      type: "button", className: "quiet", title: "Remove this", textContent: "×", ariaLabel: `Remove: ${label}`,
+      onclick: () => showAttached(files.filter((_, other) => other !== place)),
+    }));
+  }));
 }
 
 function requestBody(messages) {
@@ -147,9 +159,9 @@ function setBusy(controller) {
 }
 
 async function send() {
-  const text = prompt.value, shown = images, turns = conversation, controller = new AbortController();
+  const text = prompt.value, shown = files, turns = conversation, controller = new AbortController();
   const said = make("article", {className: "turn user"},
-    ...shown.map((data) => make("img", {src: data, alt: "Attached image"})), make("p", {}, text));
+    ...shown.map((data) => shownFile(data, `Attached ${kindOf(data)}`)), make("p", {}, text));
   said.setAttribute("aria-label", "You");
   const answer = makeAnswer(), seen = {started: performance.now()};
   let problem = "";
@@ -178,7 +190,7 @@ async function send() {
   } else { // nothing was answered: the question is not part of the conversation, and can be sent again
     turns.pop();
     prompt.value ||= text;
-    if (!images.length) showAttached(shown);
+    if (!files.length) showAttached(shown);
   }
 }
 
@@ -193,7 +205,7 @@ function newChat() {
 
 byId("compose").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!running && (prompt.value.trim() || images.length)) send();
+  if (!running && (prompt.value.trim() || files.length)) send();
 });
 prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

@@ -37,7 +37,7 @@ _POLICY = (
     f"default-src 'none'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}; "
     "connect-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
 )
-_IMAGES = "; img-src data:"
+_FILES = "; img-src data:; media-src data:"
 """Those that users attach."""
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -80,7 +80,7 @@ def home_page(ctx: ServerContext, request: Request) -> Response:
         style=_STYLE,
         script=_SCRIPT,
     )
-    policy = {"Content-Security-Policy": _POLICY + (_IMAGES if attached else "")}
+    policy = {"Content-Security-Policy": _POLICY + (_FILES if attached else "")}
     return Response(page, media_type="text/html", headers=_HEADERS | policy)
 
 

@@ -41,9 +41,12 @@ async function complaintOf(response) {
   }
 }
 
-/* The content of a message: a text, or images as data URLs and then the text, if there is any. */
-function contentOf(text, images) {
-  if (!images.length) return text;
-  const parts = images.map((data) => ({type: "image_url", image_url: {url: data}}));
+/* What a data URL has: "image", "video" or "audio". */
+const kindOf = (data) => data.slice("data:".length, data.indexOf("/"));
+
+/* The content of a message: a text, or files as data URLs and then the text, if there is any. */
+function contentOf(text, files) {
+  if (!files.length) return text;
+  const parts = files.map((data) => ({type: `${kindOf(data)}_url`, [`${kindOf(data)}_url`]: {url: data}}));
   return text.trim() ? [...parts, {type: "text", text}] : parts;
 }

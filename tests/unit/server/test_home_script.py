@@ -84,6 +84,14 @@ def test_a_message_has_its_images_before_its_text() -> None:
     ]
 
 
+def test_a_message_has_videos_and_audio_as_parts_of_their_own_types() -> None:
+    video, audio = "data:video/mp4;base64,AA", "data:audio/wav;base64,AA"
+    assert run("return contentOf(...given)", ["", [video, audio]]) == [
+        {"type": "video_url", "video_url": {"url": video}},
+        {"type": "audio_url", "audio_url": {"url": audio}},
+    ]
+
+
 def test_refusals_are_told_as_they_are() -> None:
     error = json.dumps({"error": {"message": "temperature must be non-negative.", "code": 400}})
     code = """

@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("MP4", "MOV", "WebM", "MKV", "AVI", "GIF", "animated WebP and PNG")
-CODECS = frozenset(
-    ("h264", "hevc", "av1", "libdav1d", "libaom-av1", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg1video")
-    + ("mpeg2video", "mjpeg", "theora", "png", "rawvideo", "ffv1", "prores")
-)
+_CODECS = ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video", "mjpeg")
 """Decoders of PyAV that are used; those of others are not needed, and so are no risk."""
 _ANIMATIONS = ("GIF", "WEBP", "PNG")
 _TENTH_MS = 100.0
 _THREADS = 4
 _NO_PROTOCOL = "none"
+_EDGES = 256
+"""Pixels that a decoder may add to an edge, and counts."""
 
 
 def decoded_video(data: bytes, limits: Limits, param: str) -> Video:
@@ -159,12 +158,13 @@ def _stream(file: Any, limits: Limits, param: str) -> Any:
         raise InvalidRequestError(f"{param} has no video, only {len(file.streams)} other streams.", param=param)
     stream = file.streams.video[0]
     context = stream.codec_context
-    if context is None or context.codec.name not in CODECS:
+    if context is None or context.codec.name not in _CODECS:
         name = "of an unknown kind" if context is None else f"{context.codec.name!r}"
         raise UnsupportedError(
             f"{param} has video {name}, which is not read; convert it to H.264, for example.", param=param
         )
-    context.options = {"max_pixels": str(limits.frame_pixels)}
+    padded = (context.width + _EDGES) * (context.height + _EDGES)
+    context.options = {"max_pixels": str(max(padded, limits.frame_pixels))}  # a file may state a smaller size
     context.thread_type, context.thread_count = "AUTO", _THREADS
     return stream
 

@@ -54,3 +54,14 @@ def test_greedy_tokens_and_probabilities(made: Made, llm: LLM) -> None:
         assert {token: one.logprob for token, one in ours.items()} == pytest.approx(
             {token: theirs[token].item() for token in ours}, abs=2e-3
         )
+
+
+def test_a_chat_renders_videos_where_the_template_has_them(made: Made, llm: LLM) -> None:
+    frames = film(11, 33, 47)
+    parts: list[Any] = [{"type": "text", "text": "see "}, {"type": "video", "video": (frames, {"fps": 3.0})}]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+    (chat,) = llm.chat(messages, GREEDY, mm_processor_kwargs={"num_frames": 6})
+    text = "<s>user: see VIDEO?</s><s>assistant: "
+    tokens, expected, _ = made.generated(text, [frames], 3.0, {"num_frames": 6}, 8)
+    assert len(chat.prompt_token_ids) == len(tokens)
+    assert chat.outputs[0].token_ids == expected

@@ -154,7 +154,9 @@ def test_a_template_that_drops_an_image_is_named() -> None:
         (given(IMAGE.resize((400, 400))), "has 400 x 400 pixels; images may have 100,000"),
         ({"prompt": "a", "multi_modal_data": {"audio": [1]}}, "has 'audio'; this model reads images only"),
         ({"prompt": "a", "multi_modal_data": [IMAGE]}, "must be an object such as"),
-        (given(IMAGE, mm_processor_kwargs={"a": 1}), "'mm_processor_kwargs' is not supported"),
+        (given(IMAGE, mm_processor_kwargs={"a": 1}), "mm_processor_kwargs.a has no effect here"),
+        (given(IMAGE, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs has no effect: the prompt has no video"),
+        (given(IMAGE, other=1), "'other' is not supported"),
         ({"multi_modal_data": {"image": IMAGE}}, "must have 'prompt' or 'prompt_token_ids'"),
         (given(IMAGE, "<image>" + " a" * 1100), "maximum context length"),
     ],
@@ -186,8 +188,8 @@ def test_models_without_images() -> None:
     [
         ("input_audio", "is audio, and this model reads images"),
         ("audio_url", "is audio, and this model reads images"),
-        ("video_url", "is video, which this version does not support"),
-        ("video", "is video, which this version does not support"),
+        ("video_url", "is video, and this model reads images"),
+        ("video", "is video, and this model reads images"),
     ],
 )
 def test_sound_and_films_are_refused(kind: str, says: str) -> None:
@@ -200,7 +202,12 @@ def test_sound_and_films_are_refused(kind: str, says: str) -> None:
     [
         ({"limit_mm_per_prompt": {"image": -1}}, "must be a whole number, 0 or more"),
         ({"limit_mm_per_prompt": {"images": 1}}, "has 'images'; its keys are image"),
-        ({"limit_mm_per_prompt": {"video": 1}}, "video is not supported"),
+        ({"limit_mm_per_prompt": {"video": True}}, "must be a whole number, 0 or more"),
+        ({"max_video_bytes": 0}, "--max-video-bytes 0 must be at least 1"),
+        ({"max_video_frames": 0}, "--max-video-frames 0 must be at least 1"),
+        ({"max_video_pixels": 0}, "--max-video-pixels 0 must be at least 1"),
+        ({"max_video_seconds": 0.0}, "--max-video-seconds 0 must be more than 0"),
+        ({"video_fetch_timeout": 0.0}, "--video-fetch-timeout 0 must be more than 0"),
         ({"max_image_pixels": 0}, "--max-image-pixels 0 must be from 1"),
         ({"max_image_bytes": 0}, "--max-image-bytes"),
         ({"image_fetch_timeout": 0.0}, "--image-fetch-timeout 0 must be more than 0"),

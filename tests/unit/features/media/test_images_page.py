@@ -26,7 +26,7 @@ def test_images_can_be_attached() -> None:
     (button,) = re.findall(r'<button id="attach"[^>]*>', text)
     assert "hidden" not in button
     assert 'accept="image/png,image/jpeg,' in text
-    assert policy.endswith("; img-src data:")
+    assert policy.endswith("; img-src data:; media-src data:")
 
 
 def test_images_that_the_model_can_not_read_are_not_offered() -> None:
