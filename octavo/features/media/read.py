@@ -144,7 +144,8 @@ class Reader:
                 continue
             video = self._videos if MODALITIES[piece.kind] == "video" else None
             if video is not None and video.textual:
-                for one in self._pieces(piece, sampling, self._info.max_model_len - 1):
+                used = sum(one.count if isinstance(one, Run) else 1 for one in elements)
+                for one in self._pieces(piece, sampling, self._info.max_model_len - 1 - used):
                     if isinstance(one, str):
                         texts.append(one)
                         continue
@@ -186,7 +187,7 @@ class Reader:
         self._check([part for some in parts.values() for part in some], sampling)
         tokens, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
         if tokens is not None:
-            if not isinstance(tokens, list):
+            if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
                 raise InvalidRequestError("prompt_token_ids must be a list of integers.", param="prompt_token_ids")
             elements: list[Element] = [one for token in tokens for one in self._around(token)]
         elif not isinstance(text, str):

@@ -121,6 +121,12 @@ class NativeVideoProcessor(VideoProcessor):
         limit = self._limit if sampling.max_pixels is None else min(self._limit, sampling.max_pixels)
         return self._resized(height, width, count, limit)
 
+    def _most_of(self, frames: int) -> int:
+        """Return the embeddings of the largest item, where the bounds of pixels are of this number of frames."""
+        count = max(self._limit, self._least) // self._edge**2 // frames
+        # Edges are at least one patch, or rounded up, so frames that are long and narrow go beyond the bounds.
+        return max(_TOGETHER // self._merged, count + math.ceil(math.sqrt((MOST_RATIO + 25) * count)) + 1)
+
     def _resized(self, height: int, width: int, count: int, limit: int) -> tuple[int, int]:
         raise NotImplementedError
 
@@ -153,7 +159,7 @@ class QwenVideoProcessor(NativeVideoProcessor):
 
     @property
     def most(self) -> int:
-        return max(_TOGETHER // self._merged, max(self._limit, self._least) // self._edge**2 + 1)
+        return self._most_of(1)
 
     def sampled(self, video: Video, sampling: Sampling) -> list[int]:
         total, depth = video.count, self._depth
@@ -197,7 +203,7 @@ class TimedVideoProcessor(NativeVideoProcessor):
 
     @property
     def most(self) -> int:
-        return max(_TOGETHER // self._merged, max(self._limit, self._least) // self._depth // self._edge**2 + 1)
+        return self._most_of(self._depth)
 
     def sampled(self, video: Video, sampling: Sampling) -> list[int]:
         total = video.count

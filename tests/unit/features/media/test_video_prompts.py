@@ -207,6 +207,11 @@ def test_what_is_refused(prompt: Any, says: str) -> None:
     assert says in refusal(ONE, prompt).message
 
 
+def test_tokens_that_are_none() -> None:
+    asked: Any = {"prompt_token_ids": [1, "a"], "multi_modal_data": {"video": FILM}}
+    assert refusal(ONE, asked).message == "prompt_token_ids must be a list of integers."
+
+
 def test_too_long_for_the_context() -> None:
     small = preparer(max_model_len=100)
     error = refusal(small, given(LONG))

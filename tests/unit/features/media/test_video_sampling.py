@@ -113,6 +113,15 @@ for _name, _most in (("qwen2.5-vl", 300), ("qwen3-vl", 7)):
         )
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@given(frames=st.integers(1, 60), width=st.integers(1, 3000), height=st.integers(1, 3000))
+def test_no_item_is_larger_than_the_largest(name: str, frames: int, width: int, height: int) -> None:
+    """One that is larger than the room for what is encoded would wait forever."""
+    assume(max(width, height) / min(width, height) <= 200)
+    count, _ = OURS[name].cost(of_size(frames, 2.0, width, height), list(range(frames)), Sampling())
+    assert count // -(-frames // 2) <= OURS[name].most
+
+
 def test_defaults_where_a_checkpoint_says_nothing() -> None:
     video = of_size(3000, 30.0)
     counts = {name: len(processor_of(name).chosen(video, Sampling())) for name in FAMILIES}
