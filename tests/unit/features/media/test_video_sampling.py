@@ -82,7 +82,7 @@ def test_the_same_frames(name: str, count: int, fps: float, asked: Sampling) -> 
     assume(len(theirs) > 0)
     assert len(ours) <= OURS[name].max_frames or name == "qwen2.5-vl"
     if len(theirs) <= OURS[name].max_frames:
-        assert ours == [int(one) for one in theirs]
+        assert ours == [int(one) for one in theirs if one < count], "rounding may add a frame that there is not"
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
