@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import transformers
 from image_kit import token
+from media_kit import TEMPLATE
 from numpy.typing import NDArray
 from PIL import Image
 from transformers import image_processing_backends, video_processing_utils
@@ -218,7 +219,7 @@ def make(name: str, folder: Path) -> Made:
         known["added_tokens"] = [one for one in known["added_tokens"] if one["content"] != "<video>"]
         (folder / "tokenizer.json").write_text(json.dumps(known))
         own = type(own).from_file(str(folder / "tokenizer.json"))
-    template = image_kit.TEMPLATE.replace("IMAGE", images.case.place)
+    template = TEMPLATE.replace("IMAGE", images.case.place)
     if name != "smolvlm":
         template = template.replace("{% else %}{{ part.text }}", f"{_SHOWN}{case.place}{{% else %}}{{{{ part.text }}}}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

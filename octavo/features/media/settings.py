@@ -36,7 +36,7 @@ class MediaSettings(FeatureSettings):
     limit_mm_per_prompt: dict[str, Any] = setting(
         {},
         'most images, videos or pieces of audio in a prompt, such as {"image": 4, "video": 1}; by default 999. With 0 '
-        "of all that the model reads, only text is served, and without the weights of its tower",
+        "images and no videos named, or 0 pieces of audio, only text is served, without the weights of the tower",
     )
     mm_processor_kwargs: dict[str, Any] = setting(
         {}, 'fields in place of those of preprocessor_config.json, such as {"max_pixels": 802816} or {"fps": 1}'
@@ -120,7 +120,9 @@ class MediaSettings(FeatureSettings):
             raise ConfigError(f"--allowed-local-media-path {self.allowed_local_media_path} is not a folder.")
 
     def limit_of(self, modality: str) -> int:
-        """Return how many of a modality a prompt may have, at most."""
+        """Return how many of a modality a prompt may have, at most. Without images, videos are read only if named."""
+        if modality == "video" and "video" not in self.limit_mm_per_prompt and not self.limit_of("image"):
+            return 0
         given = self.limit_mm_per_prompt.get(modality, _DEFAULT_LIMIT)
         return int(given["count"] if isinstance(given, dict) else given)
 

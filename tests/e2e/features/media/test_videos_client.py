@@ -12,6 +12,7 @@ import openai
 import pytest
 from image_kit import data_url as image_url
 from image_kit import picture
+from media_kit import served
 from serving import Server, together
 from video_kit import Made, data_url, film, gif, jpegs, make, mp4
 
@@ -50,21 +51,12 @@ def host() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def server(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(
-        str(made.folder),
-        tmp_path_factory.mktemp("server") / "log",
-        *("--kv-cache-memory-bytes", "8M", "--max-model-len", "512", "--threads", "1", "--dtype", "float32"),
+    flags = (
         *("--allowed-media-domains", "127.0.0.1", "--max-video-frames", "100"),
         *("--max-image-pixels", "10000", "--limit-mm-per-prompt", '{"image": 2, "video": 2}'),
     )
-    try:
-        server.wait_ready()
+    with served(made.folder, tmp_path_factory.mktemp("server") / "log", *flags) as server:
         yield server
-        server.wait_idle()
-        assert server.stop() == 0, server.output()
-        assert "Traceback" not in server.output(), server.output()
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from image_kit import picture
 from video_kit import CASES, Made, film, make
 
 from octavo import LLM, SamplingParams
+from octavo.core.errors import InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "threads": 1, "max_model_len": 768}
@@ -54,6 +57,19 @@ def test_greedy_tokens_and_probabilities(made: Made, llm: LLM) -> None:
         assert {token: one.logprob for token, one in ours.items()} == pytest.approx(
             {token: theirs[token].item() for token in ours}, abs=2e-3
         )
+
+
+def test_videos_without_images(tmp_path: Path) -> None:
+    made = make("qwen3-vl", tmp_path)
+    asked: Any = {"prompt": made.prompt("VIDEO?"), "multi_modal_data": {"video": (film(8, 40, 31), {"fps": 2.0})}}
+    with LLM(str(tmp_path), **SETTINGS, limit_mm_per_prompt={"image": 0, "video": 1}) as llm:
+        assert len(llm.generate(asked, GREEDY)[0].outputs[0].token_ids) == 8
+        image: Any = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": picture(30, 30)}}
+        with pytest.raises(InvalidRequestError, match="image=0"):
+            llm.generate(image, GREEDY)
+    text_only = LLM(str(tmp_path), **SETTINGS, limit_mm_per_prompt={"image": 0})
+    with text_only as llm, pytest.raises(InvalidRequestError, match="image=0"):
+        llm.generate(asked, GREEDY)
 
 
 def test_a_chat_renders_videos_where_the_template_has_them(made: Made, llm: LLM) -> None:

@@ -227,6 +227,9 @@ def test_limits() -> None:
     assert MediaSettings().limit_of("image") == 999
     both = MediaSettings(limit_mm_per_prompt={"image": 4, "audio": 1, "video": 0})
     assert (both.limit_of("image"), both.limit_of("audio")) == (4, 1)
+    assert MediaSettings().limit_of("video") == 999
+    assert MediaSettings(limit_mm_per_prompt={"image": 0}).limit_of("video") == 0
+    assert MediaSettings(limit_mm_per_prompt={"image": 0, "video": 2}).limit_of("video") == 2
     assert MediaSettings(limit_mm_per_prompt={"image": {"count": 2, "width": 5}}).limit_of("image") == 2
 
 

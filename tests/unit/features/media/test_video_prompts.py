@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from image_kit import TEMPLATE, cases, picture, token, tokenizer
+from image_kit import cases, picture, token, tokenizer
 from image_kit import data_url as image_url
+from media_kit import TEMPLATE
 from test_image_processors import config_of
 from video_kit import CASES, data_url, film, jpegs, mp4
 
