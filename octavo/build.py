@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,19 @@ from octavo.version import __version__
 
 log = logging.getLogger(__name__)
 
+OnFacts = Callable[[WorkerFacts, LoadedFacts], None]
+
 
 def build_core(
     config: EngineConfig,
     files: ModelFiles,
     on_phase: OnPhase | None = None,
+    on_facts: OnFacts | None = None,
 ) -> tuple[EngineLoop, ModelInfo]:
     """Build an engine core that is ready to run: weights loaded, KV cache allocated, one request computed.
+
+    Args:
+        on_facts: gets the worker's facts, from which the sizes of the engine follow (`sizes_of`).
 
     Raises:
         ConfigError: settings that can't work together or on this machine.
@@ -76,7 +82,7 @@ def build_core(
     timer = PhaseTimer(on_phase or (lambda name, seconds: None))
     profile = profile_settings(config.device.profiler_config or from_environment(os.environ))
     with memory_errors(), EarlyRanks(RANK_MODULE, rank_arguments(config), rank_environments(config)) as early:
-        return _build(config, files, timer, profile, early)
+        return _build(config, files, timer, profile, early, on_facts)
 
 
 def _without_effect(config: EngineConfig) -> Iterator[str]:
@@ -92,7 +98,12 @@ def _without_effect(config: EngineConfig) -> Iterator[str]:
 
 
 def _build(
-    config: EngineConfig, files: ModelFiles, timer: PhaseTimer, profile: ProfileSettings | None, early: EarlyRanks
+    config: EngineConfig,
+    files: ModelFiles,
+    timer: PhaseTimer,
+    profile: ProfileSettings | None,
+    early: EarlyRanks,
+    on_facts: OnFacts | None,
 ) -> tuple[EngineLoop, ModelInfo]:
     timer.begin("imports")
     if not in_processes(config):
@@ -110,7 +121,8 @@ def _build(
     timer.begin("setup")
     worker, context = build_worker(config, files, early)
     try:
-        return _with_worker(config, files, timer, profile, policy, worker, context, encodes=is_encoder(files.config))
+        encodes = is_encoder(files.config)
+        return _with_worker(config, files, timer, profile, policy, worker, context, on_facts, encodes=encodes)
     except BaseException:
         worker.abandon()
         raise
@@ -124,6 +136,7 @@ def _with_worker(
     policy: Policy,
     worker: WorkerBuild,
     context: FeatureContext,
+    on_facts: OnFacts | None,
     *,
     encodes: bool,
 ) -> tuple[EngineLoop, ModelInfo]:
@@ -132,6 +145,8 @@ def _with_worker(
     hooks = build_engine_halves(context)
     tasks = _tasks(files, hooks, generates=context.generates)
     loaded = worker.load(timer, most_drafts(hooks))
+    if on_facts is not None:
+        on_facts(worker.facts, loaded)
     if encodes:
         num_blocks, limits = 0, encoder_limits(config, files, worker.facts)
     else:

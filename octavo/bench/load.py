@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 
-from octavo.bench.client import Target, Timing, measure
+from octavo.bench.client import Target, measure
 from octavo.bench.samples import Sample
+from octavo.bench.timing import Timing
 from octavo.core.errors import ConfigError
 
 
@@ -25,14 +26,19 @@ class LoadPattern:
         rate: mean requests per second; infinite sends all at once.
         burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less than 1 is burstier.
         max_concurrency: maximum requests in flight; None for no limit.
+        times: seconds from the start at which each request is sent, instead of a rate; empty to use the rate.
     """
 
     rate: float = float("inf")
     burstiness: float = 1.0
     max_concurrency: int | None = None
+    times: Sequence[float] = ()
 
     def delays(self, count: int, rng: random.Random) -> Iterator[float]:
         """Yield each request's delay from the start, in seconds."""
+        if self.times:
+            yield from self.times[:count]
+            return
         at = 0.0
         for _ in range(count):
             yield at

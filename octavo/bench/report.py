@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.client import Timing
+from octavo.bench.timing import Timing
 from octavo.core.errors import ConfigError
 
 TITLES = {
@@ -88,11 +88,13 @@ class Summary:
             figures |= {f"p{p:g}_{metric}_ms": percentile(values, p) for p in percentiles}
         return figures
 
-    def text(self, metrics: Sequence[str], percentiles: Sequence[float]) -> str:
+    def text(
+        self, metrics: Sequence[str], percentiles: Sequence[float], *, title: str = "Serving Benchmark Result"
+    ) -> str:
         """Return the result in the form that is printed."""
         figures = self.figures(metrics, percentiles)
         lines = [
-            " Serving Benchmark Result ".center(WIDTH, "="),
+            f" {title} ".center(WIDTH, "="),
             _line("Successful requests:", self.completed),
             _line("Failed requests:", self.failed),
             _line("Benchmark duration (s):", self.duration),
@@ -107,9 +109,9 @@ class Summary:
             _line("Total token throughput (tok/s):", figures["total_token_throughput"]),
         ]
         for metric in metrics:
-            short, title = TITLES[metric]
+            short, name = TITLES[metric]
             lines += [
-                title.center(WIDTH, "-"),
+                name.center(WIDTH, "-"),
                 _line(f"Mean {short} (ms):", figures[f"mean_{metric}_ms"]),
                 _line(f"Median {short} (ms):", figures[f"median_{metric}_ms"]),
                 *(_line(f"P{p:g} {short} (ms):", figures[f"p{p:g}_{metric}_ms"]) for p in percentiles),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -30,11 +30,16 @@ class TextTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. `prompt_tokens` is a count, or an estimate if no tokenizer is available."""
+    """One request. `prompt_tokens` is a count, or an estimate if no tokenizer is available.
+
+    Attributes:
+        fields: further fields of its body.
+    """
 
     prompt: str | list[int]
     prompt_tokens: int
     output_tokens: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PromptSource:

@@ -16,6 +16,8 @@ COMMANDS = {
     "generate": "complete one prompt and print the answer",
     "run-batch": "answer a file of requests and exit",
     "bench": "measure throughput, latency, or a running server",
+    "simulate": "say what recorded requests would experience with other settings, without the model",
+    "tune": "search the settings that serve recorded requests within given limits",
     "replay-steps": "compute a recorded run again and compare its tokens",
     "quantize": "round a model's weights and write it as a smaller checkpoint",
     "eval": "measure how well a model predicts a text, or answers questions",

@@ -21,7 +21,7 @@ from octavo.engine.executor import AnyExecutor, FixedWorker, LaunchedStep, Stage
 from octavo.engine.pause import NoExecutor, PauseState, SleepState
 from octavo.engine.profile import Profiler
 from octavo.engine.realms import Realms
-from octavo.engine.record import PlanRecorder
+from octavo.engine.record import Recorder
 from octavo.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class EngineLoop:
         self._sleep = SleepState(self._worker)
         self._realms = Realms(content, self._worker, scheduler)
         self._profiler = profiler
-        self._recorder: PlanRecorder | None = None
+        self._recorder: Recorder | None = None
         self._lost: DeviceLostError | None = None
         self._depth = depth
         self._flight: deque[LaunchedStep] = deque()
@@ -65,7 +65,7 @@ class EngineLoop:
         self._launched = False
         self._plan_s = 0.0
 
-    def record(self, recorder: PlanRecorder) -> None:
+    def record(self, recorder: Recorder) -> None:
         """Record all steps from now on. No step is in flight."""
         self._recorder = recorder
         self._executor = self._recorded(self._executor)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -79,6 +79,26 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
+class Recorder(Protocol):
+    """Watches the steps of an engine."""
+
+    def around(self, executor: AnyExecutor, names_of: Callable[[StepPlan], dict[int, str]]) -> AnyExecutor:
+        """Return an executor that records the calls and outputs of this one.
+
+        Args:
+            names_of: returns slot -> name of the requests that take slots with a plan.
+        """
+        ...
+
+    def stop(self, why: str) -> None:
+        """Stop recording for this reason."""
+        ...
+
+    def close(self) -> None:
+        """The engine has ended."""
+        ...
+
+
 class PlanRecorder:
     """Writes a record, up to a limit. If it can't be continued, recording stops and the engine continues.
 
@@ -103,11 +123,6 @@ class PlanRecorder:
         self._write(header)
 
     def around(self, executor: AnyExecutor, names_of: Callable[[StepPlan], dict[int, str]]) -> AnyExecutor:
-        """Return an executor that records the calls and outputs of this one.
-
-        Args:
-            names_of: returns slot -> name of the requests that take slots with a plan.
-        """
         return _Recorded(executor, self, names_of)
 
     def planned(self, plan: StepPlan, names: dict[int, str]) -> None:

@@ -1,4 +1,4 @@
-"""`octavo bench`: throughput and latency in this process, or a running server over HTTP."""
+"""`octavo bench`: throughput, latency and steps in this process, or a running server over HTTP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ BENCHES = {
     "throughput": "all requests at once, in this process: tokens per second, and the machine's own limits",
     "latency": "one batch repeatedly, in this process: seconds per batch",
     "startup": "from exec to ready, in a child process: seconds per phase, with and without kernel caches",
+    "steps": "single steps by their size, in this process: a profile for octavo simulate and octavo tune",
     "serve": "requests over HTTP to a running server: throughput, TTFT, TPOT, ITL",
 }
 

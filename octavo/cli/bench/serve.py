@@ -7,16 +7,17 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.client import Target, Timing
+from octavo.bench.client import Target
 from octavo.bench.load import LoadPattern, first_model, profile, run_load, wait_ready
-from octavo.bench.report import TITLES, Summary, check_place, save
+from octavo.bench.report import Summary, check_place, save
 from octavo.bench.samples import Sample, TextTokens
-from octavo.cli.bench.data import add_data_flags, make_samples
+from octavo.bench.timing import Timing
+from octavo.cli.bench.data import TIMED, add_data_flags, arrivals_of, make_samples
+from octavo.cli.bench.results import ReportedFigures, add_result_flags, parse_result_flags
 from octavo.cli.flags import units
 from octavo.cli.flags.parser import OctavoParser
 from octavo.core.errors import ConfigError, OctavoError
@@ -29,7 +30,6 @@ ENDPOINTS = {
 }
 DEFAULT_VOCABULARY = 30_000
 SHOWN_ERRORS = 5
-GOALS = ("ttft", "tpot", "e2el")
 
 
 def run(argv: list[str]) -> int:
@@ -64,10 +64,7 @@ def make_parser() -> OctavoParser:
     load.add_argument("--profile", action="store_true", help="have the server make a profile (--profiler-config)")
     load.add_argument("--seed", type=int, default=0, help="of prompts and arrival times (default: 0)")
     add_request_flags(parser)
-    result = parser.add_argument_group("result")
-    result.add_argument("--percentile-metrics", default="ttft,tpot,itl", metavar="LIST", help=f"of {','.join(TITLES)}")
-    result.add_argument("--metric-percentiles", default="99", metavar="LIST", help="such as 50,90,99 (default: 99)")
-    result.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within these")
+    result = add_result_flags(parser)
     result.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     result.add_argument("--save-detailed", action="store_true", help="write every request's times too")
     result.add_argument("--result-dir", type=Path, default=Path(), metavar="DIR", help="(default: here)")
@@ -90,10 +87,16 @@ async def bench(args: argparse.Namespace) -> int:
     """Return the command's exit code: 0 if any request succeeded."""
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be greater than zero")
+    if args.dataset_name == TIMED and (args.request_rate != float("inf") or args.burstiness != 1):
+        raise ConfigError(
+            f"--dataset-name {TIMED} has times of its own: leave --request-rate and --burstiness out, or make "
+            "them come faster with --trace-speed."
+        )
     wanted = parse_result_flags(args)
     if args.save_result or args.save_detailed:
         check_place(args.result_dir / (args.result_filename or "result.json"), "--result-dir")
     target = await find_target(args)
+    arrivals = arrivals_of(args)
     tokenizer = find_tokenizer(args.tokenizer or args.model or target.model, required=bool(args.tokenizer))
     samples = make_samples(
         args,
@@ -101,9 +104,16 @@ async def bench(args: argparse.Namespace) -> int:
         vocab_size=tokenizer.vocab_size if tokenizer else DEFAULT_VOCABULARY,
         as_text=target.chat,
         seed=args.seed,
+        arrivals=arrivals,
     )
-    pattern = LoadPattern(rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency)
-    say(f"{len(samples)} requests to {target.base_url}{target.endpoint}, model {target.model}, rate {pattern.rate:g}/s")
+    pattern = LoadPattern(
+        rate=args.request_rate,
+        burstiness=args.burstiness,
+        max_concurrency=args.max_concurrency,
+        times=[arrival.at for arrival in arrivals],
+    )
+    pace = f"rate {pattern.rate:g}/s" if not arrivals else f"over {arrivals[-1].at:.1f} s"
+    say(f"{len(samples)} requests to {target.base_url}{target.endpoint}, model {target.model}, {pace}")
     if args.num_warmups:
         await run_load(target, [samples[0]] * args.num_warmups, pattern)
     if args.profile:
@@ -197,46 +207,6 @@ def parse_headers(args: argparse.Namespace) -> dict[str, str]:
     if args.api_key:
         headers["Authorization"] = f"Bearer {args.api_key}"
     return headers
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedFigures:
-    """Which figures to report.
-
-    Attributes:
-        metrics: of `TITLES`.
-        percentiles: from 0 to 100.
-        goals: metric -> the maximum milliseconds of a good request.
-    """
-
-    metrics: list[str]
-    percentiles: list[float]
-    goals: dict[str, float]
-
-
-def parse_result_flags(args: argparse.Namespace) -> ReportedFigures:
-    metrics = [m for m in args.percentile_metrics.split(",") if m]
-    if unknown := set(metrics) - set(TITLES):
-        raise ConfigError(f"--percentile-metrics supports {', '.join(TITLES)}, not {', '.join(sorted(unknown))}")
-    try:
-        percentiles = [float(p) for p in args.metric_percentiles.split(",") if p]
-    except ValueError as error:
-        raise ConfigError(
-            f"--metric-percentiles must be numbers such as 50,99, got {args.metric_percentiles}"
-        ) from error
-    if any(not 0 <= p <= 100 for p in percentiles):
-        raise ConfigError(f"--metric-percentiles must lie in [0, 100], got {args.metric_percentiles}")
-    return ReportedFigures(metrics, percentiles, dict(map(parse_goal, args.goodput)))
-
-
-def parse_goal(goal: str) -> tuple[str, float]:
-    metric, _, limit = goal.partition(":")
-    try:
-        if metric in GOALS:
-            return metric, float(limit)
-    except ValueError:
-        pass
-    raise ConfigError(f"--goodput {goal!r} must be ttft:MS, tpot:MS or e2el:MS")
 
 
 def described(args: argparse.Namespace, model: str, count: int) -> dict[str, Any]:

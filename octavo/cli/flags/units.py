@@ -28,6 +28,7 @@ def reader(read: Callable[[str], T]) -> Callable[[str], T]:
 count = reader(quantities.count)
 natural = reader(quantities.natural)
 seconds = reader(quantities.seconds)
+positive = reader(quantities.positive)
 port = reader(parsing.port)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.bench.client import Target, Timing
+from octavo.bench.client import Target
 from octavo.bench.load import LoadPattern, first_model, profile, run_load, wait_ready
 from octavo.bench.samples import Sample
+from octavo.bench.timing import Timing
 from octavo.core.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench.client import Timing
 from octavo.bench.report import Summary, check_place, percentile, save
+from octavo.bench.timing import Timing
 from octavo.core.errors import ConfigError
 
 

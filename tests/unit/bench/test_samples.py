@@ -111,5 +111,5 @@ def test_unreadable_data_sets_are_named(tmp_path: Path) -> None:
 
 def test_a_data_set_that_would_not_be_read_is_told() -> None:
     args = argparse.Namespace(dataset_name="random", dataset_path=Path("answers.json"))
-    with pytest.raises(ConfigError, match="--dataset-name sharegpt or custom"):
+    with pytest.raises(ConfigError, match="--dataset-name sharegpt or custom or timed_trace"):
         make_samples(args, tokenizer=None, vocab_size=100, as_text=False, seed=0)

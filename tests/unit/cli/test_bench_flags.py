@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cli.bench.serve import ReportedFigures, make_parser, parse_headers, parse_result_flags, request_body
+from octavo.cli.bench.results import ReportedFigures, parse_result_flags
+from octavo.cli.bench.serve import make_parser, parse_headers, request_body
 from octavo.core.errors import ConfigError
 
 

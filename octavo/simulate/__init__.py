@@ -1,0 +1,1 @@
+"""The engine's scheduler and KV cache with a virtual clock, and a model of step times in place of a device."""
