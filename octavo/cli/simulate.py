@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
         engine,
         scenario.arrivals,
         scenario.profile.steps.seconds,
-        front_end=scenario.profile.front_end,
+        front_end_s=args.front_end_ms / 1000,
         max_concurrency=args.max_concurrency,
     )
     summary = Summary.of(found.timings, found.duration, wanted.goals)
@@ -49,7 +49,6 @@ def make_parser() -> OctavoParser:
         "octavo serve that change no step's time; others need another profile.",
     )
     add_scenario_flags(parser)
-    parser.add_argument("--max-concurrency", type=units.count, metavar="N", help="requests at once (no limit)")
     add_result_flags(parser)
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures there")
     return parser

@@ -110,6 +110,15 @@ def add_scenario_flags(parser: OctavoParser) -> None:
     group.add_argument(
         "--trace-speed", type=units.positive, default=1.0, metavar="X", help="requests arrive X times as fast (1)"
     )
+    group.add_argument("--max-concurrency", type=units.count, metavar="N", help="requests at once (no limit)")
+    group.add_argument(
+        "--front-end-ms",
+        type=units.seconds,
+        default=0.0,
+        metavar="MS",
+        help="between client and engine, for HTTP and tokenizing, added to each request; docs/tuning.md says how to "
+        "measure it (0: times at the engine)",
+    )
     group.add_argument("--num-prompts", type=units.count, metavar="N", help="the first requests only")
     add_engine_settings(parser, without=_OTHERS, positional=False)
 

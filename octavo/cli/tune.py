@@ -70,7 +70,6 @@ def make_parser() -> OctavoParser:
         metavar="GOAL",
         help='such as "ttft p99 < 500ms" or "tpot mean < 40ms"; metrics are ttft, tpot, itl, e2el. May be repeated',
     )
-    group.add_argument("--max-concurrency", type=units.count, metavar="N", help="requests at once (no limit)")
     group.add_argument("--output-json", type=Path, metavar="FILE", help="write the front and the settings there")
     add_scenario_flags(parser)
     return parser
@@ -83,7 +82,7 @@ def _search(scenario: Scenario, goals: Sequence[Goal], args: argparse.Namespace)
             engine,
             arrivals,
             profile.steps.seconds,
-            front_end=profile.front_end,
+            front_end_s=args.front_end_ms / 1000,
             max_concurrency=args.max_concurrency,
         )
 

@@ -14,19 +14,6 @@ from octavo.simulate.model import FitErrors, StepModel
 FORM = 1
 
 
-class FrontEnd(msgspec.Struct, frozen=True):
-    """What a client waits for outside the engine's steps, in seconds.
-
-    Attributes:
-        request_s: from sending a request until the engine has it, and from its first token until the client has it.
-        token_s: by which a step is longer for each token that is sent to a client meanwhile: of a server that takes
-            the model's cores.
-    """
-
-    request_s: float = 0.0
-    token_s: float = 0.0
-
-
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """
     Attributes:
@@ -40,7 +27,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         largest: rows and tokens of the largest measured steps.
         steps: the fitted model.
         errors: of the model, for steps that it was not fitted to.
-        front_end: measured with a server, or zeros.
     """
 
     form: int
@@ -54,7 +40,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     largest: tuple[int, int]
     steps: StepModel
     errors: FitErrors
-    front_end: FrontEnd = FrontEnd()
 
 
 def read_profile(path: Path) -> Profile:

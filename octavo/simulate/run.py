@@ -23,7 +23,6 @@ from octavo.schedule.policy import make_policy
 from octavo.schedule.scheduler import Scheduler
 from octavo.simulate.answers import END, Answer, TokenMaker
 from octavo.simulate.device import Clock, SimulatedDevice, StepSeconds
-from octavo.simulate.profile import FrontEnd
 from octavo.simulate.shape import ShapeReader
 
 
@@ -75,7 +74,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     seconds: StepSeconds,
     *,
-    front_end: FrontEnd | None = None,
+    front_end_s: float = 0.0,
     max_concurrency: int | None = None,
 ) -> Simulation:
     """Run the engine's scheduler, cache and loop on a virtual clock. The same arguments give the same result.
@@ -83,11 +82,13 @@ def simulate(
     Args:
         arrivals: in order of their times.
         seconds: returns how long a step takes.
+        front_end_s: seconds between client and engine: half of them until the engine has a request, and half until
+            the client has a token.
         max_concurrency: requests that are sent at the same time at most; the others wait for these to end, and their
             times begin when they are sent.
     """
     began = time.perf_counter()
-    run = _Run(engine, arrivals, seconds, front_end or FrontEnd(), max_concurrency or len(arrivals))
+    run = _Run(engine, arrivals, seconds, front_end_s, max_concurrency or len(arrivals))
     found = run.all()
     found.wall_s = time.perf_counter() - began
     return found
@@ -99,7 +100,7 @@ class _Run:
         engine: SimulatedEngine,
         arrivals: Sequence[Arrival],
         seconds: StepSeconds,
-        front_end: FrontEnd,
+        front_end_s: float,
         max_concurrency: int,
     ) -> None:
         limits = engine.limits
@@ -109,12 +110,10 @@ class _Run:
         self._clock = Clock()
         self._answers: dict[str, Answer] = {}
         shapes = ShapeReader(engine.groups)
-        token_s = front_end.token_s
-        slower: StepSeconds = (lambda shape: seconds(shape) + token_s * shape.sampled) if token_s else seconds
-        self._device = SimulatedDevice(self._clock, slower, shapes, self._answers, self._scheduler.names_of)
+        self._device = SimulatedDevice(self._clock, seconds, shapes, self._answers, self._scheduler.names_of)
         self._loop = EngineLoop(self._scheduler, self._device, engine.depth)
         self._tokens = TokenMaker()
-        self._half = front_end.request_s / 2
+        self._half = front_end_s / 2
         self._left = deque(enumerate(arrivals))
         self._timings = [Timing(arrival.prompt_tokens) for arrival in arrivals]
         self._choices: dict[str, int] = {}
