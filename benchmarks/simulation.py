@@ -3,7 +3,8 @@
     python benchmarks/simulation.py [MODEL] [--rates 1 2] [--rounds 3] [--output FILE] [-- flags of octavo serve]
 
 Each round measures the steps (`octavo bench steps`), then starts a server for each rate, sends it requests with
-`octavo bench serve`, simulates what the server recorded, and compares both results. Figures are medians of the rounds.
+`octavo bench serve`, simulates what the server recorded, and compares both results. With --also, it does the same with
+other settings, simulated with the same step times. Figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=200)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--also", default="", metavar="FLAGS", help="settings to measure and simulate besides")
     parser.add_argument("--output", type=Path)
     own = sys.argv[1:]
     cut = own.index("--") if "--" in own else len(own)
@@ -47,7 +49,7 @@ def main() -> None:
         "version": octavo("--version").strip(),
         "load": f"random prompts of {args.input_len} tokens, answers of {args.output_len}, both +/- 80 %",
         "step_errors": [one["step_errors"] for one in rounds],
-        "rates": [summary(rate, [one["rates"][rate] for one in rounds]) for rate in args.rates],
+        "loads": [summary(load, [one["loads"][load] for one in rounds]) for load in rounds[0]["loads"]],
     }
     text = json.dumps(result, indent=1)
     print(text)
@@ -60,16 +62,17 @@ def one_round(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         folder = Path(name)
         profile = folder / "profile.json"
         octavo("bench", "steps", args.model, *flags, "--output", str(profile), "--seconds", f"{args.seconds:g}")
-        found = {rate: one_load(args, flags, rate, folder, profile) for rate in args.rates}
-        return {"step_errors": json.loads(profile.read_text())["errors"], "rates": found}
+        loads = [(rate, changes) for rate in args.rates for changes in dict.fromkeys(("", args.also))]
+        found = {load: one_load(args, flags, *load, folder, profile) for load in loads}
+        return {"step_errors": json.loads(profile.read_text())["errors"], "loads": found}
 
 
 def one_load(
-    args: argparse.Namespace, flags: list[str], rate: float, folder: Path, profile: Path
+    args: argparse.Namespace, flags: list[str], rate: float, changes: str, folder: Path, profile: Path
 ) -> dict[str, dict[str, float]]:
     trace = folder / "trace.jsonl"
     shown = ["--percentile-metrics", ",".join(METRICS), "--metric-percentiles", "99"]
-    with serving(args.model, [*flags, "--record-traffic", str(trace)]) as port:
+    with serving(args.model, [*flags, *changes.split(), "--record-traffic", str(trace)]) as port:
         load = ["bench", "serve", "--port", str(port), "--ready-check-timeout-sec", "300", *shown]
         load += ["--dataset-name", "random", "--ignore-eos"]
         load += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
@@ -81,7 +84,17 @@ def one_load(
     lines = trace.read_text().splitlines()[warm:]
     trace.write_text("\n".join(lines) + "\n")
     output = folder / "simulated.json"
-    octavo("simulate", "--profile", str(profile), "--trace", str(trace), *shown, "--output-json", str(output))
+    octavo(
+        "simulate",
+        "--profile",
+        str(profile),
+        "--trace",
+        str(trace),
+        *changes.split(),
+        *shown,
+        "--output-json",
+        str(output),
+    )
     both = {"measured": json.loads((folder / "measured.json").read_text()), "simulated": json.loads(output.read_text())}
     for kind, percent in (("median", 50), ("p99", 99)):  # without HTTP, as the simulation has it
         engine = sorted(json.loads(line)["ttft"] for line in lines)
@@ -90,7 +103,7 @@ def one_load(
     return both
 
 
-def summary(rate: float, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+def summary(load: tuple[float, str], rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     def median_of(kind: str, name: str) -> float:
         return statistics.median(one[kind][name] for one in rounds)
 
@@ -105,7 +118,7 @@ def summary(rate: float, rounds: list[dict[str, dict[str, float]]]) -> dict[str,
             "errors": [round(error, 3) for error in errors],
         }
     busy = median_of("simulated", "device_busy")
-    return {"rate": rate, "busy": round(busy, 3), "figures": figures}
+    return {"rate": load[0], "changed": load[1], "busy": round(busy, 3), "figures": figures}
 
 
 @contextlib.contextmanager
@@ -140,7 +153,7 @@ def machine() -> str:
     with contextlib.suppress(ImportError):
         import torch
 
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and "cpu" not in sys.argv:
             return f"{torch.cuda.get_device_name(0)}; {os.cpu_count()} cores of {name}"
     return f"{os.cpu_count()} cores of {name}"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from octavo.bench.report import WIDTH, Summary, check_place, save
 from octavo.cli.bench.results import ReportedFigures, add_result_flags, parse_result_flags
-from octavo.cli.flags import units
 from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.simulation import Scenario, add_scenario_flags, scenario_of
 from octavo.core.terminal import say

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from octavo.bench.report import check_place, save
 from octavo.bench.traces import Arrival
-from octavo.cli.flags import units
 from octavo.cli.flags.parser import OctavoParser
 from octavo.cli.simulate import arguments, warn_of_sizes
 from octavo.cli.simulation import Scenario, add_scenario_flags, scenario_of
