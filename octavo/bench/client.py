@@ -35,7 +35,7 @@ class Target:
             else {"prompt": sample.prompt, "max_tokens": sample.output_tokens}
         )
         usage = {"stream_options": {"include_usage": True}}
-        return {"model": self.model, "stream": True, **usage, **said, **sample.fields, **self.body}
+        return {"model": self.model, "stream": True, **usage, **said, **self.body, **sample.fields}
 
 
 async def measure(client: httpx.AsyncClient, target: Target, sample: Sample) -> Timing:

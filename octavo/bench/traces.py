@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -124,7 +125,7 @@ def _sample(arrival: Arrival, source: PromptSource) -> Sample:
         ids += [drawn.choice(source.ids) for _ in range(arrival.block_size)]
     ids = ids[: arrival.prompt_tokens]
     ids += source.draw(arrival.prompt_tokens - len(ids))
-    fields = {"n": arrival.n} if arrival.n > 1 else {}
+    fields: dict[str, Any] = {"n": arrival.n, "temperature": 1.0} if arrival.n > 1 else {}
     if arrival.priority:
         fields["priority"] = arrival.priority
     return Sample(source.prompt(ids), len(ids), arrival.output_tokens, fields)

@@ -153,9 +153,9 @@ class _Run:
         name = str(number)
         prompt, answer = self._tokens.make(arrival)
         most = arrival.max_tokens if arrival.stops else arrival.output_tokens
-        params = SamplingParams(max_tokens=most, n=arrival.n, temperature=0)
-        spec = GenerateRequest(id=name, tokens=prompt, params=params, priority=arrival.priority)
         try:
+            params = SamplingParams(max_tokens=most, n=arrival.n)
+            spec = GenerateRequest(id=name, tokens=prompt, params=params, priority=arrival.priority)
             self._loop.add(spec)
         except InvalidRequestError as error:
             self._timings[number].error = str(error)

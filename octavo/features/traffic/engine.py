@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -101,10 +100,13 @@ class LimitedFile:
         self._left = limit
         self.open = True
         try:
-            self._file: IO[bytes] = path.open("ab")
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._close = weakref.finalize(self, os.close, self._file)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file.truncate(0)
+            if path.is_file():  # not a device
+                os.ftruncate(self._file, 0)
         except BlockingIOError as exc:
+            self._close()
             raise ConfigError(
                 f"--record-traffic {path} is being written by another engine. Replicas of a model need a file each: "
                 "put %p, the process id, into the name."
@@ -121,16 +123,17 @@ class LimitedFile:
             self._stop("the file has reached its limit (--record-traffic-limit)")
             return
         try:
-            self._file.write(line)
-            self._file.flush()
+            written = os.write(self._file, line)
         except OSError as exc:
             self._stop(f"the file can't be written ({exc.strerror})")
+            return
+        if written < len(line):
+            self._stop("the disk is full")
 
     def _stop(self, why: str) -> None:
         log.warning("recording requests in %s stops here: %s", self._path, why)
         self.open = False
-        with contextlib.suppress(OSError):  # closing writes what is buffered, which fails again on a full disk
-            self._file.close()
+        self._close()
 
 
 def build_engine(context: FeatureContext) -> TrafficRecorder | None:
