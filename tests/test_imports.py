@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-TORCH_FREE = ["core", "cache", "schedule", "engine", "text", "server", "hub", "native", "cli", "bench"]
+TORCH_FREE = ["core", "cache", "schedule", "engine", "text", "server", "hub", "native", "cli", "bench", "simulate"]
 HEAVY = {"torch", "transformers"}
 
 
