@@ -144,9 +144,15 @@ def _fit_curve(
 
 
 def _knots(sizes: Iterable[int]) -> list[int]:
-    """Return the sizes measured, at most one for each power of two."""
-    largest = {size.bit_length() if size & (size - 1) else size.bit_length() - 1: size for size in sorted(set(sizes))}
-    return sorted(set(largest.values()))
+    """Return the sizes measured, at most two for each power of two."""
+    largest = {_half_octave(size): size for size in sorted(set(sizes))}
+    return sorted(largest.values())
+
+
+def _half_octave(size: int) -> int:
+    """Return the same number for sizes from over 2^k to 1.5 * 2^k, and for those from there to 2^(k + 1)."""
+    above = (size - 1).bit_length()
+    return 2 * above - (4 * size <= 3 << above)
 
 
 def _risen(size: int, low: int, high: int) -> float:

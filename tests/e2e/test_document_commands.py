@@ -31,6 +31,8 @@ NOT_HERE = {
     "octavo chat": "a conversation; with -q it runs",
     "octavo pull HuggingFaceTB/": "needs the Internet",
     "octavo replay-steps": "tests/e2e/test_replay_steps.py runs it on a record of its own",
+    "octavo simulate": "wants a trace and a profile; tests/unit/cli/test_simulation_commands.py runs it",
+    "octavo tune": "wants a trace and a profile; tests/unit/cli/test_simulation_commands.py runs it",
     "octavo spec-train": "takes minutes; tests/unit/features/speculation/test_eagle_training.py trains a tiny head",
     "curl -X POST localhost:8000/st": "a server makes profiles only if it was started for them",
 }
