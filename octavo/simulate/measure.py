@@ -141,10 +141,10 @@ class Meter:
             yield [[self._request(size, 1)]]
 
     def _decodes(self) -> Iterator[list[list[GenerateRequest]]]:
-        """Rows of one token: two sizes for each power of two of short contexts, and some of long ones."""
+        """Rows of one token: each power of two of short contexts, and some of long ones."""
         long = max(_SHORT, min(_LONG, self.limits.max_model_len // 2))
         most = min(self.limits.max_num_seqs, self.num_tokens // (2 * (_SHORT + _STEPS)))
-        for rows in _powers(1, most, between=True):
+        for rows in _powers(1, most):
             yield [[self._request(_SHORT, _STEPS) for _ in range(rows)]]
             if rows in (1, 8) and rows * (long + _STEPS) < self.num_tokens // 2:
                 yield [[self._request(long, _STEPS) for _ in range(rows)]]
@@ -192,12 +192,10 @@ class Meter:
         return found
 
 
-def _powers(least: int, most: int, *, between: bool = False) -> Iterator[int]:
-    """Yield powers of two times `least` up to `most`, and `most`; with `between`, from 16 on also those half way."""
+def _powers(least: int, most: int) -> Iterator[int]:
+    """Yield powers of two times `least` up to `most`, and `most`."""
     size = least
     while size < most:
         yield size
-        if between and 16 <= size and size * 3 // 2 < most:
-            yield size * 3 // 2
         size *= 2
     yield most

@@ -144,15 +144,8 @@ def _fit_curve(
 
 
 def _knots(sizes: Iterable[int]) -> list[int]:
-    """Return the sizes measured, at most two for each power of two."""
-    largest = {_half_octave(size): size for size in sorted(set(sizes))}
-    return sorted(largest.values())
-
-
-def _half_octave(size: int) -> int:
-    """Return the same number for sizes from over 2^k to 1.5 * 2^k, and for those from there to 2^(k + 1)."""
-    above = (size - 1).bit_length()
-    return 2 * above - (4 * size <= 3 << above)
+    """Return the largest measured size of each power of two: of those over the one below it."""
+    return sorted({(size - 1).bit_length(): size for size in sorted(set(sizes))}.values())
 
 
 def _risen(size: int, low: int, high: int) -> float:
