@@ -66,7 +66,7 @@ _TEXTS = {
     "media.mm_encoder_cache_gb": "0.5",
     "speculation.spec_tokens": "8",
 }
-_ENABLED_BY = {"lora": {"enable_lora": True}}
+_ENABLED_BY = {"lora": {"enable_lora": True}, "traffic": {"record_traffic": "trace.jsonl"}}
 """Sections -> the setting without which their other settings are refused."""
 
 
