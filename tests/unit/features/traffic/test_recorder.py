@@ -28,6 +28,7 @@ from octavo.features.traffic.hashes import BlockHashes
 from octavo.features.traffic.settings import TrafficSettings
 from octavo.schedule.limits import Limits
 from octavo.schedule.policy import make_policy
+from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Scheduler
 
 PROMPT = list(range(40))
@@ -91,6 +92,24 @@ def test_all_choices_make_one_line(tmp_path: Path) -> None:
     run(loop(tmp_path / "t"), request("a", params={"n": 3}))
     (line,) = lines(tmp_path / "t")
     assert (line["n"], line["output_length"]) == (3, 30)
+
+
+def test_a_request_that_is_released_twice_has_one_line(tmp_path: Path) -> None:
+    recorder = TrafficRecorder(LimitedFile(tmp_path / "t", 1 << 20))
+    released = []
+    recorder_release = recorder.on_release
+
+    def twice(one: Request) -> None:
+        released.append(one)
+        recorder_release(one)
+        recorder_release(one)
+
+    recorder.on_release = twice  # type: ignore[method-assign]
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    scheduler = Scheduler(KVCache(64, 4), limits, make_policy("fcfs"), hooks=[recorder])
+    run(EngineLoop(scheduler, ToyDevice(64, 4)), request("a", params={"n": 2}), request("b"))
+    assert len(released) == 3
+    assert [line.get("n", 1) for line in lines(tmp_path / "t")] in ([1, 2], [2, 1])
 
 
 def test_an_aborted_request_is_there_with_what_it_had(tmp_path: Path) -> None:
