@@ -425,7 +425,9 @@ class DecoderBuild:
             max_drafts=sizes.max_drafts,
             hooks=self._hooks,
         )
-        local = LocalWorker(worker, make_runner, can_sleep=self._config.model.enable_sleep_mode)
+        takes_turns = cache.models_on_device is not None
+        can_sleep = self._config.model.enable_sleep_mode or takes_turns
+        local = LocalWorker(worker, make_runner, can_sleep=can_sleep, keeps_copies=takes_turns)
         if worker.device.resident:  # its kernels are compiled by now
             self._check_products()
         return local

@@ -166,6 +166,7 @@ PUBLIC = (
             "server/stream.py",
         )
     ),
+    public("pool/inner.py", "pooling", "/pooling", "a route that batches may name"),
     public("server/errors.py", "media", "media_type UnsupportedMediaTypeError", "HTTP's word for the type of a body"),
     public("server/extras.py", "media", "media_io_kwargs", "a field of other engines' requests"),
     public("server/anthropic/protocol.py", "media", "media_type", "a field of Anthropic's requests"),

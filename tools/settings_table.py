@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS
+from octavo.cli.flags.table import ENGINE_GROUPS, POOL_GROUPS, SERVER_GROUPS
 from octavo.core.flag import Flag
 
 BEGIN = "<!-- tables: python tools/settings_table.py -->"
@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 def tables() -> str:
     lines = []
-    for title, flags in (ENGINE_GROUPS | SERVER_GROUPS).items():
+    for title, flags in (ENGINE_GROUPS | SERVER_GROUPS | POOL_GROUPS).items():
         lines += [f"### {title[0].upper()}{title[1:]}", "", "| flag | default | what it does |", "| --- | --- | --- |"]
         lines += [f"| {spelled(flag)} | {flag.default} | {about(flag)} |" for flag in flags]
         lines.append("")

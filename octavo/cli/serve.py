@@ -1,35 +1,64 @@
-"""`octavo serve`: a model behind an HTTP server that OpenAI's clients understand."""
+"""`octavo serve`: a model, or several, behind an HTTP server that OpenAI's clients understand."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.cli.flags.args import add_engine_settings, add_settings, engine_from, server_from, values
+from octavo.cli.flags.args import (
+    MODEL_HELP,
+    add_engine_settings,
+    add_settings,
+    engine_from,
+    server_from,
+    values,
+)
 from octavo.cli.flags.environment import notices
 from octavo.cli.flags.parser import OctavoParser
-from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.cli.flags.table import ENGINE_GROUPS, POOL_GROUPS, SERVER_GROUPS, flags_of
 from octavo.cli.start import open_frontend
 from octavo.config import EngineConfig, ServerConfig
 from octavo.core.log import FORM
 from octavo.core.terminal import say, write_line
 from octavo.hub.catalogue import CATALOGUE
+from octavo.pool.settings import PoolConfig
 
 
 def run(argv: list[str]) -> int:
     parser = make_parser()
-    found = values(parser, parser.parse_args(argv))
-    refuse_swallowed_model(parser, found)
+    args = parser.parse_args(argv)
+    models: list[str] = args.model_names
+    args.model_name = models[0] if len(models) == 1 else None
+    found = values(parser, args)
+    if len(models) < 2:
+        refuse_swallowed_model(parser, found)
     for line in notices(os.environ, {flag.env for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) if flag.env}):
         say(line)
+    if len(models) > 1 or "pool.models" in found:
+        return run_models(parser, models, found)
+    pool_from(found).check_unused()
     engine, server = engine_from(found), server_from(found)
     if engine.parallel.node_rank:
         return run_ranks(engine, server)
     from octavo.server.process.run import run_server
 
     return run_server(lambda: open_frontend(engine, server), server, announce=announce)
+
+
+def run_models(parser: OctavoParser, models: Sequence[str], found: Mapping[str, Any]) -> int:
+    """Serve several models, each in a process of its own."""
+    from octavo.cli.serve_models import CHILD, entries
+    from octavo.pool.run import run_pool
+
+    return run_pool(entries(parser, models, found), pool_from(found), server_from(found), CHILD, announce)
+
+
+def pool_from(found: Mapping[str, Any]) -> PoolConfig:
+    """Return `PoolConfig` with the given settings, and defaults elsewhere."""
+    own = {target.removeprefix("pool."): value for target, value in found.items() if target.startswith("pool.")}
+    return PoolConfig(**own)
 
 
 def run_ranks(engine: EngineConfig, server: ServerConfig) -> int:
@@ -63,9 +92,12 @@ def announce(text: str) -> None:
 def make_parser() -> OctavoParser:
     parser = OctavoParser(
         "octavo serve",
-        words="[MODEL]",
-        description="Serve a model over HTTP. When it is ready, it prints its address and a curl command to try.",
+        words="[MODEL ...]",
+        description="Serve a model over HTTP, or several (docs/several-models.md). When the server is ready, it prints "
+        "its address and what to try.",
     )
-    add_engine_settings(parser)
+    parser.add_argument("model_names", nargs="*", metavar="MODEL", help=f"{MODEL_HELP}; several share one address")
+    add_engine_settings(parser, positional=False)
     add_settings(parser, SERVER_GROUPS)
+    add_settings(parser, POOL_GROUPS)
     return parser

@@ -17,6 +17,7 @@ class CacheConfig:
         memory_bytes: None takes what `memory_utilization` leaves after the weights.
         num_blocks: regardless of `memory_utilization`; at most `memory_bytes` if that is set.
         memory_utilization: None takes the device's default.
+        models_on_device: None for an engine that has the device to itself.
         cpu_offload_gb: GiB of each GPU's memory; see `worker/offload.py`.
     """
 
@@ -54,6 +55,14 @@ class CacheConfig:
         read=quantities.fraction,
         metavar="FRACTION",
         aliases=("memory-utilization",),
+    )
+    models_on_device: int | None = setting(
+        None,
+        "models that are loaded on the device at once, each by an engine of its own: this engine takes an N-th of the "
+        "memory that it would take by default, and can be put to sleep",
+        shown="only this one",
+        read=quantities.count,
+        metavar="N",
     )
     cpu_offload_gb: float = setting(
         0.0,

@@ -36,6 +36,8 @@ class Device(Link, Protocol):
     """Tokens in a step up to which matrix products are bound by reading the weights."""
     resident: bool
     """Whether the state of running requests is kept on the device, because reading it back would block the host."""
+    engines: int
+    """Engines of other models and this one that share the memory; set before anything is loaded."""
 
     def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
         """Prepare this process for computing; call once, before anything is allocated.

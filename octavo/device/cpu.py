@@ -38,6 +38,7 @@ class CpuDevice(HostLink):
         self.balanced_tokens = 16
         self.resident = False
         self.available = host.available_memory()
+        self.engines = 1
         self._ranks = 1
 
     def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
@@ -80,12 +81,13 @@ class CpuDevice(HostLink):
 
     def most_cache(self, utilization: float | None) -> int | None:
         """Return the limit of a rank's KV cache in bytes; None for none."""
-        return None if utilization else _DEFAULT_KV_LIMIT
+        return None if utilization else _DEFAULT_KV_LIMIT // self.engines
 
     def kv_budget(self, utilization: float | None, weights: int, workspace: int = 0) -> int:
         """Return half of the available memory less the weights, at most 4 GiB; with a utilization, that fraction.
 
         At most the memory that is free now less the workspace. Ranks of a machine have equal parts of its memory.
+        Engines that share it divide the 4 GiB; what each has loaded is no longer available to the next.
         """
         available = self.available // self._ranks
         budget = self.room(utilization) // self._ranks - weights
@@ -104,7 +106,11 @@ class CpuDevice(HostLink):
                 f"{workspace / _GIB:.2f} GiB beside the KV cache. Lower --max-num-seqs or --max-num-batched-tokens, "
                 "take a smaller model, free memory, or raise what limits it (ulimit -v, the container's limit)."
             )
-        return min(budget, free - workspace, budget if utilization else _DEFAULT_KV_LIMIT)
+        return min(budget, free - workspace, budget if utilization else self._default_kv_limit)
+
+    @property
+    def _default_kv_limit(self) -> int:
+        return _DEFAULT_KV_LIMIT // self.engines
 
     def give_back(self) -> None:
         host.trim_memory()

@@ -52,6 +52,7 @@ class CudaDevice(CudaLink):
         self.largest_step = 2 * self.default_limits[1]
         self.balanced_tokens = 512
         self.resident = True
+        self.engines = 1
 
     def setup(self, threads: int | None, binding: str, rank: int = 0, size: int = 1) -> None:
         if binding != "auto":
@@ -107,9 +108,18 @@ class CudaDevice(CudaLink):
             raise ConfigError(too_large(size, free + idle, workspace, self.name))
 
     def _room(self, utilization: float | None) -> int:
-        """Return the bytes that may still be allocated; memory cached by torch counts as free."""
+        """Return the bytes that may still be allocated; memory cached by torch counts as free.
+
+        Alone, the utilization includes what other processes use. Of several engines, each has a part of its own: the
+        utilization that was set for it, or an equal part of the default, as far as the others have left it free.
+        """
         free, total, idle = self._memory()
-        return int(total * (utilization or UTILIZATION)) - (total - free - idle)
+        used = total - free - idle
+        if self.engines == 1:
+            return int(total * (utilization or UTILIZATION)) - used
+        part = int(total * (utilization or UTILIZATION / self.engines))
+        own = torch.cuda.memory_allocated(self.torch_device)
+        return min(part - own, int(total * max(utilization or 0, UTILIZATION)) - used)
 
     def _memory(self) -> tuple[int, int, int]:
         """Return bytes: free, total, and cached by torch."""

@@ -68,6 +68,11 @@ class FeatureSettings:
     def check_sendable(self, why: str) -> None:
         """Raise ConfigError with the text `why` if a value cannot be written to a file or sent to another process."""
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of models that the settings add to the served one."""
+        return ()
+
     def check_recordable(self) -> None:
         """Raise ConfigError if steps with these settings can't be computed again from a record."""
 

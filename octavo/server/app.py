@@ -25,7 +25,7 @@ from octavo.server.batch.execute import LineExecutor
 from octavo.server.batch.routes import BatchBody, batch_routes
 from octavo.server.batch.service import BatchService
 from octavo.server.context import ServerContext
-from octavo.server.cors import Cors
+from octavo.server.cors import cors_middleware
 from octavo.server.door import Door
 from octavo.server.error_forms import error_response
 from octavo.server.fingerprint import fingerprint
@@ -106,14 +106,14 @@ def create_app(
         openapi_url="/openapi.json" if config.enable_docs else None,
         middleware=[
             *reversed(load_middleware(config.middleware)),
-            *_cors(config),
+            *cors_middleware(config),
             Middleware(Door, ctx=ctx),
             *([Middleware(traces.joining)] if traces else []),
         ],
     )
     batches, responses = _batch_service(ctx, leads=siblings is None or siblings.leads), Responses(ctx)
     app.state.batches, app.state.metrics = batches, ctx.metrics
-    in_one_place = [metrics_routes(ctx, crew), batch_routes(ctx, batches)]
+    in_one_place = [metrics_routes(ctx, crew), batch_routes(config, batches)]
     if siblings is not None:
         app.state.private = private_app(ctx, responses, in_one_place)
         if not siblings.leads:
@@ -227,22 +227,6 @@ def _batch_service(ctx: ServerContext, *, leads: bool) -> BatchService:
     if leads:
         ctx.metrics.batches = service
     return service
-
-
-def _cors(config: ServerConfig) -> list[Middleware]:
-    """Return CORS middleware if the settings allow other sites."""
-    if not config.allowed_origins:
-        return []
-    return [
-        Middleware(
-            Cors,
-            allow_origins=config.allowed_origins,
-            allow_methods=config.allowed_methods,
-            allow_headers=config.allowed_headers,
-            allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
-    ]
 
 
 async def _gone(request: Request, exc: Exception) -> Response:

@@ -42,7 +42,7 @@ async def parse_body(request: Request, model: type[M], max_bytes: int, *, any_ty
             malformed JSON.
         InvalidRequestError: a field is missing, unknown, of the wrong type or out of range.
     """
-    _check_content_type(request, any_type=any_type)
+    check_content_type(request, any_type=any_type)
     data = await read_body(request, max_bytes)
     if len(data) < _LARGE:
         return _parsed(data, request, model)
@@ -121,7 +121,8 @@ def _check_depth(value: Any) -> None:
     raise _too_deep()
 
 
-def _check_content_type(request: Request, *, any_type: bool) -> None:
+def check_content_type(request: Request, *, any_type: bool) -> None:
+    """Raise ApiError (415) for a content type other than JSON, unless `any_type`, or a compressed body."""
     kind = "" if any_type else request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(

@@ -17,6 +17,8 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.request import BACKGROUND, GenerateRequest
 from octavo.server.admission import Admission, client_priority
 from octavo.server.errors import ApiError, UnknownModelError
+from octavo.server.load_header import load_header
+from octavo.server.metrics.http import HttpMetrics
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.metrics.requests import RequestRecord
 from octavo.server.process.lifecycle import Lifecycle
@@ -52,6 +54,13 @@ class ServerContext:
     fingerprint: str | None = None
     """`system_fingerprint` of the answers."""
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def http(self) -> HttpMetrics:
+        return self.metrics.http
+
+    def load_header(self, form: str) -> str | None:
+        return load_header(form, self.frontend.engine.stats())
 
     @property
     def model_names(self) -> list[str]:

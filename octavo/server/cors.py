@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from octavo.config import ServerConfig
 from octavo.server.errors import ApiError
 
 _REFUSED = "Disallowed CORS "
@@ -30,6 +32,22 @@ class Cors(CORSMiddleware):
         kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
         text = f"Pages of other sites may not send this request: {'; '.join(texts)}."
         return ApiError(answer.status_code, text, headers=kept).response()
+
+
+def cors_middleware(config: ServerConfig) -> list[Middleware]:
+    """Return CORS middleware if the settings allow other sites."""
+    if not config.allowed_origins:
+        return []
+    return [
+        Middleware(
+            Cors,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    ]
 
 
 def _reason(name: str, headers: Headers) -> str:

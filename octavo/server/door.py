@@ -10,16 +10,20 @@ import asyncio
 import re
 import time
 import uuid
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.config import ServerConfig
 from octavo.server.anthropic.errors import REQUEST_ID, speaks_anthropic
-from octavo.server.context import ServerContext
 from octavo.server.error_forms import error_response
 from octavo.server.errors import ApiError, as_api_error
-from octavo.server.load_header import ASKED, TOLD, load_header
+from octavo.server.load_header import ASKED, TOLD
+from octavo.server.metrics.http import HttpMetrics
+from octavo.server.process.lifecycle import Lifecycle
 from octavo.server.stream import CLIENT_CLOSED_REQUEST
+from octavo.server.tenants import ApiKeys, Tenants
 
 _SLOWEST = 16 * 1024
 """Bytes per second: the rate at which a request's body may arrive without a time limit."""
@@ -40,6 +44,29 @@ _OPEN_PATHS = frozenset(
 _PRINTABLE_ID = re.compile(r"[!-~]{1,128}")
 
 
+class DoorContext(Protocol):
+    """The state of a server that its door uses."""
+
+    @property
+    def config(self) -> ServerConfig: ...
+
+    @property
+    def lifecycle(self) -> Lifecycle: ...
+
+    @property
+    def http(self) -> HttpMetrics: ...
+
+    @property
+    def keys(self) -> ApiKeys: ...
+
+    @property
+    def tenants(self) -> Tenants: ...
+
+    def load_header(self, form: str) -> str | None:
+        """Return the load for a response header, in the form that a request asks for."""
+        ...
+
+
 def key_error() -> ApiError:
     """Return the error for a missing or wrong key."""
     return ApiError(
@@ -49,7 +76,7 @@ def key_error() -> ApiError:
     )
 
 
-def busy(ctx: ServerContext, method: str = "POST") -> ApiError | None:
+def busy(ctx: DoorContext, method: str = "POST") -> ApiError | None:
     """Return the reason why the server accepts no work now, or None."""
     most = ctx.config.max_concurrent_requests
     if most is not None and ctx.lifecycle.inflight_everywhere >= most:
@@ -67,7 +94,7 @@ def busy(ctx: ServerContext, method: str = "POST") -> ApiError | None:
 class Door:
     """ASGI middleware around all routes."""
 
-    def __init__(self, app: ASGIApp, *, ctx: ServerContext) -> None:
+    def __init__(self, app: ASGIApp, *, ctx: DoorContext) -> None:
         self._app = app
         self._ctx = ctx
         self._keys = ctx.keys
@@ -87,7 +114,7 @@ class Door:
         sent = Headers(scope=scope)
         visit = _ResponseWatch(send, _request_id(sent), names, bodiless=method == "HEAD")
         if ASKED in sent:
-            visit.load = load_header(sent[ASKED], self._ctx.frontend.engine.stats())
+            visit.load = self._ctx.load_header(sent[ASKED])
         scope.setdefault("state", {})["request_id"] = visit.request_id
         started = time.monotonic()
         try:
@@ -102,17 +129,19 @@ class Door:
             handler = getattr(scope.get("route"), "path", "none")
             seconds = time.monotonic() - started
             status = visit.status or CLIENT_CLOSED_REQUEST
-            self._ctx.metrics.http.observe(handler, method, status, seconds)
+            self._ctx.http.observe(handler, method, status, seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _path(scope) in _OPEN_PATHS:
+        if plain_path(scope) in _OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         refusal = self._refusal(scope)
         if refusal is not None:
             await error_response(scope, refusal)(scope, receive, send)
             return
-        scope["state"]["tenant"] = self._ctx.tenants.of_headers(Headers(scope=scope))
+        # A process before this one has checked the key that names it.
+        found = scope["state"].get("tenant") or self._ctx.tenants.of_headers(Headers(scope=scope))
+        scope["state"]["tenant"] = found
         with self._ctx.lifecycle.serving():
             await self._app(scope, _in_time(receive, self._ctx.config.body_timeout_s), send)
 
@@ -144,7 +173,7 @@ class _ResponseWatch:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             for name in self._names:
-                headers[name] = self.request_id
+                headers.setdefault(name, self.request_id)  # a process behind this one may have chosen the id
             if self.load is not None:
                 headers[TOLD] = self.load
         elif self._bodiless:
@@ -196,7 +225,8 @@ def _without_last_slash(scope: Scope) -> Scope:
     return {**scope, "path": plain, "raw_path": (scope.get("raw_path") or b"").removesuffix(b"/")}
 
 
-def _path(scope: Scope) -> str:
+def plain_path(scope: Scope) -> str:
+    """Return the path of a request without the root path."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) or "/" if root else path

@@ -26,16 +26,24 @@ class LocalWorker:
     Args:
         make_runner: makes a runner for the worker's model, with an empty KV cache.
         can_sleep: the engine was started in sleep mode.
+        keeps_copies: see `WorkerSleep`.
     """
 
     def __init__(
-        self, worker: Worker | EncoderWorker, make_runner: Callable[[], Runner], *, can_sleep: bool = False
+        self,
+        worker: Worker | EncoderWorker,
+        make_runner: Callable[[], Runner],
+        *,
+        can_sleep: bool = False,
+        keeps_copies: bool = False,
     ) -> None:
         self._worker = worker
         self._make_runner = make_runner
         self._runner: Runner | None = None
         self._weights = WorkerWeights(worker) if isinstance(worker, Worker) else None
-        self._sleep = WorkerSleep(worker) if can_sleep and isinstance(worker, Worker) else None
+        self._sleep = (
+            WorkerSleep(worker, keeps_copies=keeps_copies) if can_sleep and isinstance(worker, Worker) else None
+        )
 
     @property
     def weight_version(self) -> str:

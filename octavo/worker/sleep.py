@@ -13,11 +13,18 @@ from octavo.worker.worker import Worker
 
 
 class WorkerSleep:
-    """The memory of one worker."""
+    """The memory of one worker.
 
-    def __init__(self, worker: Worker) -> None:
+    Args:
+        keeps_copies: the host memory of the weights is kept while the engine is awake, for the next sleep: pinning as
+            much takes far longer than copying it.
+    """
+
+    def __init__(self, worker: Worker, *, keeps_copies: bool = False) -> None:
         self._worker = worker
+        self._keeps_copies = keeps_copies
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._spare: list[Tensor] = []
 
     def sleep(self, level: int) -> None:
         """Free the weights' memory of this sleep level; the KV cache is freed with the runner.
@@ -26,10 +33,10 @@ class WorkerSleep:
         """
         worker = self._worker
         if level == 2:
-            self._kept, worker.model = [], None
+            self._kept, self._spare, worker.model = [], [], None
         elif worker.device.torch_device.type != "cpu":
             for storage in _storages(worker.model):
-                self._kept.append((storage, _put_away(storage)))
+                self._kept.append((storage, _put_away(storage, self._take_spare(storage.nbytes()))))
         gc.collect()
         worker.device.give_back()
 
@@ -44,7 +51,13 @@ class WorkerSleep:
             _bytes_of(storage).copy_(copy, non_blocking=True)
         if self._kept:
             self._worker.device.synchronize()
+        self._spare = [copy for _, copy in self._kept] if self._keeps_copies else []
         self._kept = []
+
+    def _take_spare(self, size: int) -> Tensor | None:
+        """Return host memory of an earlier sleep, if there is a piece of this size."""
+        place = next((place for place, spare in enumerate(self._spare) if spare.numel() == size), None)
+        return None if place is None else self._spare.pop(place)
 
 
 def _storages(model: object) -> list[torch.UntypedStorage]:
@@ -72,9 +85,14 @@ def tensors_of(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
         yield from tensors_of(getattr(value, "__dict__", {}), seen)
 
 
-def _put_away(storage: torch.UntypedStorage) -> Tensor:
-    """Copy to pinned host memory, from which transfers are fast, and free the device memory."""
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+def _put_away(storage: torch.UntypedStorage, copy: Tensor | None = None) -> Tensor:
+    """Copy to pinned host memory, from which transfers are fast, and free the device memory.
+
+    Args:
+        copy: such memory of the storage's size; None takes new memory.
+    """
+    if copy is None:
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
     copy.copy_(_bytes_of(storage))
     storage.resize_(0)
     return copy

@@ -139,6 +139,7 @@ class Worker:
         self.kv_cache_dtype = cache.kv_cache_dtype
         self._state_bytes = self._page = 0
         self.cache_groups: tuple[CacheGroup, ...] = ()
+        self.device.engines = cache.models_on_device or 1
         self._utilization, self._offload_gib = cache.memory_utilization, cache.cpu_offload_gb
         self.model: Model | None = None
         self.offload: Offload | None = None

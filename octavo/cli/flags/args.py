@@ -16,7 +16,7 @@ from typing import Any
 from octavo.cli.flags import units
 from octavo.cli.flags.environment import OTHER_WORDS
 from octavo.cli.flags.parser import OctavoParser, put
-from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.cli.flags.table import ENGINE_GROUPS, POOL_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.config.foreign import FLAGS
 from octavo.core.errors import ConfigError
@@ -25,6 +25,7 @@ from octavo.core.keywords import near
 from octavo.features import settings_types
 
 FlagGroups = Mapping[str, tuple[Flag, ...]]
+MODEL_HELP = "a name listed by `octavo pull --list`, a folder, a .gguf file or a Hugging Face id (default: smollm2)"
 _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -45,9 +46,8 @@ def add_engine_settings(
     parser: OctavoParser, *, without: frozenset[str] = frozenset(), positional: bool = True
 ) -> None:
     """Add MODEL (unless `positional` is false), --config, and every flag of the engine."""
-    about = "a name listed by `octavo pull --list`, a folder, a .gguf file or a Hugging Face id (default: smollm2)"
     if positional:
-        parser.add_argument("model_name", nargs="?", metavar="MODEL", help=about)
+        parser.add_argument("model_name", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--config", metavar="FILE", help="YAML file with these flags as keys")
     add_settings(parser, ENGINE_GROUPS, without=without)
 
@@ -63,10 +63,7 @@ def engine_config(parser: OctavoParser, args: argparse.Namespace) -> EngineConfi
 
 def values(parser: OctavoParser, args: argparse.Namespace) -> dict[str, Any]:
     """Return target -> value of every given setting that this command has."""
-    given = vars(args)
-    known = {
-        flag.name: flag for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) if f"--{flag.name}" in parser.flag_names()
-    }
+    given, known = vars(args), known_flags(parser)
     found = from_environment(known.values(), os.environ)
     if given.get("config"):
         found |= from_file(Path(given["config"]), known, parser)
@@ -77,6 +74,12 @@ def values(parser: OctavoParser, args: argparse.Namespace) -> dict[str, Any]:
         found["model.model"] = name
     targets = {flag.target: flag for flag in known.values()}
     return {target: convert(targets[target], value) for target, value in found.items()}
+
+
+def known_flags(parser: OctavoParser) -> dict[str, Flag]:
+    """Return name -> setting of those that a command has."""
+    flags = flags_of(ENGINE_GROUPS, SERVER_GROUPS, POOL_GROUPS)
+    return {flag.name: flag for flag in flags if f"--{flag.name}" in parser.flag_names()}
 
 
 def convert(flag: Flag, value: Any) -> Any:
@@ -108,22 +111,43 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
     Raises:
         ConfigError: the file does not exist or is not YAML, or a key or value is invalid; the text names it.
     """
+    where = f"--config {path}"
+    content, written = read_yaml(path, where)
+    return {} if content is None else from_mapping(content, written, where, known, parser)
+
+
+def read_yaml(path: Path, where: str) -> tuple[Any, Any]:
+    """Return the content of a YAML file, and its nodes, which have the lines.
+
+    Raises:
+        ConfigError: the file does not exist or is not YAML; the text begins with `where`.
+    """
     import yaml
 
     try:
         text = path.read_text(encoding="utf-8")
-        content, written = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        return yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+        raise ConfigError(f"{where}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def from_mapping(
+    content: Any, written: Any, where: str, known: Mapping[str, Flag], parser: OctavoParser
+) -> dict[str, Any]:
+    """Return settings from `name: value` lines of a YAML file.
+
+    Args:
+        content, written: a part of what `read_yaml` returns.
+
+    Raises:
+        ConfigError: it is something else, or a key or value is invalid; the text begins with `where`.
+    """
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
+        raise ConfigError(f"{where} must hold `name: value` lines, not a {type(content).__name__}")
     names = {alias: flag for flag in known.values() for alias in (flag.name, *flag.aliases)}
-    assert isinstance(written, yaml.MappingNode), "a dict is written as a mapping"
-    _refuse_repeated(path, ((key.value, key.start_mark.line + 1) for key, _ in written.value), names)
+    _refuse_repeated(where, ((key.value, key.start_mark.line + 1) for key, _ in written.value), names)
     found: dict[str, Any] = {}
     for key, value in content.items():
         head, _, below = str(key).partition(".")
@@ -131,16 +155,16 @@ def from_file(path: Path, known: Mapping[str, Flag], parser: OctavoParser) -> di
         if below and name in names and names[name].dotted:
             put(found.setdefault(names[name].target, {}), below, value)
         elif name in names and not below:
-            found[names[name].target] = read_value(names[name], value, f"--config {path}: {key}")
+            found[names[name].target] = read_value(names[name], value, f"{where}: {key}")
         elif name in FLAGS:
             if value is not False:
                 parser.judge(name, None if value is True else str(value))
         else:
-            raise ConfigError(f"--config {path}: unknown setting {key!r}{near(name, names, most=3)}")
+            raise ConfigError(f"{where}: unknown setting {key!r}{near(name, names, most=3)}")
     return found
 
 
-def _refuse_repeated(path: Path, keys: Iterable[tuple[str, int]], names: Mapping[str, Flag]) -> None:
+def _refuse_repeated(where: str, keys: Iterable[tuple[str, int]], names: Mapping[str, Flag]) -> None:
     """Refuse a setting that is in two lines, also under two names, or as a whole and by key: the last would silently
     win."""
     lines: dict[str, int] = {}
@@ -150,7 +174,7 @@ def _refuse_repeated(path: Path, keys: Iterable[tuple[str, int]], names: Mapping
         name = (names[word].name if word in names else word) + dot + below
         for other, at in lines.items():
             if f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}."):
-                raise ConfigError(f"--config {path}: {key} is set in lines {at} and {line}; remove one of them.")
+                raise ConfigError(f"{where}: {key} is set in lines {at} and {line}; remove one of them.")
         lines[name] = line
 
 

@@ -13,6 +13,7 @@ from octavo.config.log import LogConfig
 from octavo.core.flag import Flag, declared
 from octavo.features import settings_types
 from octavo.native import isa
+from octavo.pool.settings import PoolConfig
 from octavo.schedule.policy import POLICIES
 from octavo.text.tools.formats import FORMATS
 
@@ -45,6 +46,9 @@ SERVER_GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "HTTP server": tuple(flag for flag in _SERVER if flag.target not in _LOG),
     "log": tuple(flag for flag in _SERVER if flag.target in _LOG),
 }
+
+POOL_GROUPS: Mapping[str, tuple[Flag, ...]] = {"several models": _flags("pool", PoolConfig)}
+"""Only of `octavo serve`."""
 
 
 def flags_of(*groups: Mapping[str, tuple[Flag, ...]]) -> tuple[Flag, ...]:

@@ -126,6 +126,10 @@ class LoraSettings(FeatureSettings):
                 "one of them."
             )
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return tuple(module.name for module in self.modules())
+
     def modules(self) -> tuple[LoraModule, ...]:
         """Return the adapters of `lora_modules`, each name once.
 

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from octavo.config import ServerConfig
 from octavo.server.batch.files import FileObject, new_file_id
 from octavo.server.batch.service import BatchService
 from octavo.server.batch.upload import Upload, read_upload
 from octavo.server.body import parse_body, require
-from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError, json_response
 from octavo.server.openai.fields import Int
 from octavo.server.page import ascends, page
@@ -54,14 +54,14 @@ class BatchBody(BaseModel):
 class BatchRoutes:
     """The endpoints."""
 
-    def __init__(self, ctx: ServerContext, service: BatchService) -> None:
-        self._ctx = ctx
+    def __init__(self, config: ServerConfig, service: BatchService) -> None:
+        self._config = config
         self._service = service
 
     async def upload_file(self, request: Request) -> Response:
         """Upload a file: a form with `file`, `purpose` and optionally `expires_after`."""
         files = await self._service.files()
-        upload = await read_upload(request, self._ctx.config.max_file_bytes)
+        upload = await read_upload(request, self._config.max_file_bytes)
         with upload.content:
             _check_purpose(upload)
             lifetime = _upload_lifetime(upload)
@@ -104,7 +104,7 @@ class BatchRoutes:
 
     async def create_batch(self, request: Request) -> Response:
         """Run every line of an uploaded file as a request, in the background."""
-        body = await parse_body(request, BatchBody, self._ctx.config.max_body_bytes)
+        body = await parse_body(request, BatchBody, self._config.max_body_bytes)
         urls = self._service.executor.urls
         wanted = f"endpoint must be one of {', '.join(urls)}; got {body.endpoint!r}."
         require(body.endpoint in urls, "endpoint", body.endpoint, wanted)
@@ -133,10 +133,10 @@ class BatchRoutes:
         return json_response((await self._service.cancel(request.path_params["batch_id"])).told())
 
 
-def batch_routes(ctx: ServerContext, service: BatchService) -> APIRouter:
+def batch_routes(config: ServerConfig, service: BatchService) -> APIRouter:
     """Return the routes below /v1/files and /v1/batches."""
     router = APIRouter(tags=["batches"])
-    routes = BatchRoutes(ctx, service)
+    routes = BatchRoutes(config, service)
     form = {
         "type": "object",
         "properties": {

@@ -102,7 +102,7 @@ class Metrics(Collector):
         for prefix in PREFIXES:
             yield from self._request_families(prefix)
         yield from self._tenant_families()
-        yield from self._http_families()
+        yield from http_families(self.http)
         yield from self._process.collect()
 
     def _engine_families(self, prefix: str, replicas: Sequence[EngineClient]) -> Iterator[Metric]:
@@ -211,21 +211,23 @@ class Metrics(Collector):
         yield lines
         yield self._gauge(prefix + "batches_active", "Batches that have not ended.", {}, self.batches.active)
 
-    def _http_families(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "http_requests", "HTTP requests by route, method and status class.", labels=["handler", "method", "status"]
-        )
-        for (handler, method, status), count in self.http.requests.items():
-            requests.add_metric([handler, method, status], count)
-        yield requests
-        durations = HistogramMetricFamily(
-            "http_request_duration_seconds",
-            "Time from a request's first byte to its response's last.",
-            labels=["handler", "method"],
-        )
-        for (handler, method), histogram in self.http.durations.items():
-            _add(durations, [handler, method], histogram)
-        yield durations
+
+def http_families(http: HttpMetrics) -> Iterator[Metric]:
+    """Yield the families of HTTP requests."""
+    requests = CounterMetricFamily(
+        "http_requests", "HTTP requests by route, method and status class.", labels=["handler", "method", "status"]
+    )
+    for (handler, method, status), count in http.requests.items():
+        requests.add_metric([handler, method, status], count)
+    yield requests
+    durations = HistogramMetricFamily(
+        "http_request_duration_seconds",
+        "Time from a request's first byte to its response's last.",
+        labels=["handler", "method"],
+    )
+    for (handler, method), histogram in http.durations.items():
+        _add(durations, [handler, method], histogram)
+    yield durations
 
 
 class _GivenFamilies(Collector):

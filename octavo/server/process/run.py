@@ -47,15 +47,7 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: A
         announce: called with the server's address once it is ready.
     """
     try:
-        config.check()
-        log_to(config)
-        raise_open_files()
-        config = with_key_file(config)
-        check_tls(config)
-        check_fingerprint(config)
-        load_middleware(config.middleware)
-        check_traces(config)
-        check_jobs_dir(config)
+        config = prepared(config)
         with ExitStack() as stack:
             stack.enter_context(memory_errors())
             socks = [stack.enter_context(sock) for sock in bind_all(config)]
@@ -65,6 +57,24 @@ def run_server(open_frontend: OpenFrontend, config: ServerConfig, *, announce: A
     except OctavoError as exc:
         say(f"error: {exc}")
         return 1
+
+
+def prepared(config: ServerConfig) -> ServerConfig:
+    """Check the settings before anything is loaded, and set up the log. Return them with the keys of the key file.
+
+    Raises:
+        ConfigError: they contradict each other, or a file or module that they name can't be used.
+    """
+    config.check()
+    log_to(config)
+    raise_open_files()
+    config = with_key_file(config)
+    check_tls(config)
+    check_fingerprint(config)
+    load_middleware(config.middleware)
+    check_traces(config)
+    check_jobs_dir(config)
+    return config
 
 
 async def _run(

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
-
-import uvicorn
-from fastapi import FastAPI
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from octavo.config import ServerConfig
 from octavo.core.errors import EngineDeadError
@@ -22,16 +18,16 @@ from octavo.server.batch.service import BatchService
 from octavo.server.metrics.log_line import log_stats
 from octavo.server.metrics.metrics import Metrics
 from octavo.server.process.address import base_url, bind
-from octavo.server.process.connection import connection_class
-from octavo.server.process.head import http_class
+from octavo.server.process.http_server import HttpServer, http_settings
 from octavo.server.process.lifecycle import Lifecycle
-from octavo.server.process.log import silent_access, uvicorn_log
+from octavo.server.process.log import silent_access
 from octavo.server.process.stop import Stop
 from octavo.server.process.tls import refresh
 from octavo.server.routes.home import curl_example
 from octavo.server.siblings.crew import Crew, leading
 from octavo.server.siblings.link import listening
 from octavo.server.siblings.siblings import SiblingProcesses
+from octavo.server.task import wait_any
 from octavo.server.tracing.start import tracing
 from octavo.text.frontend import Frontend
 
@@ -39,7 +35,6 @@ logger = logging.getLogger("octavo.server")
 
 _AFTER_ABORT_S = 5.0
 _AT_ONCE_S = 1.0
-_BACKLOG = 4096
 _LOOK_S = 0.1
 _LAST_WORDS_S = 2.0
 """Seconds for which a server still responds after its engine has died: with the reason, also on /health."""
@@ -66,6 +61,7 @@ async def serve(
     stop: Stop | None = None,
     siblings: SiblingProcesses | None = None,
     crew: Crew | None = None,
+    through: Path | None = None,
 ) -> None:
     """Serve until the first stop signal, then finish requests in flight, for `shutdown_timeout_s` at most.
 
@@ -77,6 +73,7 @@ async def serve(
         stop: listens to signals already; by default this function listens.
         siblings: the other API processes, if there are several.
         crew: the same, in the process that starts and ends them.
+        through: a socket file on which the process in front of several servers sends requests (`siblings/link.py`).
 
     Raises:
         ConfigError: the address is not available.
@@ -95,7 +92,10 @@ async def serve(
         bound = stack.enter_context(sock or bind(config))
         if siblings is not None:
             await stack.enter_async_context(listening(app.state.private, siblings.path(siblings.index)))
-        server = _Server(_uvicorn_config(app, config))
+        if through is not None:
+            await stack.enter_async_context(listening(app, through))
+        metrics: Metrics = app.state.metrics
+        server = HttpServer(http_settings(app, config, metrics.http.count_unread))
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         leads = siblings is None or siblings.leads
         run = _Run(frontend, config, lifecycle, app.state.batches, stop, server, serving, crew=crew, leads=leads)
@@ -106,37 +106,6 @@ async def serve(
             await run.finish()
         finally:
             await run.close()
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn's server without its signal handlers. `ready` is set once it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    async def accept(self, sock: socket.socket) -> asyncio.Server:
-        """Accept connections on another socket, too, until the returned server is closed. Call once ready.
-
-        `sock` stays open.
-        """
-        protocol_class: Any = self.config.http_protocol_class  # as in uvicorn's own startup
-        protocol = partial(
-            protocol_class,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(protocol, sock=sock.dup(), ssl=self.config.ssl, backlog=_BACKLOG)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass(slots=True)
@@ -155,7 +124,7 @@ class _Run:
     lifecycle: Lifecycle
     batches: BatchService
     stop: Stop
-    server: _Server
+    server: HttpServer
     serving: asyncio.Task[None]
     crew: Crew | None
     leads: bool
@@ -189,7 +158,7 @@ class _Run:
         """
         await self._until(self.stop.first, self.lost, *([self.crew.failed] if self.crew else ()))
         if self.lost.is_set():
-            await _wait_any(self.stop.first, timeout=_LAST_WORDS_S)
+            await wait_any(self.stop.first, timeout=_LAST_WORDS_S)
         await self._wind_down()
         self.server.should_exit = True
         self.server.force_exit = self.stop.second.is_set()
@@ -231,29 +200,6 @@ class _Run:
             await _follow(self.crew, self.stop)
 
 
-def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    metrics: Metrics = app.state.metrics
-    return uvicorn.Config(
-        app,
-        http=connection_class(http_class(config.body_timeout_s), config.unread_timeout_s, metrics.http.count_unread),
-        ws=connection_class(WebSocketsSansIOProtocol, config.unread_timeout_s, metrics.http.count_unread),
-        ws_max_size=config.max_body_bytes,
-        ws_per_message_deflate=False,  # chunks are small: compression costs more than it saves
-        lifespan="off",
-        **uvicorn_log(config),
-        server_header=False,
-        backlog=_BACKLOG,
-        timeout_keep_alive=config.keep_alive_s,
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile_password=config.ssl_keyfile_password,
-        ssl_ca_certs=config.ssl_ca_certs,
-        ssl_cert_reqs=config.ssl_cert_reqs,
-        ssl_ciphers=config.ssl_ciphers,
-        timeout_graceful_shutdown=1,
-    )
-
-
 async def _watch_for_death(frontend: Frontend, lost: asyncio.Event) -> None:
     """Set `lost` once the engine has died: the server then ends, so that its supervisor can restart it."""
     while not frontend.engine.health().final:
@@ -268,37 +214,28 @@ async def _drain(frontend: Frontend, lifecycle: Lifecycle, config: ServerConfig,
             lifecycle.inflight,
             config.shutdown_timeout_s,
         )
-    await _wait_any(lifecycle.idle, stop.second, timeout=config.shutdown_timeout_s)
+    await wait_any(lifecycle.idle, stop.second, timeout=config.shutdown_timeout_s)
     if lifecycle.idle.is_set():
         return
     logger.warning("Stopping: %d requests did not finish and are aborted.", lifecycle.inflight)
     for request_id in sorted(lifecycle.active):
         await frontend.abort(request_id)
     if not stop.second.is_set():
-        await _wait_any(lifecycle.idle, stop.second, timeout=_AFTER_ABORT_S)
+        await wait_any(lifecycle.idle, stop.second, timeout=_AFTER_ABORT_S)
     if not lifecycle.idle.is_set():  # a working engine reports their ends within one step
-        await _wait_any(lifecycle.idle, timeout=_AT_ONCE_S)
+        await wait_any(lifecycle.idle, timeout=_AT_ONCE_S)
     if not lifecycle.idle.is_set():
         logger.warning("Stopping: the engine did not end %d requests; they end with an error.", lifecycle.inflight)
         await frontend.engine.close()
-        await _wait_any(lifecycle.idle, timeout=_AFTER_ABORT_S)
+        await wait_any(lifecycle.idle, timeout=_AFTER_ABORT_S)
 
 
 async def _follow(crew: Crew, stop: Stop) -> None:
     """Wait until the other processes have finished; they have the same time limits."""
     if not stop.second.is_set():
-        await _wait_any(crew.ended, stop.second, timeout=crew.patience_s)
+        await wait_any(crew.ended, stop.second, timeout=crew.patience_s)
     if stop.second.is_set():
         crew.stop()
-
-
-async def _wait_any(*events: asyncio.Event, timeout: float) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _ready_line(frontend: Frontend, config: ServerConfig, sock: socket.socket) -> str:

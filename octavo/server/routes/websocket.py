@@ -31,8 +31,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from octavo.core.errors import InvalidRequestError
 from octavo.server.body import decode_json
-from octavo.server.context import ServerContext
-from octavo.server.door import busy, key_error
+from octavo.server.door import DoorContext, busy, key_error
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.routes.endpoints import Endpoint, inner_request
 from octavo.server.stream import EventStream
@@ -52,7 +51,7 @@ class StreamSocket:
         endpoints: path -> handler of a POST to it.
     """
 
-    def __init__(self, ctx: ServerContext, endpoints: Mapping[str, Endpoint]) -> None:
+    def __init__(self, ctx: DoorContext, endpoints: Mapping[str, Endpoint]) -> None:
         self._ctx = ctx
         self._endpoints = endpoints
 
@@ -88,7 +87,7 @@ class StreamSocket:
 class _SocketSession:
     """One open socket."""
 
-    def __init__(self, ctx: ServerContext, endpoints: Mapping[str, Endpoint], socket: WebSocket, tenant: str) -> None:
+    def __init__(self, ctx: DoorContext, endpoints: Mapping[str, Endpoint], socket: WebSocket, tenant: str) -> None:
         self._ctx = ctx
         self._endpoints = endpoints
         self._socket = socket

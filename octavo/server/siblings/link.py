@@ -1,4 +1,4 @@
-"""ASGI over a Unix socket: forwards a request from one API process to another.
+"""ASGI over a Unix socket: forwards a request from one process of a server to another.
 
 A connection carries one request. Each ASGI message (specification 3.0, "HTTP & WebSocket") is a frame: four bytes of
 length, big-endian, and the message in MessagePack. The first frame is the scope.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +67,32 @@ class Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with _connected(self._path, scope, self._request_id) as (reader, writer):
-                asking = asyncio.create_task(_ask(receive, writer))
-                try:
-                    await _pass_on(reader, send)
-                except ConnectionError:
-                    if not (asking.done() and asking.result()):  # otherwise the client has disconnected
-                        raise
-                finally:
-                    asking.cancel()
-                    await asyncio.wait({asking})
+            async with forwarded(self._path, scope, receive, self._request_id) as messages:
+                async for message in messages:
+                    await send(message)
         except ConnectionError as exc:
             raise ApiError(503, f"This can't be answered now: {exc}. Try again.", headers={"Retry-After": "1"}) from exc
+
+
+@asynccontextmanager
+async def forwarded(
+    path: Path, scope: Scope, receive: Receive, request_id: str = ""
+) -> AsyncIterator[AsyncGenerator[Message, None]]:
+    """Send a request to the process behind a socket file. Yield the messages of its response as they arrive.
+
+    The messages end early if the client disconnects. Leaving the block tells the process that nobody reads further.
+
+    Raises:
+        ConnectionError: the process is not running, or ended before its response was complete.
+    """
+    async with _connected(path, scope, request_id) as (reader, writer):
+        asking = asyncio.create_task(_ask(receive, writer))
+        try:
+            async with aclosing(_messages(reader, asking)) as messages:
+                yield messages
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
 
 
 async def ask(path: Path, method: str, url: str, request_id: str = "") -> tuple[int, bytes]:
@@ -121,8 +135,9 @@ async def _connected(
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError as exc:
         raise ConnectionError(f"an API process can't be reached: {exc.strerror or exc}") from exc
+    tenant = scope.get("state", {}).get("tenant", "")
     try:
-        await _write(writer, {name: scope[name] for name in _CARRIED} | {"request_id": request_id})
+        await _write(writer, {name: scope[name] for name in _CARRIED} | {"request_id": request_id, "tenant": tenant})
         yield reader, writer
     finally:
         writer.close()
@@ -139,25 +154,26 @@ async def _ask(receive: Receive, writer: asyncio.StreamWriter) -> bool:
     return True
 
 
-async def _pass_on(reader: asyncio.StreamReader, send: Send) -> None:
-    """Forward the response.
+async def _messages(reader: asyncio.StreamReader, asking: asyncio.Task[bool]) -> AsyncGenerator[Message, None]:
+    """Yield the response's messages to its last one, or until the client disconnects.
 
     Raises:
         ConnectionError: the response was truncated.
     """
     while (message := await _read(reader)) is not None:
-        await send(message)
+        yield message
         if message["type"] == "http.response.body" and not message.get("more_body"):
             return
-    raise ConnectionError(_ENDED)
+    if not (asking.done() and not asking.cancelled() and asking.result()):
+        raise ConnectionError(_ENDED)
 
 
 async def _answer(app: ASGIApp, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     scope = await _read(reader)
     if scope is None:
         return
-    request_id = scope.pop("request_id")
-    scope |= {"asgi": {"version": "3.0"}, "client": None, "server": None, "state": {"request_id": request_id}}
+    state = {"request_id": (request_id := scope.pop("request_id")), "tenant": scope.pop("tenant")}
+    scope |= {"asgi": {"version": "3.0"}, "client": None, "server": None, "state": state}
     scope["headers"] = [(name, value) for name, value in scope["headers"]]
     begun = complete = False
 
@@ -168,7 +184,8 @@ async def _answer(app: ASGIApp, reader: asyncio.StreamReader, writer: asyncio.St
         nonlocal begun, complete
         begun = True
         complete = message["type"] == "http.response.body" and not message.get("more_body")
-        await _write(writer, message)
+        with contextlib.suppress(ConnectionError):  # `receive` tells the app; servers drop what nobody reads
+            await _write(writer, message)
 
     try:
         await app(scope, receive, send)
@@ -196,5 +213,7 @@ async def _read(reader: asyncio.StreamReader) -> Any:
 
 async def _write(writer: asyncio.StreamWriter, message: Any) -> None:
     data = _encode(message)
+    if writer.is_closing():
+        raise ConnectionResetError("the other side has disconnected")
     writer.write(len(data).to_bytes(_LENGTH) + data)
     await writer.drain()

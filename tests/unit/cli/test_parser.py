@@ -7,7 +7,7 @@ import pytest
 from octavo.cli.flags.args import add_engine_settings, add_settings
 from octavo.cli.flags.environment import notices
 from octavo.cli.flags.parser import OctavoParser
-from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.cli.flags.table import ENGINE_GROUPS, POOL_GROUPS, SERVER_GROUPS, flags_of
 from octavo.config.foreign import FLAGS, SHORT, Missing
 
 
@@ -104,7 +104,7 @@ def test_wrong_values_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_flag_is_both_supported_and_in_the_table() -> None:
-    ours = {name for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS) for name in (flag.name, *flag.aliases)}
+    ours = {name for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS, POOL_GROUPS) for name in (flag.name, *flag.aliases)}
     assert not ours & set(FLAGS)
     assert set(SHORT.values()) <= set(FLAGS)
 

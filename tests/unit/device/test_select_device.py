@@ -29,8 +29,9 @@ def test_cuda_without_a_gpu_says_what_to_do(monkeypatch):
 class Small(CudaDevice):
     """A GPU of 10 GiB, 1 of them in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, engines: int = 1) -> None:
         self.name = "a small GPU"
+        self.engines = engines
         self.torch_device = torch.device("cpu")
 
     def _memory(self) -> tuple[int, int, int]:
@@ -78,6 +79,28 @@ def test_what_the_kv_cache_can_have_is_known_before_the_weights_are_loaded(monke
     assert CpuDevice().most_kv(None, 5 << 30) == 1 << 30
     assert CpuDevice().most_kv(None, 1 << 30) == 4 << 30
     assert CpuDevice().most_kv(0.75, 1 << 30) == 8 << 30
+
+
+def test_engines_that_share_a_gpu_have_equal_parts_and_only_what_is_free(monkeypatch):
+    gib = 1 << 30
+    own = [0]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: own[0])
+    part = int(10 * gib * 0.92 / 2)
+    assert Small(2).most_kv(None, 0) == part - gib
+    own[0] = gib  # what is in use is this engine's own
+    assert Small(2).most_kv(None, 0) == part - gib - gib
+    monkeypatch.setattr(Small, "_memory", lambda self: (3 * gib, 10 * gib, 0))  # another engine has 6
+    assert Small(2).most_kv(None, 0) == int(10 * gib * 0.92) - 7 * gib - gib
+    monkeypatch.setattr(Small, "_memory", lambda self: (9 * gib, 10 * gib, 0))
+    assert Small(2).most_kv(0.7, 0) == int(10 * gib * 0.7) - gib - gib
+
+
+def test_engines_that_share_a_cpu_divide_the_limit_of_the_default_cache(monkeypatch):
+    monkeypatch.setattr(host, "available_memory", lambda: 64 << 30)
+    device = CpuDevice()
+    device.engines = 4
+    assert device.most_kv(None, 1 << 30) == device.kv_budget(None, 1 << 30) == 1 << 30
+    assert device.most_kv(0.5, 1 << 30) == device.kv_budget(0.5, 1 << 30) == 31 << 30
 
 
 def test_a_cpu_keeps_room_for_steps(monkeypatch):

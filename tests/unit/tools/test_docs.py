@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.flags.table import ENGINE_GROUPS, SERVER_GROUPS, flags_of
+from octavo.cli.flags.table import ENGINE_GROUPS, POOL_GROUPS, SERVER_GROUPS, flags_of
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -169,7 +169,7 @@ def flags() -> set[str]:
     """The flags of all settings, and every quoted word of our programs that may be a flag's name."""
     sources = (path.read_text(encoding="utf-8") for folder in COMMANDS for path in (ROOT / folder).rglob("*.py"))
     names = {name for source in sources for name in re.findall(r"[\"'](?:--)?([a-z][a-z0-9-]+)[\"'=]", source)}
-    return names.union(*((flag.name, *flag.aliases) for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS)))
+    return names.union(*((flag.name, *flag.aliases) for flag in flags_of(ENGINE_GROUPS, SERVER_GROUPS, POOL_GROUPS)))
 
 
 def lost_flags(text: str) -> list[str]:

@@ -18,12 +18,14 @@ from octavo.worker.worker import Worker
 class Weights:
     """A model of two tensors on a simulated device, whose moves to the host fail from number `fails_at` on."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, fails_at: int) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, fails_at: int, *, keeps_copies: bool = False) -> None:
         self.tensors = [torch.arange(4.0), torch.arange(8.0)]
         self.fails_at = fails_at
         self.moved = 0
         device = SimpleNamespace(torch_device=torch.device("cuda"), give_back=lambda: None, synchronize=lambda: None)
-        self.sleep = WorkerSleep(cast("Worker", SimpleNamespace(device=device, model=self)))
+        self.reused: list[int] = []
+        worker = cast("Worker", SimpleNamespace(device=device, model=self))
+        self.sleep = WorkerSleep(worker, keeps_copies=keeps_copies)
         patch.setattr(sleep, "_storages", lambda model: model.storages)
         patch.setattr(sleep, "_put_away", self._put_away)
 
@@ -35,7 +37,8 @@ class Weights:
     def whole(self) -> bool:
         return all(torch.equal(one, torch.arange(float(len(one)))) for one in self.tensors)
 
-    def _put_away(self, storage: torch.UntypedStorage) -> Tensor:
+    def _put_away(self, storage: torch.UntypedStorage, spare: Tensor | None) -> Tensor:
+        self.reused += [] if spare is None else [spare.numel()]
         if self.moved == self.fails_at:
             raise RuntimeError("no pinned memory is left")
         self.moved += 1
@@ -62,6 +65,19 @@ def test_a_sleep_that_failed_goes_on_when_it_is_repeated(monkeypatch: pytest.Mon
     assert not weights.storages
     weights.sleep.wake_up(SleepTag.WEIGHTS)
     assert weights.whole
+
+
+@pytest.mark.parametrize("keeps_copies", [False, True])
+def test_host_memory_is_kept_for_the_next_sleep_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, keeps_copies: bool
+) -> None:
+    weights = Weights(monkeypatch, fails_at=-1, keeps_copies=keeps_copies)
+    for _ in range(2):
+        weights.sleep.sleep(1)
+        assert not weights.storages
+        weights.sleep.wake_up(SleepTag.WEIGHTS)
+        assert weights.whole
+    assert weights.reused == ([16, 32] if keeps_copies else [])
 
 
 def test_tensors_without_data_are_not_moved() -> None:

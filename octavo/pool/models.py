@@ -1,0 +1,130 @@
+"""`Models`: the names that requests may use, and the models' entries in `/v1/models`."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.pool.pool import Member, Pool, running
+from octavo.server.errors import ApiError, UnknownModelError
+from octavo.server.siblings.link import ask
+
+_ANSWER_S = 2.0
+_LATEST = ":latest"
+
+
+class Models:
+    """All names: those of the models, those that their settings add (adapters), and those that a running process has
+    added since."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.members = list(pool.members.values())
+        self._names = {name: one for one in self.members for name in (*one.entry.added, *one.entry.names)}
+        self._added: dict[str, Member] = {}
+        self._cards: dict[str, list[dict[str, Any]]] = {}
+        self._started = int(time.time())
+
+    @property
+    def own_names(self) -> list[str]:
+        """The models' own names."""
+        return [member.name for member in self.members]
+
+    async def find(self, name: str | None) -> Member:
+        """Return the model that a request names. Without a name it is the only one.
+
+        Raises:
+            ApiError: 400, there are several, and no name.
+            UnknownModelError: there is no model of this name.
+        """
+        if name is None:
+            if len(self.members) == 1:
+                return self.members[0]
+            shown = ", ".join(f"`{one}`" for one in self.own_names[:20])
+            text = f"This server serves several models: {shown}. Name one in the field model, or as ?model=NAME."
+            raise ApiError(400, text, param="model")
+        found = self._names.get(name) or self._added.get(name) or await self._ask_for(name)
+        if found is None and name.endswith(_LATEST):  # Ollama's clients add it
+            found = self._names.get(name.removesuffix(_LATEST))
+        if found is None:
+            raise UnknownModelError(name, [*self._names, *self._added])
+        return found
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """Return an entry for each name, with the state of its model. What a process said last holds after its end."""
+        said = await asyncio.gather(*(self._card_list(member) for member in self.members))
+        return [
+            card | {"state": member.state} for member, cards in zip(self.members, said, strict=True) for card in cards
+        ]
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """Return the entry of one name.
+
+        Raises:
+            UnknownModelError: there is no model of this name.
+        """
+        member = await self.find(name)
+        cards = await self._card_list(member)
+        card = next((card for card in cards if card["id"] == name), None)
+        return (card or self._plain(member, name, parent=member.name)) | {"state": member.state}
+
+    async def _ask_for(self, name: str) -> Member | None:
+        """Ask the running processes for a name that only they may know, such as an adapter's."""
+        if "?" in name:  # the link's URLs have no escapes
+            return None
+        asked = running(self.members)
+        answers = await asyncio.gather(*(_get(member, f"/v1/models/{name}") for member in asked))
+        for member, answer in zip(asked, answers, strict=True):
+            if answer is not None:
+                self._added[name] = member
+                return member
+        return None
+
+    async def _card_list(self, member: Member) -> list[dict[str, Any]]:
+        answer = await _get(member, "/v1/models") if member in running([member]) else None
+        if answer is not None:
+            cards: list[dict[str, Any]] = msgspec.json.decode(answer)["data"]
+            self._cards[member.name] = cards
+            self._added |= {card["id"]: member for card in cards if card["id"] not in self._names}
+        return self._cards.get(member.name) or self._unseen(member)
+
+    def _unseen(self, member: Member) -> list[dict[str, Any]]:
+        names = [(name, None) for name in member.entry.names] + [(name, member.name) for name in member.entry.added]
+        return [self._plain(member, name, parent=parent) for name, parent in names]
+
+    def _plain(self, member: Member, name: str, *, parent: str | None) -> dict[str, Any]:
+        """Return an entry with what is known before the model was loaded for the first time."""
+        told = {"id": name, "object": "model", "created": self._started, "owned_by": "octavo"}
+        return told | {"root": member.entry.engine.model.model, "parent": parent, "max_model_len": None, "tasks": None}
+
+
+def anthropic_page(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return `/v1/models` in the form of Anthropic's API."""
+    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return {"data": [anthropic_card(card) for card in cards]} | page
+
+
+def anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
+    """Return one of its entries."""
+    created = datetime.datetime.fromtimestamp(card["created"], datetime.UTC).isoformat().replace("+00:00", "Z")
+    told = {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": created}
+    return told | {
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+        "state": card["state"],
+    }
+
+
+async def _get(member: Member, url: str) -> bytes | None:
+    """Return a running process's answer to a GET; None if it is another than 200."""
+    assert member.child is not None
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            status, body = await ask(member.child.requests, "GET", url)
+    except (ConnectionError, TimeoutError):
+        return None
+    return body if status == 200 else None
