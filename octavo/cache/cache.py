@@ -101,7 +101,7 @@ class KVCache:
         most, needed = max(0, len(keys) - 1) // self.block_size, self.blocks_for(num_tokens)
 
         def load(rank: int) -> tuple[bool, int]:
-            known = len(self.groups) * len(self.tree.match(_within(rank, namespace), keys, most))
+            known = len(self.groups) * len(self.tree.match(within(rank, namespace), keys, most))
             free = self.pool.free_in(rank)
             return needed - known > free, self.num_usable - free - known
 
@@ -157,7 +157,7 @@ class KVCache:
 
         At least one token is left to compute, since its logits are needed.
         """
-        path = self.tree.match(_within(table.rank, namespace), keys, max_blocks=(len(keys) - 1) // self.block_size)
+        path = self.tree.match(within(table.rank, namespace), keys, max_blocks=(len(keys) - 1) // self.block_size)
         length = len(path) if self._only_full else self._usable(path)
         table.groups = [shared_row(group, i, path[:length], self.block_size) for i, group in enumerate(self.groups)]
         self._hold(table)
@@ -265,7 +265,7 @@ class KVCache:
             return
         node = table.node
         if node is None or node.dead:
-            node, table.num_registered = self.tree.root(_within(table.rank, namespace)), 0
+            node, table.num_registered = self.tree.root(within(table.rank, namespace)), 0
         for index in range(table.num_registered, full):
             position = (index + 1) * size
             leaves_state = position == (end if num_computed is None else num_computed)
@@ -488,7 +488,7 @@ class KVCache:
             raise AssertionError(f"{left} blocks and {num_requests} requests are left although nothing runs")
 
 
-def _within(rank: int, namespace: str) -> str:
+def within(rank: int, namespace: str) -> str:
     """Return the tree's namespace for the blocks of a rank."""
     return namespace if rank < 0 else f"{rank}/{namespace}"
 

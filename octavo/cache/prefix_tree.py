@@ -6,7 +6,7 @@ block's end. Only equal paths share nodes, and tokens are compared, not hashes, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from octavo.core.cache_groups import FULL, NO_BLOCK, CacheGroup, GroupKind
 
@@ -21,7 +21,7 @@ class Node:
     Roots, and nodes removed from the tree, have no blocks.
     """
 
-    __slots__ = ("blocks", "children", "chunk", "dead", "namespace", "parent")
+    __slots__ = ("_digest", "blocks", "children", "chunk", "dead", "namespace", "parent")
 
     def __init__(self, parent: Node | None, chunk: Chunk, blocks: list[int], namespace: str) -> None:
         self.parent = parent
@@ -30,10 +30,40 @@ class Node:
         self.namespace = namespace
         self.children: dict[Chunk, Node] = {}
         self.dead = False
+        self._digest: int | None = None
+
+    @property
+    def digest(self) -> int:
+        """A number for the namespace and all tokens up to here, in this process. It is computed on the first use and
+        stays available once the node is removed."""
+        path: list[Node] = []
+        node: Node | None = self
+        while node is not None and node._digest is None:
+            path.append(node)
+            node = node.parent
+        for one in reversed(path):
+            above = one.parent
+            one._digest = root_digest(one.namespace) if above is None else digest_after(above.digest, one.chunk)
+        assert self._digest is not None
+        return self._digest
+
+
+def root_digest(namespace: str) -> int:
+    """Return the digest of a namespace's root."""
+    return hash((namespace,))
+
+
+def digest_after(digest: int, chunk: Chunk) -> int:
+    """Return the digest of the node for `chunk` after the node with `digest`."""
+    return hash((digest, chunk))
 
 
 class PrefixTree:
-    """Namespaced radix tree over blocks of `block_size` keys."""
+    """Namespaced radix tree over blocks of `block_size` keys.
+
+    Attributes:
+        on_removed: called with each node that leaves the tree, and whether all of the tree's contents are dropped.
+    """
 
     def __init__(self, block_size: int, groups: Sequence[CacheGroup] = FULL) -> None:
         self.block_size = block_size
@@ -41,6 +71,7 @@ class PrefixTree:
         """Per group: whether a node without the group's block makes all longer prefixes useless, too."""
         self._roots: dict[str, Node] = {}
         self._nodes: dict[int, Node] = {}
+        self.on_removed: Callable[[Node, bool], None] | None = None
 
     def __len__(self) -> int:
         """Return the number of blocks in the tree."""
@@ -52,6 +83,15 @@ class PrefixTree:
     @property
     def blocks(self) -> Set[int]:
         return self._nodes.keys()
+
+    @property
+    def newest_roots(self) -> Iterator[Node]:
+        """The roots of all namespaces, the newest first."""
+        return reversed(self._roots.values())
+
+    def find_root(self, namespace: str) -> Node | None:
+        """Return a namespace's root; None if nothing of it is cached."""
+        return self._roots.get(namespace)
 
     def root(self, namespace: str) -> Node:
         root = self._roots.get(namespace)
@@ -108,6 +148,8 @@ class PrefixTree:
             node = stack.pop()
             node.dead = True
             stack.extend(node.children.values())
+            if self.on_removed is not None and node.parent is not None:
+                self.on_removed(node, True)
         self._nodes.clear()
         self._roots.clear()
         return gone
@@ -123,6 +165,8 @@ class PrefixTree:
         while stack:
             node = stack.pop()
             node.dead = True
+            if self.on_removed is not None:
+                self.on_removed(node, False)
             for block in node.blocks:
                 if block != NO_BLOCK:
                     gone.append(block)
@@ -140,4 +184,6 @@ class PrefixTree:
                 self._roots.pop(node.namespace, None)
                 return
             del parent.children[node.chunk]
+            if self.on_removed is not None:
+                self.on_removed(node, False)
             node = parent

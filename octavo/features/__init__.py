@@ -53,6 +53,7 @@ FEATURES = (
     "prompt_embeds",
     "speculation",
     "thinking",
+    "timeline",
     "traffic",
 )
 

@@ -8,14 +8,21 @@ from collections.abc import Sequence
 
 from octavo.cache.cache import KVCache
 from octavo.core.stats import STEP_TOKENS, EngineStats
+from octavo.schedule.hooks import EngineHook
 from octavo.schedule.request import Request
+from octavo.schedule.watcher import Watchers
 
 
 class Counters:
-    """The one writer of an `EngineStats`."""
+    """The one writer of an `EngineStats`.
 
-    def __init__(self, cache: KVCache) -> None:
+    Attributes:
+        watchers: of the features `hooks`.
+    """
+
+    def __init__(self, cache: KVCache, hooks: Sequence[EngineHook] = ()) -> None:
         self._cache = cache
+        self.watchers = Watchers(hooks, cache)
         self.stats = EngineStats(num_blocks=cache.num_blocks, block_size=cache.block_size)
 
     def snapshot(self, running: int, waiting: int, deferred: int, unfilled: int) -> EngineStats:
@@ -39,6 +46,7 @@ class Counters:
         """Reset all counters."""
         self._cache.num_copied = self._cache.num_evicted = 0
         self.stats = EngineStats(num_blocks=self._cache.num_blocks, block_size=self._cache.block_size)
+        self.watchers.tell("forget")
 
     def left(self, waiting: int, seats: int, tokens: int) -> None:
         """Record what limits admission after a step was planned.

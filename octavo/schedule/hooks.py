@@ -24,6 +24,7 @@ from octavo.core.request import GenerateRequest
 from octavo.core.stats import FeatureMetric
 from octavo.schedule.pages import Pages
 from octavo.schedule.request import Request
+from octavo.schedule.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class EngineHook:
     """Facts about the model for the feature's other parts; see `ModelInfo.feature_info`."""
     tier: Tier | None = None
     """Where it keeps KV blocks besides the device; the worker half moves them (`WorkerHook.load` and `store`)."""
+    watcher: Watcher | None = None
+    """Learns what the scheduler decides about all requests, with or without options for the feature."""
     sends_options: bool = True
     """The worker half gets the request's option (`WorkerHook.add`). False for a large one that it does not need."""
     admits_for_good: bool = False

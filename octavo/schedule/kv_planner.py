@@ -8,6 +8,7 @@ from octavo.cache.cache import KVCache
 from octavo.schedule.hooks import EngineHook, marked, revised
 from octavo.schedule.request import Request
 from octavo.schedule.tiers import Tiers
+from octavo.schedule.watcher import Watchers
 
 
 class KvPlanner:
@@ -16,6 +17,7 @@ class KvPlanner:
     Args:
         share_prefixes: let requests reuse each other's KV.
         watermark: fraction of the cache (0 to 1) kept free for the growth of running requests when one is admitted.
+        watchers: learn of loads.
         tiers: transfers from and to tiers; None for none. They need shared prefixes.
         hooks: features that may hold blocks, or that KV depends on.
         life: of the engine; see `hooks.namespaced`.
@@ -26,6 +28,7 @@ class KvPlanner:
         cache: KVCache,
         *,
         share_prefixes: bool,
+        watchers: Watchers,
         watermark: float = 0.0,
         tiers: Tiers | None = None,
         hooks: Sequence[EngineHook] = (),
@@ -33,6 +36,7 @@ class KvPlanner:
     ) -> None:
         self._cache = cache
         self._tiers = tiers
+        self._watchers = watchers
         self._lenders = [hook for hook in hooks if type(hook).reclaim is not EngineHook.reclaim]
         self._revising = [hook for hook in hooks if type(hook).revision is not EngineHook.revision]
         self._marking = [hook for hook in hooks if type(hook).mark is not EngineHook.mark] if share_prefixes else []
@@ -80,9 +84,10 @@ class KvPlanner:
 
         If it is something, the request must wait: take back what it shares.
         """
-        if self._tiers is None or not request.reads_cache:
+        if self._tiers is None or not request.reads_cache or not self._tiers.load(request):
             return False
-        return self._tiers.load(request)
+        self._watchers.tell("loading", request, *self._tiers.awaited(request))
+        return True
 
     def names(self, request: Request) -> Sequence[bytes]:
         """Return the names that tiers have for the full blocks of its tokens; see `Pages.names`."""

@@ -22,6 +22,7 @@ from octavo.schedule.request import Request
 from octavo.schedule.requests import Requests
 from octavo.schedule.siblings import yielding
 from octavo.schedule.step_builder import AdmitResult, StepBuilder
+from octavo.schedule.watcher import PreemptionCause
 
 _NO_BUDGET = NO_ROOM - 1
 """The step lacks budget for tokens that are computed together, so no other request may take it."""
@@ -91,12 +92,15 @@ class Planner:
         head = self._requests.waiting.peek() if left else None
         tokens = 0 if step.rank_is_full else self._budget(step, head) if head else step.budget
         self._counters.left(left, self._requests.num_free_slots, tokens)
+        self._counters.watchers.tell("planned", step, self._counters.stats.waits_for, self._counters.stats)
         return step
 
-    def preempt(self, request: Request) -> None:
-        """Return a request to the waiting queue; it recomputes what the prefix cache no longer holds."""
+    def preempt(
+        self, request: Request, cause: PreemptionCause = PreemptionCause.PARKED, by: Request | None = None
+    ) -> None:
+        """Return a request to the waiting queue, for `by`; it recomputes what the prefix cache no longer holds."""
         self._counters.stats.num_preemptions += 1
-        self._requests.preempt(request)
+        self._requests.preempt(request, cause, by)
 
     def _fill(self, step: StepBuilder) -> None:
         if self._paced:
@@ -157,7 +161,7 @@ class Planner:
             if victim is None:
                 step.starved = self._policy.rank(request)
                 return
-            self.preempt(victim)
+            self.preempt(victim, PreemptionCause.KV_BLOCKS, request)
 
     def _plan_waiting(self, step: StepBuilder, before: Rank | None = None) -> None:
         """Admit waiting requests by rank while they fit; with `before`, only those of a lower rank."""
@@ -329,7 +333,7 @@ class Planner:
         if self._kv.let_go() or self._kv.reclaim(1, suspect):
             return True
         if others:
-            self.preempt(others.pop())
+            self.preempt(others.pop(), PreemptionCause.SUSPECT, suspect)
             return True
         return False
 
@@ -359,7 +363,7 @@ class Planner:
         else:
             for victim in victims:
                 self._policy.displaced(victim)
-                self.preempt(victim)
+                self.preempt(victim, PreemptionCause.PRIORITY, first)
 
     def _yield_one(self, step: StepBuilder) -> bool:
         """Free blocks when nothing runs because loaded prefixes, or sequences that wait for a sibling in lockstep, hold
@@ -377,5 +381,5 @@ class Planner:
             return False
         victim = yielding(self._requests.running, lambda r: self._policy.rank(r) > min(ranks))
         if victim is not None:
-            self.preempt(victim)
+            self.preempt(victim, PreemptionCause.KV_BLOCKS, head)
         return victim is not None

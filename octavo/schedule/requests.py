@@ -14,6 +14,7 @@ from octavo.schedule.limits import Limits
 from octavo.schedule.policy import Policy
 from octavo.schedule.request import Request
 from octavo.schedule.tiers import Tiers
+from octavo.schedule.watcher import PreemptionCause, Watchers
 
 
 class Requests:
@@ -31,6 +32,7 @@ class Requests:
         policy: Policy,
         limits: Limits,
         hooks: Sequence[EngineHook],
+        watchers: Watchers,
         tiers: Tiers | None = None,
         life: str = "",
     ) -> None:
@@ -41,12 +43,14 @@ class Requests:
             share_prefixes=limits.share_prefixes,
             watermark=limits.watermark,
             tiers=tiers,
+            watchers=watchers,
             hooks=hooks,
             life=life,
         )
         self._cache = cache
         self._policy = policy
         self._hooks = hooks
+        self._watchers = watchers
         self._finishing = finishing(hooks)
         self._alive: dict[str, list[Request]] = {}
         self._num_slots = limits.max_num_seqs
@@ -86,6 +90,7 @@ class Requests:
             alive = (request for others in self._alive.values() for request in others)
             self.waiting.refill(request for request in alive if request.slot < 0 and request.finish is None)
             raise
+        self._watchers.tell("queued", choices)
 
     def start(self, request: Request) -> None:
         """Give a slot to a request that was taken from the queue."""
@@ -93,15 +98,18 @@ class Requests:
         self._policy.begin(request)
         bisect.insort(self.running, request, key=self._policy.rank)
         self.kv.admitted(request)
+        self._watchers.tell("admitted", request)
 
-    def preempt(self, request: Request) -> None:
-        """Release slot and blocks and queue the request again. Its full blocks stay cached for the resume."""
+    def preempt(self, request: Request, cause: PreemptionCause, by: Request | None) -> None:
+        """Release slot and blocks, for `by`, and queue the request again. Its full blocks stay cached."""
+        self._watchers.tell("preempted", request, cause, by)
         self._give_back(request)
         _begin_anew(request)
         self.waiting.push(request)
 
     def end(self, request: Request) -> None:
         """End a request. Release its slot and blocks now if no launched step holds them, else `release` does later."""
+        self._watchers.tell("ended", request)
         if request.slot < 0:
             self.waiting.discard()
             self._forget(request)
@@ -125,6 +133,8 @@ class Requests:
             lost: requests with a slot whose launched steps are lost. They wait again.
         """
         for request in lost:
+            if request.finish is None:
+                self._watchers.tell("preempted", request, PreemptionCause.FAILED_STEP, None)
             request.inflight = 0
             _begin_anew(request)
         alive = [request for choices in self._alive.values() for request in choices]

@@ -72,7 +72,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.limits = limits
-        self.counters = Counters(cache)
+        self.counters = Counters(cache, hooks)
         self._hooks = hooks
         self._eos = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
@@ -85,7 +85,7 @@ class Scheduler:
         self._life = uuid4().hex
         self.turning = turning(hooks)
         self._readers = [hook for hook in hooks if type(hook).on_commit is not EngineHook.on_commit]
-        self._requests = Requests(cache, policy, limits, hooks, self._tiers, self._life)
+        self._requests = Requests(cache, policy, limits, hooks, self.counters.watchers, self._tiers, self._life)
         self._drafts = DraftBounds(hooks, limits, cache)
         self._planner = Planner(
             self._requests, cache, limits, policy, hooks, self._quarantine, self.counters, self._drafts

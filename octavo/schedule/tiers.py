@@ -159,6 +159,11 @@ class Tiers:
         load.waiting.add(request)
         return True
 
+    def awaited(self, request: Request) -> tuple[str, int]:
+        """Return the tier that a request waits for, and the length of the prefix that it will have then, in tokens."""
+        load = self._waiting[request]
+        return load.transfer.tier, load.lease.num_tokens
+
     def admitted(self, request: Request) -> None:
         """The request holds what it shares; what was loaded for it need not be held any longer."""
         self._no_longer_waits(request)

@@ -115,7 +115,7 @@ def create_app(
     app.state.batches, app.state.metrics = batches, ctx.metrics
     in_one_place = [metrics_routes(ctx, crew), batch_routes(config, batches)]
     if siblings is not None:
-        app.state.private = private_app(ctx, responses, in_one_place)
+        app.state.private = private_app(ctx, responses, [*in_one_place, *_private_routes(ctx)])
         if not siblings.leads:
             in_one_place = [relayed(router, siblings) for router in in_one_place]
     inference = [inference_routes(ctx, responses), token_routes(ctx), *_feature_routes(ctx)]
@@ -142,6 +142,11 @@ def create_app(
 def _feature_routes(ctx: ServerContext) -> list[APIRouter]:
     """Return the routes of the features."""
     return [module.routes(ctx) for _, module in parts("http")]
+
+
+def _private_routes(ctx: ServerContext) -> list[APIRouter]:
+    """Return the routes by which features of other API processes ask this one."""
+    return [module.private(ctx) for _, module in parts("http") if hasattr(module, "private")]
 
 
 def _feature_invocations(ctx: ServerContext) -> list[Form]:

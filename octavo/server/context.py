@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -143,7 +144,12 @@ class ServerContext:
         except Exception as exc:
             record.fail(exc)
             raise
+        except (asyncio.CancelledError, GeneratorExit):
+            record.cut("it was cancelled with its batch" if self.background else "its client left or cancelled it")
+            raise
         finally:
+            aborter = "the shutdown" if self.lifecycle.draining else "a pause, /abort_requests or new weights"
+            record.cut_by_engine(f"aborted for {aborter}")
             self.lifecycle.active.discard(request.id)
             self.admission.leave(request)
             record.end()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from octavo.core.errors import SlowReaderError
+from octavo.core.errors import InvalidRequestError, SlowReaderError
 from octavo.core.output import FinishReason, RequestOutput, RequestTimes
 from octavo.core.params import OutputKind
 from octavo.core.request import GenerateRequest
@@ -21,6 +21,7 @@ logger = logging.getLogger("octavo.server.requests")
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+_RECENT = 1024
 _SMALL = (0, 1, 2, 5, 10, 20, 50, 100)
 
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -66,6 +67,28 @@ class FinishedRequest:
     times: RequestTimes | None
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is kept of a request that has ended. Times are by `time.monotonic`, 0.0 for what did not happen.
+
+    Attributes:
+        begun: when its prompt was tokenized and it was admitted to the engine.
+        first_output, last_output: when output was ready to be sent to the client.
+        cause: who or what ended it early; "" if it was completed.
+    """
+
+    id: str
+    arrival: float
+    begun: float
+    first_output: float
+    last_output: float
+    ended: float
+    prompt_tokens: int
+    generated: int
+    reasons: Sequence[str]
+    cause: str
+
+
 class Tracing(Protocol):
     """Receives each request's end, for its trace."""
 
@@ -90,6 +113,8 @@ class RequestHistograms:
         self.live: set[RequestRecord] = set()
         """Requests that have not ended."""
         self.tenants = TenantMetrics()
+        self.recent: deque[EndedRequest] = deque(maxlen=_RECENT)
+        """The last requests that have ended."""
         self._log_level = logging.INFO if log_requests else logging.DEBUG
 
     def begin(self, request: GenerateRequest) -> RequestRecord:
@@ -102,12 +127,9 @@ class RequestHistograms:
     def observe(self, name: str, value: float, times: int = 1) -> None:
         self.histograms[name].observe(value, times)
 
-    def log(self, line: str) -> None:
-        logger.log(self._log_level, "%s", line)
-
-    @property
-    def logs(self) -> bool:
-        return logger.isEnabledFor(self._log_level)
+    def log_level(self, *, completed: bool) -> int:
+        """Return the level at which a request's end is logged: those that were not completed always are."""
+        return self._log_level if completed else logging.INFO
 
 
 class RequestRecord:
@@ -115,6 +137,7 @@ class RequestRecord:
 
     Attributes:
         arrival: time of arrival, by `time.monotonic`.
+        begun, first_output, last_output: as of `EndedRequest`.
     """
 
     __slots__ = (
@@ -125,12 +148,16 @@ class RequestRecord:
         "_metrics",
         "_preemptions",
         "_reasons",
+        "_refused",
         "_streamed",
         "_times",
         "_tokens",
         "_trace",
         "_unfinished",
         "arrival",
+        "begun",
+        "first_output",
+        "last_output",
         "request",
     )
 
@@ -140,7 +167,9 @@ class RequestRecord:
         self.request = request
         self._streamed = request.params.output_kind is OutputKind.DELTA
         self._latency = metrics.histograms["inter_token_latency_seconds"]
-        self.arrival = request.arrival or time.monotonic()
+        self.begun = time.monotonic()
+        self.arrival = request.arrival or self.begun
+        self.first_output = self.last_output = 0.0
         self._last: dict[int, float] = {}
         self._tokens = [0] * request.params.n
         self._reasons: dict[int, str] = {}
@@ -149,6 +178,7 @@ class RequestRecord:
         self._times: RequestTimes | None = None
         self._unfinished = FinishReason.ABORT.value
         self._cause = ""
+        self._refused = False
 
     def observe(self, output: RequestOutput) -> None:
         """Count what is new in `output`."""
@@ -157,6 +187,8 @@ class RequestRecord:
             index = choice.index
             if choice.token_ids:
                 self._tokens[index] += len(choice.token_ids)
+                self.last_output = now
+                self.first_output = self.first_output or now
                 if self._streamed:
                     self._follow(index, now)
             if choice.finish_reason is not None:
@@ -177,7 +209,18 @@ class RequestRecord:
             self._unfinished = FinishReason.ERROR.value
         # A message about a field may quote its value, which is not to be logged.
         field = getattr(error, "param", None)
+        self._refused = isinstance(error, InvalidRequestError)
         self._cause = f"refused for its {field}" if field else str(error)
+
+    def cut(self, cause: str) -> None:
+        """Record who ends the unfinished choices early, unless that is known."""
+        if len(self._reasons) < self.request.params.n:
+            self._cause = self._cause or cause
+
+    def cut_by_engine(self, cause: str) -> None:
+        """Record what made the engine abort choices, if it did and nothing else is known."""
+        if FinishReason.ABORT.value in self._reasons.values():
+            self._cause = self._cause or cause
 
     def _follow(self, index: int, now: float) -> None:
         last = self._last.get(index)
@@ -211,8 +254,11 @@ class RequestRecord:
             generated=total,
             queued_s=self._queued_s(),
         )
-        if metrics.logs:
-            metrics.log(self._line(total, reasons))
+        completed = self._refused or not {FinishReason.ABORT.value, FinishReason.ERROR.value} & set(reasons)
+        level = metrics.log_level(completed=completed)
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s", self._line(total, reasons))
+        metrics.recent.append(self._ended(total, reasons))
         if metrics.tracing is not None:
             ended = FinishedRequest(
                 self.request, self.arrival, reasons, total, self._cached, self._preemptions, self._times
@@ -223,6 +269,20 @@ class RequestRecord:
         """Return the time from its arrival to its first step, or to its end if it had none."""
         begun = 0.0 if self._times is None else self._times.first_scheduled
         return max(0.0, (begun or time.monotonic()) - self.arrival)
+
+    def _ended(self, total: int, reasons: Sequence[str]) -> EndedRequest:
+        return EndedRequest(
+            id=self.request.id,
+            arrival=self.arrival,
+            begun=self.begun,
+            first_output=self.first_output,
+            last_output=self.last_output,
+            ended=time.monotonic(),
+            prompt_tokens=len(self.request.tokens),
+            generated=total,
+            reasons=reasons,
+            cause=self._cause,
+        )
 
     def _observe_times(self, times: RequestTimes) -> None:
         metrics = self._metrics

@@ -1,0 +1,1 @@
+"""Why a request took as long as it did: its timeline, and where the prefix cache missed."""
