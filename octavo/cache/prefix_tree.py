@@ -36,6 +36,8 @@ class Node:
     def digest(self) -> int:
         """A number for the namespace and all tokens up to here, in this process. It is computed on the first use and
         stays available once the node is removed."""
+        if self._digest is not None:
+            return self._digest
         path: list[Node] = []
         node: Node | None = self
         while node is not None and node._digest is None:
@@ -43,9 +45,9 @@ class Node:
             node = node.parent
         for one in reversed(path):
             above = one.parent
-            one._digest = root_digest(one.namespace) if above is None else digest_after(above.digest, one.chunk)
-        assert self._digest is not None
-        return self._digest
+            digest = root_digest(one.namespace) if above is None else hash((above._digest, one.chunk))
+            one._digest = digest
+        return digest
 
 
 def root_digest(namespace: str) -> int:

@@ -428,7 +428,10 @@ class CoreServer:
         """Remove a front end that has disconnected, and abort its requests."""
         if client in self._clients:
             self._clients.remove(client)
-        for request_id in [request_id for request_id, owner in self._owner.items() if owner == client]:
+        left = [request_id for request_id, owner in self._owner.items() if owner == client]
+        if left:
+            log.warning("a front end has disconnected; its %d unfinished requests are aborted", len(left))
+        for request_id in left:
             if self._loop is not None:
                 self._abort(self._loop, request_id)
 

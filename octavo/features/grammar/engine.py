@@ -140,6 +140,9 @@ class GrammarEngine(EngineHook):
         guide = self._guides.get(request)
         return guide is not None and guide.matcher is None and not guide.error and not guide.compiled.done()
 
+    def waits_for(self, request: Request) -> str:
+        return "the compilation of its grammar" if self.waits(request) else ""
+
     def on_plan(self, draft: PlanDraft, rows: Sequence[Request]) -> None:
         guided = self._guided = self._of(draft, rows)
         if guided is None:

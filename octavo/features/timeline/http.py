@@ -18,7 +18,7 @@ from starlette.responses import Response
 from octavo.core.errors import EngineDeadError, InvalidRequestError
 from octavo.core.request import PLACEHOLDER, answers_to
 from octavo.features.timeline.story import NAME, Story, Told
-from octavo.features.timeline.words import Seen, decision_line, lines, summary
+from octavo.features.timeline.words import Seen, decision_line, engine_line, lines, seen_line, summary
 from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError, json_response
 from octavo.server.metrics.requests import EndedRequest, RequestRecord
@@ -52,7 +52,7 @@ def routes(ctx: ServerContext) -> APIRouter:
         if not ctx.frontend.preparer.hook(NAME).present:
             raise _off()
         told, silent = await _ask(ctx, "list", wish)
-        return json_response(_listed(told, wish, silent))
+        return json_response(_listed(ctx, told, wish, silent))
 
     router.add_api_route("/debug/requests/{request_id:path}", timeline, methods=["GET"])
     router.add_api_route("/debug/timeline", overview, methods=["GET"])
@@ -184,23 +184,28 @@ def _text_offsets(ctx: ServerContext, stories: Iterable[Story]) -> dict[str, int
     return found
 
 
-def _listed(told: Sequence[Told], wish: Mapping[str, int], silent: list[str]) -> dict[str, Any]:
-    """Return the stories of all engines in order, with their clock's time, and a line for each."""
+def _listed(ctx: ServerContext, told: Sequence[Told], wish: Mapping[str, int], silent: list[str]) -> dict[str, Any]:
+    """Return the stories of all engines in order, with their clock's time, and a line for each. If an engine is silent,
+    the requests that this process has sent to it are listed instead."""
     now = max((one.now for one in told), default=time.monotonic())
     stories = [story for one in told for story in one.stories]
     unfinished = sorted((one for one in stories if not one.ended), key=lambda one: one.arrival)[: wish["unfinished"]]
     slowest = sorted((one for one in stories if one.ended), key=lambda one: -one.seconds)[: wish["slowest"]]
     every = sorted(itertools.chain(*(one.decisions for one in told)), key=lambda decision: decision.at)
     decisions = every[-wish["decisions"] :] if wish["decisions"] else []
-    text = [f"{len(unfinished)} unfinished, the oldest first:"] if unfinished else ["no request is unfinished"]
+    text = [engine_line(ctx.frontend.engine.stats()), *silent]
+    text += [f"{len(unfinished)} unfinished, the oldest first:"] if unfinished else []
     text += [f"  {summary(story, now)}" for story in unfinished]
+    if silent:
+        oldest = sorted(ctx.metrics.requests.live, key=lambda record: record.arrival)[: wish["unfinished"]]
+        text += [f"  {seen_line(_seen_live(ctx, record), now)}" for record in oldest]
     text += [f"the slowest {len(slowest)} of those that have ended:"] if slowest else []
     text += [f"  {summary(story, now)}" for story in slowest]
     text += [f"the last {len(decisions)} decisions:"] if decisions else []
     text += [f"  {decision_line(decision, now)}" for decision in decisions]
     return {
         "now": now,
-        "text": text + silent,
+        "text": text,
         "unfinished": msgspec.to_builtins(unfinished),
         "slowest": msgspec.to_builtins(slowest),
         "decisions": msgspec.to_builtins(decisions),

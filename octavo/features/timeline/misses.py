@@ -12,12 +12,12 @@ from octavo.schedule.request import Request
 
 _NAMESPACES = 32
 """The newest namespaces, in which a prompt that was not found is looked for."""
-_CHILDREN = 128
+_CHILDREN = 64
 """The newest continuations that a prompt is compared with."""
 
 
 class Evictions:
-    """The digests of nodes that left the tree, the newest of them; each with the time, and whether all were dropped.
+    """The digests of nodes that left the tree, the newest of them, each with the time.
 
     Two generations: when the younger one is full, the older one is forgotten. Both together have the last `capacity`
     digests at least, and twice as many at most.
@@ -25,19 +25,24 @@ class Evictions:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._young: dict[int, tuple[float, bool]] = {}
-        self._old: dict[int, tuple[float, bool]] = {}
+        self._young: dict[int, float] = {}
+        self._old: dict[int, float] = {}
+        """Digest -> time; negative if the whole tree was dropped then."""
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def add(self, digest: int, at: float, *, dropped: bool) -> None:
-        if len(self._young) >= self._capacity:
-            self._old, self._young = self._young, {}
-        self._young[digest] = at, dropped
+    def add(self, digest: int, at: float, dropped: bool) -> None:
+        young = self._young
+        if len(young) >= self._capacity:
+            self._old, self._young = young, {}
+            young = self._young
+        young[digest] = -at if dropped else at
 
     def get(self, digest: int) -> tuple[float, bool] | None:
-        return self._young.get(digest) or self._old.get(digest)
+        """Return when a node left, and whether the whole tree was dropped; None if it is not known to have left."""
+        at = self._young.get(digest) or self._old.get(digest)
+        return None if at is None else (abs(at), at < 0)
 
     def forget(self) -> None:
         self._young, self._old = {}, {}
@@ -124,7 +129,7 @@ def _elsewhere(prompt: _Prompt, tree: PrefixTree, index: int) -> tuple[str, int]
     for root in itertools.islice(tree.newest_roots, _NAMESPACES):
         if first in root.children and root.namespace != prompt.namespace:
             _, reached = prompt.follow(root, 0)
-            if reached > best:
+            if reached > best or (reached == best > index and root.namespace in prompt.other_ranks):
                 found, best = root.namespace, reached
     return ("rank" if found in prompt.other_ranks else "namespace"), best
 

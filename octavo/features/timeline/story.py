@@ -76,7 +76,8 @@ class Story(msgspec.Struct, kw_only=True):
         chunks: steps that computed a part of its prompt, since its last admission.
         prompt_planned: when the step that completes its prompt was planned, since its last admission.
         preemptions: the first of `num_preemptions`.
-        decode_s, decode_steps: the time since `prompt_planned` without preemptions, and the engine's steps in it.
+        decode_s: the time since `first_token` in which its prompt was complete.
+        decode_steps: the engine's steps after those that completed its prompt.
         decode_rows, decode_prompt_tokens: sums over these steps, over all requests.
         drafted, accepted: draft tokens that were verified, and those that were right.
         finish: finish reason; "" if it has not ended.

@@ -60,7 +60,8 @@ class Following:
         held: what it is deferred for, and since when.
         loading: the tier that it waits for, the tokens that it shared before, and those that it will share.
         computed: up to which position its steps were planned.
-        began: the engine's steps when its prompt was complete; None while it is not.
+        began: when the step that completes its prompt was planned, and the engine's steps, rows and prompt tokens
+            with this step; None while there is none.
     """
 
     __slots__ = ("began", "computed", "held", "loading", "read", "request", "story")
@@ -156,9 +157,9 @@ class Timeline(Watcher):
             self._note_evictions(now)
         for request in step.prompts:
             if (following := self._following.get(request)) is not None:
-                self._compute(following, now)
+                self._compute(following, step, now)
 
-    def _compute(self, following: Following, now: float) -> None:
+    def _compute(self, following: Following, step: StepBuilder, now: float) -> None:
         """Count a part of a prompt that the step computes."""
         request, story = following.request, following.story
         if following.began is not None or request.num_computed <= following.computed:
@@ -167,11 +168,9 @@ class Timeline(Watcher):
         story.chunks += 1
         if request.num_computed >= request.num_prompt:
             story.prompt_planned = now
-            following.began = self._steps(now)
-
-    def _steps(self, now: float) -> Steps:
-        stats = self._stats
-        return now, stats.num_steps, stats.step_rows, stats.step_prompt_tokens
+            stats = self._stats
+            rows, prompt_tokens = stats.step_rows + len(step.rows), stats.step_prompt_tokens + step.num_prompt_tokens
+            following.began = now, stats.num_steps + 1, rows, prompt_tokens
 
     def _defer(self, deferred: Iterable[Request], now: float) -> None:
         """Tell requests that wait for something of their own from those that wait for what the queue lacks."""
@@ -268,12 +267,13 @@ class Timeline(Watcher):
         )
 
     def _end_span(self, following: Following, now: float) -> None:
-        """Add the steps since the prompt was complete."""
+        """Add the steps since the one that completed the prompt, and the time since the first token."""
         if following.began is None:
             return
         began, steps, rows, prompt_tokens = following.began
         story, stats = following.story, self._stats
-        story.decode_s += now - began
+        if first := following.request.first_token:
+            story.decode_s += now - max(began, first)
         story.decode_steps += stats.num_steps - steps
         story.decode_rows += stats.step_rows - rows
         story.decode_prompt_tokens += stats.step_prompt_tokens - prompt_tokens
@@ -294,7 +294,7 @@ class Timeline(Watcher):
 
     def removed(self, node: Node, dropped: bool) -> None:
         if node.parent is not None:
-            self._gone.add(node.digest, self._now(), dropped=dropped)
+            self._gone.add(node.digest, self._now(), dropped)
             self._evicted += not dropped
 
     def _note_evictions(self, now: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from octavo.core.stats import EngineStats
 from octavo.features.timeline.story import REASONS, STEP, Decision, Miss, Story
 
 
@@ -152,12 +153,13 @@ def _preemptions(story: Story) -> list[Line]:
 
 
 def _decoding(story: Story) -> str:
-    steps, own = story.decode_steps, max(1, story.generated - story.accepted)
+    steps, later = story.decode_steps, story.generated - 1
+    own = max(1, later - story.accepted)
     beside = story.decode_prompt_tokens / steps
     others = f" and {beside:.0f} prompt tokens of others" if beside >= 0.5 else ""
     return (
-        f"decoded {_count(story.generated, 'token')}, {_ms(story.decode_s / own)} for each of its steps; the engine's "
-        f"steps had {story.decode_rows / steps:.1f} rows{others} in the mean"
+        f"decoded {_count(later, 'further token')}, {_ms(story.decode_s / own)} for each of its steps; the engine's "
+        f"steps then had {story.decode_rows / steps:.1f} rows{others} in the mean"
     )
 
 
@@ -175,6 +177,21 @@ def _so_far(story: Story) -> str:
     waits = sorted(story.waits.items(), key=lambda item: -item[1])[:_SHOWN]
     told = ", ".join(f"{_LACKS.get(what, what)} {_ms(seconds)}" for what, seconds in waits if seconds >= 0.0005)
     return f" ({told})" if told else ""
+
+
+def engine_line(stats: EngineStats) -> str:
+    """Return a line about the engine."""
+    lacks = f", the first lacks {_LACKS[stats.waits_for]}" if stats.waits_for else ""
+    paused = "; paused" if stats.paused else ""
+    return (
+        f"{stats.num_running:,} running, {stats.num_waiting:,} waiting{lacks}; {stats.kv_usage:.0%} of the KV cache in "
+        f"use; {_count(stats.num_preemptions, 'preemption')} so far{paused}"
+    )
+
+
+def seen_line(seen: Seen, now: float) -> str:
+    """Return a line about an unfinished request of which only the server knows."""
+    return f"{seen.id}: {_ms(now - seen.arrival)}; {_count(seen.generated, 'token')} received"
 
 
 def summary(story: Story, now: float) -> str:
