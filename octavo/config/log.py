@@ -29,7 +29,8 @@ class LogConfig:
     )
     enable_log_requests: bool = setting(
         False,
-        "log a line at the end of every request; at log level debug its prompt, too",
+        "log a line at the end of every request, not only of those that fail or are aborted; at log level debug its "
+        "prompt, too",
         shown="only at log level debug",
     )
     otlp_traces_endpoint: str | None = setting(

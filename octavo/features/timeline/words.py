@@ -45,6 +45,8 @@ _PREEMPTED = {
     "failed_step": "its step failed",
     "parked": "the engine dropped its KV cache, for a sleep or new weights",
 }
+_LONG_S = 0.01
+_LATER = "it reads between steps, and a pause holds requests"
 _SHOWN = 6
 """Most kinds of waiting in a line."""
 
@@ -65,6 +67,8 @@ def lines(stories: Sequence[Story], seen: Seen | None, now: float, text_offset: 
     events: list[Line] = [(arrival, "arrived")]
     if seen is not None:
         events.append((seen.begun, "tokenized and sent to the engine"))
+        if stories and stories[0].queued - seen.begun >= _LONG_S:
+            events.append((seen.begun, f"read by the engine {_ms(stories[0].queued - seen.begun)} later: {_LATER}"))
     for story in stories:
         whose = f"choice {story.index}: " if len(stories) > 1 else ""
         events += [(at, whose + text) for at, text in _engine_lines(story, now, text_offset)]

@@ -209,7 +209,7 @@ class RequestRecord:
             self._unfinished = FinishReason.ERROR.value
         # A message about a field may quote its value, which is not to be logged.
         field = getattr(error, "param", None)
-        self._refused = isinstance(error, InvalidRequestError)
+        self._refused = isinstance(error, InvalidRequestError) or getattr(error, "status", 500) < 500
         self._cause = f"refused for its {field}" if field else str(error)
 
     def cut(self, cause: str) -> None:

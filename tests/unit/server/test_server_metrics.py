@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_kit import HELLO, House, Visitor, ask_now, eventually, get_now, make_house, saying
 
 from octavo.config import ServerConfig
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import InvalidRequestError, SlowReaderError
 from octavo.core.params import SamplingParams
 from octavo.core.request import GenerateRequest
 from octavo.core.stats import EngineStats
@@ -218,6 +218,61 @@ def test_what_an_abandoned_request_had_generated_is_counted(stream: bool, caplog
     assert scrape.value("octavo:request_success_total", finished_reason="abort") == 1
     (line,) = _ends(caplog)
     assert f"ended (abort): 23 prompt tokens, 0 of them cached, {tokens} generated" in line
+
+
+@pytest.mark.parametrize(
+    ("ending", "cause"),
+    [
+        ("leaves", "its client left or cancelled it"),
+        ("abort", "aborted for a pause, /abort_requests or new weights"),
+        ("shutdown", "aborted for the shutdown"),
+        ("slow", "its output was read too slowly"),
+    ],
+)
+def test_the_log_always_says_who_ended_a_request_early(
+    ending: str, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        steps = asyncio.Semaphore(2)
+        house = make_house(saying("hello there"), pace=steps.acquire)  # type: ignore[arg-type]
+        visitor = Visitor(house.app, CHAT, HELLO)
+        await eventually(lambda: steps.locked() and bool(house.engine.running))
+        (name,) = house.engine.running
+        if ending == "leaves":
+            visitor.leaves.set()
+        elif ending == "slow":
+            (record,) = house.app.state.metrics.requests.live
+            record.fail(SlowReaderError(10))
+            visitor.leaves.set()
+        else:
+            if ending == "shutdown":
+                house.lifecycle.drain()
+            await house.engine.abort(name)
+        await visitor.whole()
+        (ended,) = house.app.state.metrics.requests.recent
+        assert cause in ended.cause
+        assert list(ended.reasons) == ["abort"]
+        assert not house.app.state.metrics.requests.live
+
+    asyncio.run(scenario())
+    (line,) = _ends(caplog)
+    assert "ended (abort): 23 prompt tokens" in line
+    assert cause in line
+
+
+def test_the_last_requests_are_kept_without_their_prompts() -> None:
+    house = make_house(saying("hello"))
+    for _ in range(1030):
+        house.app.state.metrics.requests.begin(GenerateRequest(id="x", tokens=[1], params=SamplingParams())).end()
+    ask_now(house.app, CHAT, HELLO)
+    recent = house.app.state.metrics.requests.recent
+    assert len(recent) == 1024
+    ended = recent[-1]
+    assert (ended.prompt_tokens, ended.generated, ended.cause) == (23, 6, "")
+    assert ended.arrival <= ended.begun <= ended.first_output <= ended.last_output <= ended.ended
+    assert not hasattr(ended, "request")
 
 
 def test_a_request_that_fails_is_no_abort_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
