@@ -283,6 +283,7 @@ class FakeEngine:
             finish=finish,
             stop_reason=reason,
             times=self._times(live) if finish or not done else None,
+            found=self._found(live.request) if finish else None,
             prompt_logprobs=self._prompt_logprobs(live.request) if not done and not index else None,
         )
 

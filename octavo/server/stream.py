@@ -38,7 +38,7 @@ class ClientGoneError(Exception):
     """The client disconnected before its request was answered."""
 
 
-def event(chunk: msgspec.Struct) -> bytes:
+def event(chunk: Any) -> bytes:
     """Return one event with `chunk` as JSON on one line, for any definition of line breaks."""
     return b"data: " + _one_line(chunk) + b"\n\n"
 

@@ -246,6 +246,14 @@ def load_hooks(context: TextContext) -> tuple[TextHook, ...]:
     return tuple(module.TEXT(context) for _, module in parts("text"))
 
 
+def num_prompts(body: Any) -> int:
+    """Return the number of prompts in a body: a list of texts or token ids, or several conversations."""
+    prompts = getattr(body, "prompt", None) or getattr(body, "messages", None)
+    if isinstance(prompts, list) and all(isinstance(one, str | list) for one in prompts):
+        return len(prompts)
+    return 1
+
+
 def encoded(option: Any, param: str) -> msgspec.Raw:
     """Encode an option.
 

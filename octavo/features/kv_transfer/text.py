@@ -11,7 +11,7 @@ from octavo.core.output import CompletionOutput
 from octavo.core.params import SamplingParams
 from octavo.features.kv_transfer.offer import NAME, PARAM, Ask, Fetch, Local, Offer, Option, Send
 from octavo.features.kv_transfer.settings import TransferInfo
-from octavo.text.hooks import Idle, TextContext, TextHook, encoded
+from octavo.text.hooks import Idle, TextContext, TextHook, encoded, num_prompts
 
 _SWITCHES = "do_remote_decode", "do_remote_prefill"
 
@@ -42,8 +42,8 @@ class TransferText(TextHook):
             return {}
         if not isinstance(given, dict):
             raise InvalidRequestError(f"{PARAM} must be an object.", param=PARAM, value=given)
-        if _num_prompts(body) > 1:
-            text = f"{PARAM} describes one prompt, but the request has {_num_prompts(body)}. Send a request for each."
+        if num_prompts(body) > 1:
+            text = f"{PARAM} describes one prompt, but the request has {num_prompts(body)}. Send a request for each."
             raise InvalidRequestError(text, param=PARAM, value=given)
         if given.get("do_remote_decode") and getattr(body, "stream", None):
             text = f"{PARAM}: do_remote_decode needs stream=false: what is kept is in the whole answer."
@@ -53,7 +53,7 @@ class TransferText(TextHook):
     def idle(self, body: Any) -> list[Idle]:
         """Report parameters beside several conversations, which are prepared one by one."""
         given = getattr(body, PARAM, None)
-        if not given or getattr(body, "prompt", None) or _num_prompts(body) == 1:
+        if not given or getattr(body, "prompt", None) or num_prompts(body) == 1:
             return []
         return [Idle(PARAM, given, "it describes one prompt. Send a request for each conversation")]
 
@@ -114,14 +114,6 @@ class TransferText(TextHook):
 
     def answer(self, output: CompletionOutput, data: bytes) -> None:
         output.extra = {**(output.extra or {}), PARAM: msgspec.msgpack.decode(data)}
-
-
-def _num_prompts(body: Any) -> int:
-    """Return the number of prompts in a body: a list of texts or token ids, or several conversations."""
-    prompts = getattr(body, "prompt", None) or getattr(body, "messages", None)
-    if isinstance(prompts, list) and all(isinstance(one, str | list) for one in prompts):
-        return len(prompts)
-    return 1
 
 
 TEXT = TransferText

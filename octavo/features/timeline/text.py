@@ -11,7 +11,7 @@ from octavo.core.output import CompletionOutput
 from octavo.core.params import SamplingParams
 from octavo.core.request import PLACEHOLDER
 from octavo.features.timeline.story import NAME, PARAM, Found
-from octavo.text.hooks import Idle, TextHook, encoded
+from octavo.text.hooks import Idle, TextHook, encoded, num_prompts
 
 
 class TimelineText(TextHook):
@@ -24,12 +24,18 @@ class TimelineText(TextHook):
         asked = getattr(body, PARAM, None)
         if asked is not None and not isinstance(asked, bool):
             raise InvalidRequestError(f"{PARAM} must be true or false.", param=PARAM, value=asked)
+        if asked and getattr(body, "prompt", None) and num_prompts(body) > 1:
+            text = f"{PARAM} is for one prompt, and this request has several; send each in a request of its own."
+            raise InvalidRequestError(text, param=PARAM, value=asked)
         return {"feature_args": {NAME: True}} if asked and self.present else {}
 
     def idle(self, body: Any) -> list[Idle]:
         asked = getattr(body, PARAM, None)
-        why = "the server keeps no timelines; start it without --request-history 0"
-        return [] if self.present or not asked else [Idle(PARAM, asked, why)]
+        if not asked or (self.present and (getattr(body, "prompt", None) or num_prompts(body) == 1)):
+            return []
+        several = "it is for one prompt; send a request for each conversation"
+        why = several if self.present else "the server keeps no timelines; start it without --request-history 0"
+        return [Idle(PARAM, asked, why)]
 
     def option(self, params: SamplingParams, text: str | None, tokens: list[int]) -> msgspec.Raw | None:
         asked = (params.feature_args or {}).get(NAME)

@@ -83,7 +83,8 @@ async def _whole(ctx: ServerContext, chat: Chat, answer: _MessageEnvelope) -> di
             tokens += len(choice.token_ids)
             told.note(output, choice, news.finish)
     usage = _usage(chat, told.cached, tokens)
-    return answer.message(_content(message), told.stop(calls=bool(message.calls) and not routed.cut), usage)
+    stop = told.stop(calls=bool(message.calls) and not routed.cut)
+    return answer.message(_content(message), stop, usage) | told.extra
 
 
 async def _stream(
@@ -106,6 +107,7 @@ async def _stream(
         "type": "message_delta",
         "delta": told.stop(calls=blocks.calls and not routed.cut),
         "usage": _usage(chat, told.cached, tokens),
+        **told.extra,
     } | ({"warnings": warnings} if warnings else {})
     yield b"".join(
         [*blocks.close(), named_event("message_delta", end), named_event("message_stop", {"type": "message_stop"})]
@@ -123,6 +125,7 @@ class _AnswerEnd:
     def __init__(self) -> None:
         self.seen = False
         self.cached = 0
+        self.extra: dict[str, Any] = {}
         self._finish: str | None = None
         self._reason: int | str | None = None
 
@@ -136,6 +139,7 @@ class _AnswerEnd:
         self.cached = max(self.cached, output.num_cached_tokens)
         self._finish = finish or self._finish
         self._reason = choice.stop_reason
+        self.extra |= choice.extra or {}
 
     def stop(self, *, calls: bool) -> dict[str, Any]:
         if self._finish == "stop" and isinstance(self._reason, str):

@@ -277,7 +277,8 @@ async def _stream(ctx: ServerContext, chat: Chat, reply: Reply, writer: LogprobW
                 _count_reasoning(counter, chat, routed)
                 if delta is not None:
                     last = finished == len(routed) and choice is output.outputs[-1]
-                    events.append(event(reply.chunk(ChatChunk, counter, [delta], ends=reply.ends(last=last))))
+                    chunk = reply.chunk(ChatChunk, counter, [delta], ends=reply.ends(last=last))
+                    events.append(event(chunk if choice.extra is None else extended(chunk, [choice])))
             if events:
                 yield b"".join(events)
     if reply.include_usage:

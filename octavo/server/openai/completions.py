@@ -170,7 +170,8 @@ async def _stream(
                 part = _choice(choice, index, jobs[number], reply, writer, absent=UNSET, opens=opens, echo=echo)
                 opened.add(index)
                 last = unfinished == 0 and choice is output.outputs[-1]
-                events.append(event(reply.chunk(Completion, counter, [part], ends=reply.ends(last=last))))
+                chunk = reply.chunk(Completion, counter, [part], ends=reply.ends(last=last))
+                events.append(event(chunk if choice.extra is None else extended(chunk, [choice])))
             if events:
                 yield b"".join(events)
     if reply.include_usage:

@@ -75,6 +75,6 @@ async def _stream(
                         usage=reply.chunk_usage(counter),
                         warnings=reply.warnings if reply.ends(last=not unfinished) else UNSET,
                     )
-                    yield event(chunk)
+                    yield event(chunk if choice.extra is None else extended(chunk, [choice]))
     if reply.include_usage:
         yield event(GeneratedChunk(request_id=reply.id, choices=[], usage=counter.usage(), warnings=reply.warnings))

@@ -246,6 +246,7 @@ class Responses:
                 making.text += choice.text
                 making.tokens += choice.token_ids
                 making.finish = news.finish or making.finish
+                making.response |= choice.extra or {}
                 yield list(making.output.take(news, making.writer.chat(choice) if told else None))
         making.reasoning_tokens = routed.reasoning_tokens
         status = INCOMPLETE if routed.cut or making.finish in _CUT else COMPLETED

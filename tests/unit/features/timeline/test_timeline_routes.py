@@ -234,6 +234,39 @@ def test_the_text_half_adds_misses_and_the_text_offset_of_the_first() -> None:
         TEXT(TextContext(TOKENIZER, fake_info())).option(params, None, [1])
 
 
+ANSWERS = [
+    (CHAT, HELLO, lambda events: events[-1]),
+    ("/v1/completions", {"prompt": "Hello"}, lambda events: events[-1]),
+    ("/inference/v1/generate", {"token_ids": [70, 71], "sampling_params": {}}, lambda events: events[-1]),
+    ("/v1/messages", {"max_tokens": 5, **HELLO}, lambda events: events[-2]),
+    ("/v1/responses", {"input": "Hello"}, lambda events: events[-1]["response"]),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "last"), ANSWERS)
+def test_every_answer_has_them_if_they_are_asked_for(path: str, body: Any, last: Any, stream: bool) -> None:
+    house = make_house(saying("hello"), features=[NAME])
+    data = msgspec.msgpack.encode(Found([Miss("new", 23, 0)], []))
+    house.engine._found = lambda request: {NAME: data} if NAME in request.options else {}
+    for asked in (True, False):
+        answer = ask_now(house.app, path, body | {"stream": stream, "return_cache_misses": asked})
+        lines = answer.body.decode().splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")] if stream else []
+        told = last(events) if stream else answer.json()
+        assert told.get("cache_misses") == ([{"reason": "new", "tokens": 23, "position": 0}] if asked else None)
+
+
+def test_misses_are_for_one_prompt() -> None:
+    house = make_house(saying("hello"), features=[NAME])
+    error = ask_now(house.app, "/v1/completions", {"prompt": ["a", "b"], "return_cache_misses": True}).error()
+    assert (error["code"], error["param"]) == (400, "return_cache_misses")
+    several = {"messages": [HELLO["messages"], HELLO["messages"]], "return_cache_misses": True}
+    answer = ask_now(house.app, f"{CHAT}/batch", several).json()
+    assert "send a request for each conversation" in str(answer["warnings"])
+    assert "cache_misses" not in answer
+
+
 def test_the_command_prints_what_the_server_says(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     asked: list[tuple[str, dict[str, str]]] = []
     replies = [
