@@ -30,6 +30,7 @@ NOT_HERE = {
     "octavo plan /models/": "wants a model's folder; tests/unit/cli/test_plan.py runs it",
     "octavo chat": "a conversation; with -q it runs",
     "octavo pull HuggingFaceTB/": "needs the Internet",
+    "octavo why": "tests/e2e/features/timeline/test_why.py asks servers of its own",
     "octavo replay-steps": "tests/e2e/test_replay_steps.py runs it on a record of its own",
     "octavo simulate": "wants a trace and a profile; tests/unit/cli/test_simulation_commands.py runs it",
     "octavo tune": "wants a trace and a profile; tests/unit/cli/test_simulation_commands.py runs it",

@@ -71,7 +71,7 @@ def private(ctx: ServerContext) -> APIRouter:
         seen = _own(ctx, request.query_params.get("id", ""))
         if not seen:
             return Response(status_code=404)
-        return Response(msgspec.json.encode(seen), media_type="application/json")
+        return json_response(seen)
 
     router.add_api_route(_OWN, own, methods=["GET"])
     return router

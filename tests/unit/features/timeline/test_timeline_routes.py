@@ -24,6 +24,7 @@ from server_kit import (
     saying,
 )
 
+from octavo.config import ServerConfig
 from octavo.core.errors import ConfigError, EngineDeadError, InvalidRequestError, OctavoError, UnsupportedError
 from octavo.core.output import CompletionOutput
 from octavo.core.params import SamplingParams
@@ -181,6 +182,12 @@ def test_without_timelines_the_server_tells_what_it_saw_itself() -> None:
     for path in ("/debug/timeline", "/debug/requests/other"):
         error = get_now(house.app, path).error()
         assert (error["code"], "--request-history 0" in error["message"]) == (404, True)
+
+
+def test_timelines_need_a_key_if_the_server_has_keys() -> None:
+    house = house_with(config=ServerConfig(api_keys=("k",)))
+    for path in ("/debug/timeline", "/debug/requests/a"):
+        assert get_now(house.app, path).status == 401
 
 
 def test_any_process_finds_what_another_one_saw(tmp_path: Path) -> None:
