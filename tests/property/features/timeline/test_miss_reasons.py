@@ -145,7 +145,7 @@ def check(world: World, oracle: Oracle) -> None:
 
 
 @given(worlds(LAYOUTS), st.integers(0, 2**32), st.integers(1, 24), st.sampled_from([0.0, 0.05]), st.booleans())
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(240))
 def test_every_miss_has_the_reason_that_an_oracle_finds(world, seed, count, abort_rate, fails):
     world, oracle = watched(replace(world, faulty=fails), seed)
     if fails:
@@ -169,7 +169,7 @@ def test_blocks_of_other_ranks_are_told_from_those_of_other_tenants(world, seed,
 def test_the_worlds_have_every_reason():
     """The property above would hold of worlds in which nothing happens, too."""
     seen = set()
-    for seed in range(60):
+    for seed in range(40):
         rng = random.Random(seed)
         world = World(
             rng=rng,
