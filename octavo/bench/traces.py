@@ -56,7 +56,7 @@ def read_trace(path: Path, *, speed: float = 1.0, most: int | None = None) -> li
     A last line that is cut off is left out: the file may end anywhere.
 
     Args:
-        speed: requests arrive so many times as fast.
+        speed: factor by which requests arrive faster.
         most: requests to read, the first ones; None for all.
 
     Raises:

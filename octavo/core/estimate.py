@@ -154,7 +154,7 @@ class Estimate:
     host_free: int | None = None
 
     def beside(self, used: int) -> Estimate:
-        """Return the estimate for devices of which something else uses this many bytes."""
+        """Return the estimate for devices where other programs use this many bytes."""
         return replace(self, stages=[replace(load, room=load.room - used) for load in self.stages])
 
     @property

@@ -97,7 +97,7 @@ class Seats:
     Args:
         most: models that may be loaded at once.
         turn_s: least seconds of a busy model's turn.
-        idle_s: seconds without requests after which a model goes although nobody needs its seat; None for never.
+        idle_s: seconds without requests after which a model goes although its seat is not needed; None for never.
     """
 
     def __init__(self, names: Iterable[str], most: int, turn_s: float, idle_s: float | None = None) -> None:

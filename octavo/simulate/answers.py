@@ -1,4 +1,4 @@
-"""Token ids for requests of which only lengths and the numbers of blocks are known.
+"""Token ids for requests whose lengths and block numbers are all that is known.
 
 Requests with the same numbers get the same tokens, so that they share KV blocks as the recorded ones did.
 """

@@ -47,7 +47,9 @@ def make_parser() -> OctavoParser:
     )
     group = parser.add_argument_group("steps")
     group.add_argument("--output", type=Path, default=Path("profile.json"), metavar="FILE", help="(profile.json)")
-    group.add_argument("--rounds", type=units.count, default=3, metavar="N", help="medians of so many (3)")
+    group.add_argument(
+        "--rounds", type=units.count, default=3, metavar="N", help="take medians of this many rounds (3)"
+    )
     group.add_argument(
         "--seconds",
         type=units.seconds,

@@ -57,7 +57,7 @@ class _Media:
 
 
 class NoMedia(EngineHook):
-    """For models of which only text is read: it only says why."""
+    """For models that are served for text only: it says why."""
 
     name = NAME
     opt_in = True

@@ -122,7 +122,7 @@ class VideoParts:
         self._limits = Limits(own.max_frames, own.max_seconds, own.max_frame_pixels, own.max_pixels)
 
     def open(self, part: GivenPart, fps: float | None) -> Video:
-        """Return a video, most of which is not decoded yet.
+        """Return a video; most of it is not decoded yet.
 
         Args:
             fps: what the request asks for: the rate of frames that come without one.

@@ -77,7 +77,7 @@ class MediaSettings(FeatureSettings):
     )
     max_video_bytes: int = setting(64 << 20, "largest file of a video", read=quantities.size, metavar="SIZE")
     max_video_seconds: float = setting(
-        600.0, "longest video as sent, of which some frames are used", read=quantities.positive, metavar="S"
+        600.0, "longest video as sent; some of its frames are used", read=quantities.positive, metavar="S"
     )
     max_video_frames: int = setting(36_000, "most frames of a video as sent", read=quantities.natural, metavar="N")
     max_video_pixels: int = setting(

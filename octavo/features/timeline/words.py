@@ -194,7 +194,7 @@ def engine_line(stats: EngineStats) -> str:
 
 
 def seen_line(seen: Seen, now: float) -> str:
-    """Return a line about an unfinished request of which only the server knows."""
+    """Return a line about an unfinished request that only the server knows."""
     return f"{seen.id}: {_ms(now - seen.arrival)}; {_count(seen.generated, 'token')} received"
 
 

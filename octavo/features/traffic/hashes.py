@@ -15,7 +15,7 @@ _BYTES = 6
 class BlockHashes:
     """Hashes blocks of tokens, each with all before it.
 
-    The key is random and is never written. Without it, nobody can hash a guessed prompt and look for it in the file.
+    The key is random and is never written. Without it, a guessed prompt can't be hashed and looked for in the file.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -49,7 +49,7 @@ def decoded_video(data: bytes, limits: Limits, param: str) -> Video:
 
 
 def of_pictures(files: Sequence[bytes], fps: float | None, limits: Limits, param: str) -> Video:
-    """Return a video of frames that are files of images, all of which are used.
+    """Return a video of frames that are image files; all of them are used.
 
     Args:
         fps: the rate at which they were taken; None for the usual one.
