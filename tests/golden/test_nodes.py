@@ -30,8 +30,9 @@ FEW = (*FEW, "--kv-cache-memory-bytes", "4M", "--max-num-seqs", "8")
 
 
 def config_of(*flags: str) -> EngineConfig:
+    """Return the settings of `octavo serve`; the first flag is the model."""
     parser = make_parser()
-    return engine_from(values(parser, parser.parse_args([*flags])))
+    return engine_from(values(parser, parser.parse_args(["--model", *flags])))
 
 
 def engine(*flags: str) -> EngineLoop:
