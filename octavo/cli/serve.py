@@ -52,7 +52,9 @@ def run_models(parser: OctavoParser, models: Sequence[str], found: Mapping[str, 
     from octavo.cli.serve_models import CHILD, entries
     from octavo.pool.run import run_pool
 
-    return run_pool(entries(parser, models, found), pool_from(found), server_from(found), CHILD, announce)
+    pool = pool_from(found)
+    pool.check()
+    return run_pool(entries(parser, models, found), pool, server_from(found), CHILD, announce)
 
 
 def pool_from(found: Mapping[str, Any]) -> PoolConfig:

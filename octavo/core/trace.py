@@ -18,7 +18,7 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         timestamp: its arrival, in milliseconds after the trace's beginning.
         input_length, output_length: tokens of its prompt, and of its longest answer.
-        hash_ids: a number for each block of the prompt, the last of which may be partly filled. It depends on the block
+        hash_ids: a number for each block of the prompt; the last block may be partly filled. It depends on the block
             and all before it, so prompts with a common prefix begin with the same numbers.
         block_size: tokens of a block.
         max_tokens: as the request asked; None for the rest of the context.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from octavo.pool.pool import Member, Pool, running
+from octavo.server.anthropic import models as anthropic
 from octavo.server.errors import ApiError, UnknownModelError
 from octavo.server.siblings.link import ask
 
@@ -102,21 +101,9 @@ class Models:
         return told | {"root": member.entry.engine.model.model, "parent": parent, "max_model_len": None, "tasks": None}
 
 
-def anthropic_page(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return `/v1/models` in the form of Anthropic's API."""
-    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-    return {"data": [anthropic_card(card) for card in cards]} | page
-
-
-def anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
-    """Return one of its entries."""
-    created = datetime.datetime.fromtimestamp(card["created"], datetime.UTC).isoformat().replace("+00:00", "Z")
-    told = {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": created}
-    return told | {
-        "max_input_tokens": card["max_model_len"],
-        "max_tokens": card["max_model_len"],
-        "state": card["state"],
-    }
+def anthropic_card(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return one of its entries in the form of Anthropic's API."""
+    return anthropic.card(entry["id"], entry["created"], entry["max_model_len"]) | {"state": entry["state"]}
 
 
 async def _get(member: Member, url: str) -> bytes | None:

@@ -12,14 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.pool.metrics import PoolMetrics
-from octavo.pool.models import Models, anthropic_card, anthropic_page
+from octavo.pool.models import Models, anthropic_card
 from octavo.pool.pool import Member, Pool, running
+from octavo.server.anthropic import models as anthropic
 from octavo.server.anthropic.errors import speaks_anthropic
 from octavo.server.errors import ApiError, json_response
 from octavo.server.metrics.metrics import CONTENT_TYPE
 from octavo.server.ollama import models as ollama
-from octavo.server.ollama.answers import timestamp
 from octavo.server.siblings.link import ask
+from octavo.server.timestamp import timestamp
 from octavo.version import __version__
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Overview:
     async def list_models(self, request: Request) -> Response:
         cards = await self._models.cards()
         if speaks_anthropic(request.scope):
-            return json_response(anthropic_page(cards))
+            return json_response(anthropic.page([anthropic_card(card) for card in cards]))
         return json_response({"object": "list", "data": cards})
 
     async def retrieve_model(self, request: Request) -> Response:

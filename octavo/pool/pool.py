@@ -209,7 +209,7 @@ class Pool:
             )
 
     async def _admitted(self, member: Member, ticket: int) -> int:
-        """Wait until a ticket is let in. Return the model's life. Whoever gives up leaves nothing behind."""
+        """Wait until a ticket is let in. Return the model's life. A request that gives up leaves nothing behind."""
         future = self._waiter(ticket)
         try:
             async with asyncio.timeout(self._config.model_wait_timeout_s):
@@ -335,9 +335,9 @@ class Pool:
         self._decide()
 
     def _sleeps(self, child: Child) -> bool:
-        if self._config.model_eviction == "auto":
-            return child.facts.accelerator != "cpu" and self._config.max_sleeping_models > 0
-        return self._config.model_eviction == "sleep" and self._config.max_sleeping_models > 0
+        how = self._config.model_eviction
+        sleeps = child.facts.accelerator != "cpu" if how == "auto" else how == "sleep"
+        return sleeps and self._config.max_sleeping_models > 0
 
     async def _put_to_sleep(self, member: Member) -> bool:
         assert member.child is not None

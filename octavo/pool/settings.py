@@ -1,6 +1,6 @@
 """Settings of a server of several models."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from octavo.config import EngineConfig, ServerConfig
@@ -59,6 +59,20 @@ class PoolConfig:
         False, "load models at the start, as many as may be loaded; otherwise a model is loaded at its first request"
     )
 
+    def check(self) -> None:
+        """Raise ConfigError if models are to sleep and must not, or the other way round."""
+        sleeps, most = self.model_eviction != "stop", self.max_sleeping_models
+        if not sleeps and most not in (0, PoolConfig().max_sleeping_models):
+            raise ConfigError(
+                f"--max-sleeping-models {most} has no effect with --model-eviction stop, with which no model sleeps. "
+                "Leave one of them out."
+            )
+        if self.model_eviction == "sleep" and most == 0:
+            raise ConfigError(
+                "--model-eviction sleep needs room for a model that sleeps: raise --max-sleeping-models, or leave it "
+                "out."
+            )
+
     def check_unused(self) -> None:
         """Raise ConfigError if a setting is given although there is one model."""
         plain = PoolConfig()
@@ -91,36 +105,23 @@ class ModelEntry:
         return self.names[0]
 
 
+_APPLIED = (
+    *("host", "port", "uds", "api_keys", "api_key_file", "middleware", "max_concurrent_requests"),
+    *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    *("enable_ssl_refresh", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+)
+"""Settings that the front process has applied when a request reaches a model's process."""
 OF_THE_FRONT = frozenset(
     {
-        *("host", "port", "uds", "api_keys", "api_key_file", "root_path", "middleware", "api_server_count"),
-        *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
-        *("enable_ssl_refresh", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-        *(
-            "max_concurrent_requests",
-            "tenant_by",
-            "keep_alive_s",
-            "unread_timeout_s",
-            "shutdown_timeout_s",
-            "enable_docs",
-        ),
+        *_APPLIED,
+        *("root_path", "api_server_count", "tenant_by", "keep_alive_s", "unread_timeout_s", "shutdown_timeout_s"),
         *("max_body_bytes", "body_timeout_s", "jobs_dir", "max_file_bytes", "max_batch_lines", "batch_concurrency"),
         *("enable_docs", "server_dev_mode", "log_level", "log_config_file", "configure_logging"),
-        "otlp_traces_endpoint",
-        *("skip_model_name_validation", "disable_uvicorn_access_log", "disable_access_log_for_endpoints"),
+        *("otlp_traces_endpoint", "skip_model_name_validation"),
+        *("disable_uvicorn_access_log", "disable_access_log_for_endpoints"),
     }
 )
 """Fields of `ServerConfig` that hold for the whole server, so that a model can't have its own."""
-
-_NOT_IN_CHILDREN: dict[str, Any] = {
-    name: getattr(ServerConfig(), name)
-    for name in (
-        *("host", "port", "uds", "api_keys", "api_key_file", "middleware", "max_concurrent_requests"),
-        *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
-        *("enable_ssl_refresh", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-    )
-}
-"""Settings that the front process has applied when a request reaches a model's process."""
 
 
 def of_child(entry: ModelEntry, socket: str, jobs_dir: str) -> ServerConfig:
@@ -130,8 +131,8 @@ def of_child(entry: ModelEntry, socket: str, jobs_dir: str) -> ServerConfig:
         socket: the socket file on which it listens.
         jobs_dir: the front process has the files and batches; this folder stays empty.
     """
-    from dataclasses import replace
-
-    own = _NOT_IN_CHILDREN | {"uds": socket, "jobs_dir": jobs_dir, "served_model_name": entry.names}
+    plain = ServerConfig()
+    own: dict[str, Any] = {name: getattr(plain, name) for name in _APPLIED}
+    own |= {"uds": socket, "jobs_dir": jobs_dir, "served_model_name": entry.names}
     # At a stop the front process waits for the requests; what is left when it stops the models is aborted.
     return replace(entry.server, **own, shutdown_timeout_s=0.0, enable_docs=True)

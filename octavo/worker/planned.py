@@ -211,6 +211,7 @@ class Planned:
     def _layer_bytes(self) -> int:
         if self._states:
             return states.cells(self._states, self.block_size) // self.block_size
+        # mypy does not know that the backend and the layer are of one kind.
         elements = self._page or math.prod(self._backend.cache_shape(self._layer, 1, self.block_size))  # type: ignore[arg-type]
         return elements * self.kv_dtype.itemsize // self.block_size
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.cli.doctor.check import Area, Check, Finding, Wish, broken, fine
 from octavo.core.errors import ConfigError
+from octavo.schedule.policy import make_policy
 from octavo.server.fingerprint import check_fingerprint
 from octavo.server.process.keys import with_key_file
 from octavo.server.process.tls import check_tls
@@ -20,8 +22,9 @@ class Settings:
 
 def read(wish: Wish) -> Settings:
     engine, server = wish.engine, wish.server
-    checks = (
+    checks: tuple[Callable[[], object], ...] = (
         engine.check,
+        lambda: make_policy(engine.scheduler.policy, engine.scheduler.tenant_weights),
         server.check,
         lambda: with_key_file(server),
         lambda: check_tls(server),

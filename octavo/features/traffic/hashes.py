@@ -23,8 +23,8 @@ class BlockHashes:
         self._key = os.urandom(32)
 
     def of(self, namespace: str, keys: Sequence[int | bytes], num_prompt: int) -> tuple[list[int], list[int]]:
-        """Return the number of each block of the prompt, the last of which may be partly filled, and those of the full
-        blocks after its full ones.
+        """Return the numbers of the prompt's blocks, also of a last one that is partly filled, and those of full blocks
+        after its full ones.
 
         Args:
             namespace: sequences of others never have the same numbers.

@@ -11,12 +11,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from octavo.nn.ops import few_rows
-from octavo.nn.ops.cublaslt import Product, aligned, library
+from octavo.nn.ops.cublaslt import Library, Product, aligned, library
 from octavo.nn.ops.products import Like, Products, ProductShape, stored_choices
 from octavo.nn.ops.triton_ordered import ordered_product
 
@@ -27,6 +28,22 @@ _TRIES = 8
 
 class OrderedProducts(Products):
     """The chosen algorithm of each shape. There is one object per process, for its only GPU."""
+
+    def __init__(self, lib: Library, path: Path) -> None:
+        super().__init__(lib, path)
+        self._few: dict[tuple[int, ...], bool] = {}
+
+    def takes_few(self, weight: Tensor) -> bool:
+        """Return whether `few_rows.few_product` gives the bits of `ordered_product` with such a matrix. That is
+        tried at the first call which is not recorded."""
+        shape = tuple(weight.shape)
+        if shape not in self._few:
+            if torch.cuda.is_current_stream_capturing():
+                return False
+            x = torch.randn(few_rows.MAX_ROWS, shape[1], dtype=weight.dtype, device=weight.device)
+            same = torch.equal(few_rows.few_product(x, weight), ordered_product(x, weight, weight.dtype))
+            self._few[shape] = same
+        return self._few[shape]
 
     def run_ordered(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return x [M, K] @ weight [N, K]^T by the chosen algorithm, or one that is found now, unless steps are
@@ -79,6 +96,11 @@ def choose(groups: Sequence[Like], rows: Iterable[int], wait: Callable[[], None]
     counts = list(rows)
     for like in groups:
         owner.choose(like, counts)
+        weight = like.weights[0]
+        x = torch.randn(few_rows.MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        for count in counts:
+            if count <= len(x):  # the first call finds and loads the kernel
+                linear(x[:count], weight, like.dtype)
     owner.save()
     log.info(
         "chose matrix products with one order of sums for %d shapes in %.1f s, %d measured",
@@ -89,10 +111,10 @@ def choose(groups: Sequence[Like], rows: Iterable[int], wait: Callable[[], None]
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x [M, K] @ weight [N, K]^T, rounded once to `dtype`; a contiguous weight of a 16-bit dtype."""
     x = x.contiguous()
-    if not x.is_cuda:
+    owner = products() if x.is_cuda and x.shape[0] else None
+    if owner is None:
         return ordered_product(x, weight, dtype)
-    if dtype == x.dtype and few_rows.pays(x.shape[0], weight.shape[0]):
+    if dtype == x.dtype and few_rows.pays(x.shape[0], weight.shape[0]) and owner.takes_few(weight):
         return few_rows.few_product(x, weight)
-    owner = products()
-    found = None if owner is None or not x.shape[0] else owner.run_ordered(x, weight, dtype)
+    found = owner.run_ordered(x, weight, dtype)
     return ordered_product(x, weight, dtype) if found is None else found

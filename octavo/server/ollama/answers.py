@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.server.errors import ApiError
+from octavo.server.timestamp import timestamp
 
 Piece = dict[str, Any]
 
@@ -76,7 +76,7 @@ class OllamaAnswer:
         return self._head() | self._wrap("", "", []) | {"done": True, "done_reason": "load"}
 
     def _head(self) -> Piece:
-        return {"model": self._model, "created_at": timestamp()}
+        return {"model": self._model, "created_at": timestamp(time.time())}
 
     def _collect(self, deltas: Sequence[Mapping[str, Any]]) -> None:
         for delta in deltas:
@@ -149,13 +149,3 @@ def _logprobs(given: Mapping[str, Any] | None) -> list[Piece]:
 
 def _token(entry: Mapping[str, Any]) -> Piece:
     return {"token": entry["token"], "logprob": entry["logprob"], "bytes": entry.get("bytes")}
-
-
-def timestamp(seconds: float | None = None) -> str:
-    """Return a time, by default now, in RFC 3339."""
-    at = (
-        datetime.datetime.now(datetime.UTC)
-        if seconds is None
-        else datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    )
-    return at.isoformat().replace("+00:00", "Z")

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from octavo.server.context import ServerContext
 from octavo.server.errors import ApiError, UnknownModelError, json_response
-from octavo.server.ollama.answers import timestamp
 from octavo.server.ollama.protocol import OllamaModelBody
+from octavo.server.timestamp import timestamp
 from octavo.text.prompts.infill import infill_of
 
 LEVEL = "0.13.0"

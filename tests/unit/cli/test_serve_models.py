@@ -11,7 +11,7 @@ from octavo.cli.flags.args import values
 from octavo.cli.serve import make_parser
 from octavo.cli.serve_models import entries
 from octavo.core.errors import ConfigError
-from octavo.pool.settings import ModelEntry, of_child
+from octavo.pool.settings import ModelEntry, PoolConfig, of_child
 
 
 def made(*words: str) -> list[ModelEntry]:
@@ -118,3 +118,21 @@ def test_a_process_gets_nothing_that_the_front_has_done() -> None:
     child = of_child(made(*words)[0], "/socket", "/jobs")
     assert (child.api_keys, child.allowed_origins, child.uds, child.jobs_dir) == ((), (), "/socket", "/jobs")
     assert child.root_path == "/x"
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (PoolConfig(model_eviction="stop", max_sleeping_models=2), "--max-sleeping-models 2"),
+        (PoolConfig(model_eviction="sleep", max_sleeping_models=0), "--model-eviction sleep"),
+    ],
+    ids=["stop", "sleep"],
+)
+def test_models_that_are_to_sleep_and_must_not(config: PoolConfig, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        config.check()
+
+
+def test_models_that_never_sleep() -> None:
+    for config in (PoolConfig(), PoolConfig(model_eviction="stop"), PoolConfig(max_sleeping_models=0)):
+        config.check()

@@ -32,7 +32,7 @@ def seconds(shape: StepShape) -> float:
 
 
 def chat() -> list[Arrival]:
-    """Requests with a common first block, some of which end before their `max_tokens`; more than can run at once."""
+    """Requests with a common first block, more than can run at once; some end before their `max_tokens`."""
     rng, at, found = random.Random(5), 0.0, []
     for number in range(160):
         at += rng.expovariate(250)

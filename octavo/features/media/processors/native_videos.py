@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -127,12 +128,13 @@ class NativeVideoProcessor(VideoProcessor):
         # Edges are at least one patch, or rounded up, so frames that are long and narrow go beyond the bounds.
         return max(_TOGETHER // self._merged, count + math.ceil(math.sqrt((MOST_RATIO + 25) * count)) + 1)
 
+    @abstractmethod
     def _resized(self, height: int, width: int, count: int, limit: int) -> tuple[int, int]:
-        raise NotImplementedError
+        """Return the height and width to which `count` frames are resized, with at most `limit` pixels."""
 
+    @abstractmethod
     def _times(self, video: Video, frames: Sequence[int]) -> Sequence[float]:
         """Return the time of each group."""
-        raise NotImplementedError
 
     def _place(self, times: Sequence[float], group: int, count: int) -> tuple[tuple[int, ...], int]:
         """Return the `times` and `group` of an item of some groups."""

@@ -65,12 +65,12 @@ def test_a_server_explains_its_requests(start_server: Callable[..., Server]) -> 
     assert re.search(r"ended in the engine: length, 1 token\n", text)
     assert re.search(r"ended in the server \(length\), 1 tokens, [\d.]+ ms after the engine\n", text)
 
-    # Another tenant: the operator is told, the client is not.
+    # Of another tenant, the operator sees the reason; the client does not.
     salted = complete(server, prompt, cache_salt="tenant")
     assert reasons(salted) == [("new", 96, 0), ("last_block", 4, 96)]
     assert "not cached: 96 tokens, at token 0: it is cached for another cache_salt" in told(server, salted)
 
-    # Prompts of 15, 15 and 19 blocks, of which two grow by another 3: there are 34.
+    # Prompts of 15, 15 and 19 blocks; two of them grow by 3 more. There are 34 blocks.
     asked = [([20_000 + 300 * n + i for i in range(length)], most) for n, (length, most) in enumerate(LENGTHS)]
     answers = together(lambda one: complete(server, one[0], one[1]), asked)
     texts = [told(server, answer) for answer in answers]

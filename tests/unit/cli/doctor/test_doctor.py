@@ -106,6 +106,11 @@ def test_flags_that_can_not_be_used_together(tmp_path: Path, capsys: pytest.Capt
     assert "/none.pem" in text
 
 
+def test_flags_of_the_scheduler_that_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = examined(capsys, "--quick", "--tenant-weights", '{"search": 2}')
+    assert "--tenant-weights has no effect" in found["settings", "flags"]["text"]
+
+
 def test_a_proxy_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "no_proxy", "HTTP_PROXY", "NO_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
