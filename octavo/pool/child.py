@@ -19,6 +19,7 @@ from octavo.core.errors import OctavoError
 from octavo.pool.child_main import Charge, Facts
 from octavo.server.siblings.link import ask
 
+_ANSWER_S = 2.0
 _STOP_S = 15.0
 _HEIRS_S = 5.0
 _ENDING_S = 6.0
@@ -96,6 +97,15 @@ class Child:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING_S):
                 await self.ended.wait()
+
+    async def told(self, url: str) -> bytes | None:
+        """Return the answer to a GET; None if there is none soon, or one other than 200."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                status, body = await ask(self.requests, "GET", url)
+        except (ConnectionError, TimeoutError):
+            return None
+        return body if status == 200 else None
 
     async def load(self) -> int:
         """Return the number of sequences running or waiting.

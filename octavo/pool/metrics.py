@@ -10,16 +10,14 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from octavo.pool.pool import Member, Pool, running
+from octavo.pool.pool import Member, Pool
 from octavo.pool.seats import Standing
 from octavo.server.metrics.http import HttpMetrics
 from octavo.server.metrics.merge import total
 from octavo.server.metrics.metrics import http_families
-from octavo.server.siblings.link import ask
 
 _LABEL = "model_name"
 _STATES = ("loaded", "asleep", "loading", "unloading", "unloaded")
-_ANSWER_S = 2.0
 
 
 class PoolMetrics:
@@ -40,8 +38,7 @@ class PoolMetrics:
         Every sample of a model's process has the label `model_name`, so that none are added up: a process that ends
         would make the sum decrease.
         """
-        asked = running(self._pool.members.values())
-        said = await asyncio.gather(*(_families(member) for member in asked))
+        said = await asyncio.gather(*(_families(member) for member in self._pool.members.values()))
         return generate_latest(_Given(total([self._own(), *said])))
 
     def _own(self) -> Iterator[Metric]:
@@ -101,15 +98,9 @@ def _counter(name: str, text: str, values: Mapping[str, float]) -> Metric:
 
 async def _families(member: Member) -> list[Metric]:
     """Return a process's metrics; none if it does not answer."""
-    assert member.child is not None
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            status, body = await ask(member.child.requests, "GET", "/metrics")
-    except (ConnectionError, TimeoutError):
-        return []
-    return (
-        [_labelled(one, member.name) for one in text_string_to_metric_families(body.decode())] if status == 200 else []
-    )
+    answer = await member.told("/metrics")
+    found = () if answer is None else text_string_to_metric_families(answer.decode())
+    return [_labelled(one, member.name) for one in found]
 
 
 def _labelled(family: Metric, model: str) -> Metric:

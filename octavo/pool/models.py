@@ -8,12 +8,10 @@ from typing import Any
 
 import msgspec
 
-from octavo.pool.pool import Member, Pool, running
+from octavo.pool.pool import Member, Pool
 from octavo.server.anthropic import models as anthropic
 from octavo.server.errors import ApiError, UnknownModelError
-from octavo.server.siblings.link import ask
 
-_ANSWER_S = 2.0
 _LATEST = ":latest"
 
 
@@ -75,16 +73,15 @@ class Models:
         """Ask the running processes for a name that only they may know, such as an adapter's."""
         if "?" in name:  # the link's URLs have no escapes
             return None
-        asked = running(self.members)
-        answers = await asyncio.gather(*(_get(member, f"/v1/models/{name}") for member in asked))
-        for member, answer in zip(asked, answers, strict=True):
+        answers = await asyncio.gather(*(member.told(f"/v1/models/{name}") for member in self.members))
+        for member, answer in zip(self.members, answers, strict=True):
             if answer is not None:
                 self._added[name] = member
                 return member
         return None
 
     async def _card_list(self, member: Member) -> list[dict[str, Any]]:
-        answer = await _get(member, "/v1/models") if member in running([member]) else None
+        answer = await member.told("/v1/models")
         if answer is not None:
             cards: list[dict[str, Any]] = msgspec.json.decode(answer)["data"]
             self._cards[member.name] = cards
@@ -104,14 +101,3 @@ class Models:
 def anthropic_card(entry: dict[str, Any]) -> dict[str, Any]:
     """Return one of its entries in the form of Anthropic's API."""
     return anthropic.card(entry["id"], entry["created"], entry["max_model_len"]) | {"state": entry["state"]}
-
-
-async def _get(member: Member, url: str) -> bytes | None:
-    """Return a running process's answer to a GET; None if it is another than 200."""
-    assert member.child is not None
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            status, body = await ask(member.child.requests, "GET", url)
-    except (ConnectionError, TimeoutError):
-        return None
-    return body if status == 200 else None

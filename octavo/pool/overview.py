@@ -13,13 +13,12 @@ from starlette.responses import Response
 
 from octavo.pool.metrics import PoolMetrics
 from octavo.pool.models import Models, anthropic_card
-from octavo.pool.pool import Member, Pool, running
+from octavo.pool.pool import Member, Pool
 from octavo.server.anthropic import models as anthropic
 from octavo.server.anthropic.errors import speaks_anthropic
 from octavo.server.errors import ApiError, json_response
 from octavo.server.metrics.metrics import CONTENT_TYPE
 from octavo.server.ollama import models as ollama
-from octavo.server.siblings.link import ask
 from octavo.server.timestamp import timestamp
 from octavo.version import __version__
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 Answer = Callable[[Request], Awaitable[Response]]
 
 _MODELS = "/v1/models"
-_ANSWER_S = 2.0
 
 
 class Overview:
@@ -86,7 +84,7 @@ class Overview:
 
     async def load(self, request: Request) -> Response:
         """Return the sequences running or waiting in all models, and the requests that wait for a model."""
-        said = await asyncio.gather(*(_json(member, "/load") for member in running(self._models.members)))
+        said = await asyncio.gather(*(_json(member, "/load") for member in self._models.members))
         loads = sum(int(one["server_load"]) for one in said if one is not None)
         return json_response({"server_load": loads + sum(len(member.seat.waiting) for member in self._models.members)})
 
@@ -98,15 +96,15 @@ class Overview:
 
     async def requests(self, request: Request) -> Response:
         """Return the requests of all models, oldest first, and each model's state."""
-        asked = running(self._models.members)
-        said = await asyncio.gather(*(_json(member, "/debug/requests") for member in asked))
-        known = {member.name: one for member, one in zip(asked, said, strict=True) if one is not None}
+        members = self._models.members
+        said = await asyncio.gather(*(_json(member, "/debug/requests") for member in members))
+        known = {member.name: one for member, one in zip(members, said, strict=True) if one is not None}
         found = [{**one, "model": name} for name, told in known.items() for one in told["requests"]]
         states = {
             member.name: _health(member)
             | {"engine": known[member.name]["engine"] if member.name in known else None}
             | {"waiting_for_model": len(member.seat.waiting)}
-            for member in self._models.members
+            for member in members
         }
         return json_response({"models": states, "requests": sorted(found, key=lambda one: -one["age"])})
 
@@ -133,13 +131,13 @@ class Overview:
     async def ollama_tags(self, request: Request) -> Response:
         """List the models in Ollama's form. Of one that is not loaded, only names are known."""
         cards = await self._models.cards()
-        said = await self._ollama("/api/tags", running(self._models.members))
+        said = await self._ollama("/api/tags", self._models.members)
         known = {one["name"]: one for one in said}
         return json_response({"models": [known.get(card["id"]) or _ollama_card(card) for card in cards]})
 
     async def ollama_running(self, request: Request) -> Response:
         """List the loaded models in Ollama's form."""
-        loaded = [one for one in running(self._models.members) if one.state == "loaded"]
+        loaded = [one for one in self._models.members if one.state == "loaded"]
         return json_response({"models": await self._ollama("/api/ps", loaded)})
 
     async def ollama_version(self, request: Request) -> Response:
@@ -151,7 +149,7 @@ class Overview:
 
     async def document(self, request: Request) -> Response:
         """Return the description of the routes, which the first model that is loaded writes."""
-        for member in running(self._models.members) if self._document is None else ():
+        for member in self._models.members if self._document is None else ():
             told = await _json(member, "/openapi.json")
             self._document = None if told is None else msgspec.json.encode(told)
         if self._document is None:
@@ -173,11 +171,6 @@ def _health(member: Member) -> dict[str, Any]:
 
 async def _json(member: Member, url: str) -> dict[str, Any] | None:
     """Return a process's JSON; None if it does not answer."""
-    assert member.child is not None
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            status, body = await ask(member.child.requests, "GET", url)
-    except (ConnectionError, TimeoutError):
-        return None
-    found: dict[str, Any] | None = msgspec.json.decode(body) if status == 200 else None
+    answer = await member.told(url)
+    found: dict[str, Any] | None = None if answer is None else msgspec.json.decode(answer)
     return found

@@ -58,6 +58,10 @@ class Member:
     def name(self) -> str:
         return self.entry.name
 
+    async def told(self, url: str) -> bytes | None:
+        """Return the process's answer to a GET; None if no process runs, or it does not answer soon with 200."""
+        return None if self.child is None or self.child.ended.is_set() else await self.child.told(url)
+
     @property
     def state(self) -> str:
         """The model's state in `/v1/models` and others: loaded, asleep, loading, unloading or unloaded."""

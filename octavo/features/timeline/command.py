@@ -34,6 +34,7 @@ def make_parser() -> OctavoParser:
     )
     parser.add_argument("request", metavar="ID", nargs="?", help="the id of an answer, or of a list without ID")
     parser.add_argument("--url", help=f"server to ask (default: {_DEFAULT_URL})")
+    parser.add_argument("--model", metavar="NAME", help="which model of a server of several")
     parser.add_argument("--api-key", metavar="KEY", help="key for the server (default: $OCTAVO_API_KEY)")
     parser.add_argument("--json", action="store_true", help="print the server's answer, with all numbers")
     parser.add_argument("--unfinished", metavar="N", help="most unfinished requests in the list (default: 20)")
@@ -44,11 +45,10 @@ def make_parser() -> OctavoParser:
 
 def path_of(args: Any) -> str:
     """Return the path and query to ask for."""
-    if args.request is not None:
-        return f"/debug/requests/{quote(args.request, safe='')}"
-    given = {name: getattr(args, name) for name in ("unfinished", "slowest", "decisions")}
+    path = "/debug/timeline" if args.request is None else f"/debug/requests/{quote(args.request, safe='')}"
+    given = {name: getattr(args, name) for name in ("unfinished", "slowest", "decisions", "model")}
     query = "&".join(f"{name}={quote(value, safe='')}" for name, value in given.items() if value is not None)
-    return "/debug/timeline" + (f"?{query}" if query else "")
+    return path + (f"?{query}" if query else "")
 
 
 def fetched(url: str, path: str, api_key: str | None) -> dict[str, Any]:

@@ -294,8 +294,8 @@ def test_the_command_prints_what_the_server_says(monkeypatch: pytest.MonkeyPatch
     assert command.run(["a/b?é", "--url", "http://h:1/v1/", "--api-key", "k"]) == 0
     assert asked[-1] == ("http://h:1/debug/requests/a%2Fb%3F%C3%A9", {"Authorization": "Bearer k"})
     assert capsys.readouterr().out == "one\ntwo\n"
-    assert command.run(["--slowest", "3", "--json"]) == 0
-    assert asked[-1] == ("http://127.0.0.1:8000/debug/timeline?slowest=3", {})
+    assert command.run(["--slowest", "3", "--model", "a/b", "--json"]) == 0
+    assert asked[-1] == ("http://127.0.0.1:8000/debug/timeline?slowest=3&model=a%2Fb", {})
     assert json.loads(capsys.readouterr().out)["n"] == 1
     with pytest.raises(OctavoError, match="no such request"):
         command.run(["x"])
