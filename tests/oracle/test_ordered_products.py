@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,3 +48,41 @@ def test_bits_do_not_depend_on_the_rows(shape, dtype):
     whole = ordered_product(x, weight, dtype)
     for rows in [*chosen, 3, 33, 100, 257, 511, 777, 2048, 4096]:
         assert torch.equal(ordered.linear(x[:rows], weight, dtype), whole[:rows]), rows
+
+
+class _Library:
+    """In place of cuBLASLt's `Product`. Algorithm b"halves" divides the inputs."""
+
+    tried: list[tuple[int, bytes]]
+
+    def __init__(self, lib: Any, kind: torch.dtype, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+        self.rows = rows
+
+    def algorithms(self, count: int) -> list[bytes]:
+        return [b"halves", b"whole"]
+
+    def takes(self, algorithm: bytes) -> bool:
+        return True
+
+    def into(self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, algorithm: bytes, **_: Any) -> None:
+        self.tried.append((self.rows, algorithm))
+        out.copy_(ordered_product(x, weight, out.dtype))
+        if algorithm == b"halves":
+            out[0, 0] += 1
+
+
+def test_algorithms_are_tried_once_for_rows_of_as_many_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _Library.tried = []
+    monkeypatch.setattr(ordered, "Product", _Library)
+    monkeypatch.setattr(ordered, "aligned", lambda *tensors: True)
+    monkeypatch.setattr("octavo.nn.ops.products.aligned", lambda *tensors: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    owner = ordered.OrderedProducts(None, tmp_path / "choices")  # type: ignore[arg-type]
+    x, weight = made(96, 64, 320)
+    for rows in (300, 310, 320, 300):
+        got = owner.run_ordered(x[:rows], weight, HALF)
+        assert got is not None
+        assert torch.equal(got, ordered_product(x[:rows], weight, HALF))
+    assert [one for one in _Library.tried if one[1] == b"halves"] == [(320, b"halves")]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert owner.run_ordered(x[:200], weight, HALF) is None

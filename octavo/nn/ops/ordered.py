@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.nn.ops import few_rows
 from octavo.nn.ops.cublaslt import Library, Product, aligned, library
-from octavo.nn.ops.products import Like, Products, ProductShape, stored_choices
+from octavo.nn.ops.products import Like, Products, ProductShape, stored_choices, tried_for
 from octavo.nn.ops.triton_ordered import ordered_product
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class OrderedProducts(Products):
     def __init__(self, lib: Library, path: Path) -> None:
         super().__init__(lib, path)
         self._few: dict[tuple[int, ...], bool] = {}
+        self._first: dict[ProductShape, bytes | None] = {}
 
     def takes_few(self, weight: Tensor) -> bool:
         """Return whether `few_rows.few_product` gives the bits of `ordered_product` with such a matrix. That is
@@ -50,19 +51,25 @@ class OrderedProducts(Products):
         recorded; None if there is none."""
         found = self.run(x, weight, dtype)
         if found is None and aligned(x, weight) and not torch.cuda.is_current_stream_capturing():
-            self._find((x.shape[0], *weight.shape, weight.dtype, dtype), x, weight)
+            self._find((x.shape[0], *weight.shape, weight.dtype, dtype), weight)
             found = self.run(x, weight, dtype)
         return found
 
-    def _find(self, shape: ProductShape, x: Tensor, weight: Tensor) -> None:
-        """Choose the library's first algorithm that gives the right bits, without measuring."""
-        rows, outputs, inputs, kind, dtype = shape
-        product = Product(self._lib, kind, dtype, rows, outputs, inputs)
-        out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-        for algorithm in product.algorithms(_TRIES):
-            if self._takes(product, algorithm, shape, weight, out):
-                self._chosen[shape] = product, algorithm
-                return
+    def _find(self, shape: ProductShape, weight: Tensor) -> None:
+        """Choose the library's first algorithm that gives the right bits, without measuring. It is tried for a multiple
+        of the rows of a tile, and used for all numbers of rows that take as many tiles."""
+        whole: ProductShape = (tried_for(shape[0]), *shape[1:])
+        if whole not in self._first:
+            self._first[whole] = self._first_right(whole, weight)
+        algorithm = self._first[whole]
+        product = Product(self._lib, shape[3], shape[4], *shape[:3])
+        if algorithm is not None and product.takes(algorithm):
+            self._chosen[shape] = product, algorithm
+
+    def _first_right(self, shape: ProductShape, weight: Tensor) -> bytes | None:
+        product = Product(self._lib, shape[3], shape[4], *shape[:3])
+        out = torch.empty(shape[0], shape[1], dtype=shape[4], device=weight.device)
+        return next((one for one in product.algorithms(_TRIES) if self._takes(product, one, shape, weight, out)), None)
 
     def _candidates(self, product: Product, shape: ProductShape, weight: Tensor, out: Tensor) -> list[bytes]:
         every = product.algorithms(_TRIES)

@@ -144,7 +144,7 @@ class Products:
         kind = weights[0].dtype
         product = Product(self._lib, kind, dtype, count, outputs, inputs)
         x = torch.randn(count, inputs, dtype=kind, device=weights[0].device)
-        own, next_to_it = (_name((rows, outputs, inputs, kind, dtype)) for rows in (count, _tried_for(count)))
+        own, next_to_it = (_name((rows, outputs, inputs, kind, dtype)) for rows in (count, tried_for(count)))
         known = (algorithm_of(self._known.get(name, "")) for name in (own, next_to_it))
         algorithm = next((one for one in known if one is not None and product.takes(one)), None)
         shape = (count, outputs, inputs, kind, dtype)
@@ -213,7 +213,7 @@ class Products:
 
     def _name_of_halves(self, shape: ProductShape) -> str:
         """Return the key of a choice on disk."""
-        own, next_to_it = (f"{_name((rows, *shape[1:]))}-halves" for rows in (shape[0], _tried_for(shape[0])))
+        own, next_to_it = (f"{_name((rows, *shape[1:]))}-halves" for rows in (shape[0], tried_for(shape[0])))
         return next_to_it if own not in self._known and next_to_it in self._known else own
 
     def known(self) -> dict[str, str]:
@@ -380,11 +380,11 @@ def _tried_first(like: Like, rows: Iterable[int]) -> list[int]:
     """Return the numbers of rows that the library multiplies, first those whose algorithm is also used for others."""
     weight = like.weights[0]
     ours = like.dtype == weight.dtype
-    counts = sorted(rows, key=lambda rows: (_tried_for(rows) != rows, rows))
+    counts = sorted(rows, key=lambda rows: (tried_for(rows) != rows, rows))
     return [count for count in counts if not (ours and few_rows.pays(count, weight.shape[0]))]
 
 
-def _tried_for(rows: int) -> int:
+def tried_for(rows: int) -> int:
     """Return the number of rows whose algorithm is used for `rows`."""
     return rows if rows <= _FEW_ROWS else -(-rows // _STEP) * _STEP
 
